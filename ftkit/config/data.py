@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -137,6 +137,11 @@ def _from_name(value: object) -> object:
     """Expand the short form `format: sharegpt` to a mapping."""
     if value == "sharegpt":
         return {"kind": "messages", "style": "sharegpt", "column": "conversations"}
+    if isinstance(value, str) and value != "jinja" and value not in get_args(FormatName):
+        raise ValueError(
+            f"'{value}' is not a format: write {', '.join(get_args(FormatName))}, or a mapping such as "
+            "{kind: jinja, prompt: …, completion: …}"
+        )
     return {"kind": value} if isinstance(value, str) else value
 
 
@@ -159,7 +164,23 @@ ChatTemplateText = Annotated[str, AfterValidator(_check_chat_template)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
+def _check_option(value: object) -> object:
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError("an option of a template is text, a number, true, or false")
+
+
 Packing = Literal["auto", "off"]
+TrainOn = Literal["assistant", "last", "completion", "all"]
+
+
+def _check_train_on(value: object) -> object:
+    is_list_of_roles = isinstance(value, list) and all(role in get_args(Role) for role in value)
+    if is_list_of_roles or value in get_args(TrainOn):
+        return value
+    raise ValueError(
+        f"write {', '.join(get_args(TrainOn))}, or a list of roles: [{', '.join(get_args(Role))}] or some of them"
+    )
 
 
 class DataSpec(Spec):
@@ -180,9 +201,11 @@ class DataSpec(Spec):
     """How a conversation becomes text. `model`: the template that comes with the tokenizer; the name of a shipped one
     (`chatml`, which Qwen's models use too, `gemma`, `llama3`, `mistral`, `olmo`, `phi4`); a file (`./chat.jinja`,
     relative to the recipe's folder); or Jinja text."""
-    template_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    template_options: dict[str, Annotated[bool | int | float | str, BeforeValidator(_check_option)]] = Field(
+        default_factory=dict
+    )
     """Variables for the chat template, such as `enable_thinking: false` of Qwen 3 or `reasoning_effort` of gpt-oss."""
-    train_on: Literal["assistant", "last", "completion", "all"] | list[Role] = "assistant"
+    train_on: Annotated[TrainOn | list[Role], BeforeValidator(_check_train_on)] = "assistant"
     """Which tokens count in the loss: those of all assistant turns with their end-of-turn token, of the last one, of
     the completion, or all tokens; or the roles whose turns count. A turn's own `weight` or `train` takes precedence."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"

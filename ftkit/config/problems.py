@@ -33,14 +33,14 @@ _SENTENCES: Final = {
     "finite_number": ("must be a finite number", ""),
     "float_parsing": ("must be a number", ""),
     "float_type": ("must be a number", ""),
-    "greater_than": ("must be more than {gt}", ""),
-    "greater_than_equal": ("must be at least {ge}", ""),
+    "greater_than": ("must be more than {gt:g}", ""),
+    "greater_than_equal": ("must be at least {ge:g}", ""),
     "int_from_float": ("must be a whole number", ""),
     "int_parsing": ("must be a whole number", ""),
     "int_parsing_size": ("must be a whole number of a few digits", ""),
     "int_type": ("must be a whole number", ""),
-    "less_than": ("must be less than {lt}", ""),
-    "less_than_equal": ("must be at most {le}", ""),
+    "less_than": ("must be less than {lt:g}", ""),
+    "less_than_equal": ("must be at most {le:,}", ""),
     "model_attributes_type": ("must be a mapping", "Write 'key: value' lines below it."),
     "model_type": ("must be a mapping", "Write 'key: value' lines below it."),
     "string_type": ("must be text", "Put it in quotes."),
@@ -49,6 +49,47 @@ _SENTENCES: Final = {
     "tuple_type": ("must be a list", "Put it in brackets: [a, b]."),
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
+_KEYS_OF_OTHERS: Final = {
+    "base_model": "model",
+    "batch_size": "training.global_batch_size",
+    "cutoff_len": "training.sequence_length",
+    "dataset": "data.source",
+    "datasets": "data.source",
+    "epochs": "training.num_epochs",
+    "eval_steps": "evaluation.every_steps",
+    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation follows",
+    "gradient_checkpointing": "training.activation_checkpointing",
+    "load_in_4bit": "training.method: qlora",
+    "logging_steps": "training.log_every_steps",
+    "lora_alpha": "training.lora.alpha",
+    "lora_dropout": "training.lora.dropout",
+    "lora_r": "training.lora.rank",
+    "lora_rank": "training.lora.rank",
+    "lora_target": "training.lora.targets",
+    "lora_target_modules": "training.lora.targets",
+    "lr": "training.learning_rate",
+    "lr_scheduler": "training.schedule",
+    "lr_scheduler_type": "training.schedule",
+    "max_length": "training.sequence_length",
+    "max_seq_length": "training.sequence_length",
+    "model_name_or_path": "model",
+    "num_train_epochs": "training.num_epochs",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "r": "training.lora.rank",
+    "sample_packing": "data.packing",
+    "save_steps": "training.checkpoint_every_steps",
+    "save_total_limit": "training.keep_checkpoints",
+    "sequence_len": "training.sequence_length",
+    "target_modules": "training.lora.targets",
+    "train_on_inputs": "data.train_on: all",
+    "val_set_size": "data.validation",
+    "warmup_steps": "training.warmup_ratio, a fraction of all steps",
+}
+"""Keys of Axolotl, LLaMA-Factory and TRL, with what to write here."""
+_NO_REMOTE_CODE: Final = (
+    "ftkit never runs code that comes with a model: choose one whose model_type is in transformers itself."
+)
+_LONGEST_DESCRIPTION: Final = 200
 
 
 def validate(model: type[SpecT], layers: Layers) -> SpecT:
@@ -73,7 +114,7 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     where, key = layers.origin(path), ".".join(path)
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(where, key, "unknown key.", _suggestion(path[-1], list(owner.model_fields) if owner else []))
+        return Problem(where, key, "unknown key.", _known_key(path[-1], list(owner.model_fields) if owner else []))
     if kind == "missing" and isinstance(detail["loc"][-1], int):
         return Problem(where, key, f"holds too few values, got {_shown(given)}.")
     if kind == "missing":
@@ -86,25 +127,57 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         if kind == "union_tag_invalid":
             where, key = layers.origin((*path, "kind")), f"{key}.kind"
         choices = str(context.get("expected") or context.get("expected_tags"))
-        word = str(context.get("tag", given))[:_LONGEST_VALUE]
+        word = str(context.get("tag", _shown(given).strip("'")))[:_LONGEST_VALUE]
         words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
-        return Problem(where, key, f"{word!r} is none of {choices}.", _suggestion(word, words, listing=False))
+        fix = _suggestion(word, words, listing=False) or _description(owner, path)
+        return Problem(where, key, f"{word!r} is none of {choices}.", fix)
     if kind == "value_error" and isinstance(given, dict):
         return Problem(_place_of_check(layers, path, given, _own_words(detail)), key, f"{_own_words(detail)}.")
     if kind == "value_error":
-        return Problem(where, key, f"{_own_words(detail)}, got {_shown(given)}.")
+        words, shown = _own_words(detail), _shown(given)
+        return Problem(where, key, f"{words}." if shown in words else f"{words}, got {shown}.")
     if kind == "string_pattern_mismatch":
-        description = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
-        return Problem(where, key, f"{_shown(given)} is not of the form that is asked for here.", description)
+        form = f"{_shown(given)} is not of the form that is asked for here."
+        return Problem(where, key, form, _description(owner, path))
+    return _wrong_value(where, path, owner, detail)
+
+
+def _wrong_value(where: str, path: KeyPath, owner: type[BaseModel] | None, detail: ErrorDetails) -> Problem:
+    """Return the problem of a value of the wrong type or size; its fix is what the key means, if nothing is closer."""
+    kind, given, key = detail["type"], detail["input"], ".".join(path)
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
-    return Problem(where, key, f"{message.format_map(context)}, got {_shown(given)}.", _advice(where, key, given, fix))
-
-
-def _advice(where: str, key: str, given: object, fix: str) -> str:
-    """Return the fix for a value of the wrong type, if it is known."""
     if where == COMMAND_LINE and isinstance(given, dict):  # YAML took text in braces for a mapping
-        return f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
-    return "" if isinstance(given, dict | None) else fix
+        fix = f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
+    elif kind in _MAPPING_EXPECTED and (keys := _keys(owner, path)):
+        fix = f"Its keys are {', '.join(keys)}."
+    elif given is None or not fix:
+        fix = "" if isinstance(given, dict) else _description(owner, path)
+    return Problem(where, key, f"{message.format_map(detail.get('ctx', {}))}, got {_shown(given)}.", fix)
+
+
+_MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")
+
+
+def _keys(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
+    """Return the keys of the mapping at the end of `path`, if there is only one form of it."""
+    models = _models(owner.model_fields[path[-1]].annotation) if owner and path[-1] in owner.model_fields else []
+    return list(models[0].model_fields) if len(models) == 1 else []
+
+
+def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
+    """Return what a key means: as many of the first sentences of its docstring as fit into a message."""
+    text = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
+    if len(text) <= _LONGEST_DESCRIPTION:
+        return text
+    end = text.rfind(". ", 0, _LONGEST_DESCRIPTION)
+    return text[: (text.find(". ") if end < 0 else end) + 1] or text
+
+
+def _known_key(word: str, known: list[str]) -> str:
+    if word == "trust_remote_code":
+        return _NO_REMOTE_CODE
+    here = _KEYS_OF_OTHERS.get(word)
+    return f"Here it is {here}." if here else _suggestion(word, known)
 
 
 def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:

@@ -111,7 +111,8 @@ class TrainingSpec(Spec):
     """Optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or in a recipe
     that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Passes over the data. Give this or max_steps; it replaces max_steps in the same way."""
+    """Passes over the data, a whole number; for a part of a pass, give max_steps. It replaces max_steps in the same
+    way."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat

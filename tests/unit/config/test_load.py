@@ -333,7 +333,26 @@ def test_the_project_is_the_nearest_parent_folder_with_a_configuration(
     ],
 )
 def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: str) -> None:
-    assert problems(ctx, override)[0] == f"command line: {message}"
+    assert problems(ctx, override)[0].startswith(f"command line: {message}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.num_epochs=0.5", "got 0.5. Passes over the data, a whole number; for a part of a pass, give max_st"),
+        ("training.warmup_ratio=5", "must be at most 1.0, got 5. Fraction of all steps in which the learning rate"),
+        ("training.attention=flash_attention_2", "or 'eager'. Attention kernel: `flash4` (flash-attn-4"),
+        ("data.validation=0.1", "must be a mapping, got 0.1. Its keys are count, fraction, by, file, seed."),
+        ("data.train_on=asistant", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
+        ("data.template_options={a: [1]}", "data.template_options.a: an option of a template is text, a number, true"),
+        ("data.format=openai", "'openai' is not a format: write auto, messages, sharegpt, alpaca"),
+        ("training.lr=1", "training.lr: unknown key. Here it is training.learning_rate."),
+        ("model.trust_remote_code=true", "unknown key. ftkit never runs code that comes with a model: choose one"),
+    ],
+)
+def test_the_message_about_a_wrong_value_tells_what_to_write(ctx: Context, override: str, message: str) -> None:
+    (found,) = problems(ctx, override)
+    assert message in found
 
 
 def test_every_numeric_field_of_a_spec_rejects_true() -> None:
