@@ -179,6 +179,8 @@ class AttentionLayers:
 
 NO_CAUSAL_CLASS = 9
 """Exit code of the program that counts parameters if transformers has no causal language model of a family."""
+UNKNOWN_FAMILY = 10
+"""Its exit code if transformers does not have the family."""
 
 
 @dataclass(frozen=True)

@@ -134,8 +134,8 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     if kind == "value_error" and isinstance(given, dict):
         return Problem(_place_of_check(layers, path, given, _own_words(detail)), key, f"{_own_words(detail)}.")
     if kind == "value_error":
-        words, shown = _own_words(detail), _shown(given)
-        return Problem(where, key, f"{words}." if shown in words else f"{words}, got {shown}.")
+        message, shown = _own_words(detail), _shown(given)
+        return Problem(where, key, f"{message}." if shown in message else f"{message}, got {shown}.")
     if kind == "string_pattern_mismatch":
         form = f"{_shown(given)} is not of the form that is asked for here."
         return Problem(where, key, form, _description(owner, path))

@@ -1,18 +1,15 @@
-"""Chat templates shipped with ftkit for tokenizers without one; checks of a folder's tokenizer and template."""
+"""Chat templates shipped with ftkit for tokenizers without one."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,7 @@ TEMPLATES: dict[str, ChatTemplate] = {
     )
 }
 
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
 TEMPLATE_FILE = "chat_template.jinja"
-_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates", "tekken.json")
 
 
 def missing_template(source: str) -> DataError:
@@ -85,47 +80,3 @@ def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataErro
         f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With method full, the missing ones "
         "can be learned: model.added_tokens",
     )
-
-
-def check_tokenizer_folder(
-    folder: Path, template_name: str, *, added_tokens: Collection[str] = (), needs_template: bool = True
-) -> None:
-    """Check that a folder has a tokenizer, and that it has the tokens of the chat template; reads files only.
-
-    Args:
-        folder: with the tokenizer's files.
-        template_name: `model`, or the name of a shipped template.
-        added_tokens: tokens that the recipe adds to the tokenizer.
-        needs_template: whether the data is rendered with a chat template.
-
-    Raises:
-        DataError: it does not.
-    """
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise DataError(
-            f"{folder} has no tokenizer",
-            meaning="it was not saved beside the weights, or not copied with them",
-            fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
-        )
-    if not needs_template:
-        return
-    if template_name in TEMPLATES:
-        known = read_vocabulary(folder)  # None: only loading a SentencePiece or tiktoken file shows its tokens
-        missing = TEMPLATES[template_name].missing_tokens({*known.ids, *added_tokens}) if known else []
-        if missing:
-            raise missing_tokens(str(folder), template_name, missing)
-    elif template_name == "model" and not any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES):
-        stored = _read_json(folder / "tokenizer_config.json")
-        if stored is not None and not stored.get("chat_template"):
-            raise missing_template(str(folder))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; empty if there is none, None if it is broken (transformers reports how)."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
-        return None
-    return stored if isinstance(stored, dict) else None

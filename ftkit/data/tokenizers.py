@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ftkit.config.paths import is_path
 from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
 from ftkit.data.encoding import check_tokens
+from ftkit.data.tokenizer_files import check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
@@ -67,18 +70,74 @@ def load_tokenizer(
 
     source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
     revision = model.revision if model.tokenizer.source == "model" else None
+    if is_path(source):
+        check_tokenizer_files(Path(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # it also reads the model's configuration, whose values may raise anything
-        raise DataError(
-            f"can't load the tokenizer of '{source}': {one_line(error)}",
-            meaning="the name is wrong, a file is broken, the model is gated, or this machine can't reach the hub",
-            fix="check model.weights and its files; for a gated model accept its license and set HF_TOKEN",
-        ) from error
+        raise _loading_error(source, error) from error
+    if is_path(source):
+        check_conversion(tokenizer, Path(source))
     add_tokens(tokenizer, model.added_tokens, report)
     if chat_template is not None:
         _set_template(tokenizer, source, chat_template)
     return _with_padding(tokenizer, source)
+
+
+def _loading_error(source: str, error: Exception) -> DataError:
+    import transformers  # noqa: PLC0415 - seconds of imports
+
+    if "trust_remote_code" in str(error):
+        return DataError(
+            f"the tokenizer or the model of '{source}' comes with code of its own",
+            meaning=f"transformers {transformers.__version__} lacks its class, and ftkit never runs code of a model",
+            fix="choose a model whose class is in transformers; or, where the tokenizer alone has code, "
+            "model.tokenizer.source: a tokenizer of the same vocabulary that has tokenizer.json",
+        )
+    return DataError(
+        f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}",
+        meaning="a file is missing or broken, its class is of another version, or the hub refuses or is out of reach"
+        if not is_path(source)
+        else "a file is missing or broken, or its class needs another version of transformers or another package",
+        fix="check model.weights; for a gated model accept its license and set HF_TOKEN"
+        if not is_path(source)
+        else f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}",
+    )
+
+
+_PROBED_WORDS: Final = 12
+
+
+def check_conversion(tokenizer: Any, folder: Path) -> None:
+    """Check that a tokenizer made of a SentencePiece model divides a text as SentencePiece does.
+
+    transformers derives spaces and normalization from the tokenizer's class: with a wrong one, or none, it divides
+    texts in another way, without a word.
+
+    Raises:
+        DataError: it does not.
+    """
+    files = sentencepiece_files(folder)
+    if len(files) != 1 or find_spec("sentencepiece") is None:
+        return
+    from sentencepiece import SentencePieceProcessor  # noqa: PLC0415 - in few environments, for few models
+
+    try:
+        model = SentencePieceProcessor(model_file=str(files[0]))
+    except (OSError, RuntimeError):  # a file of tiktoken has the same suffix
+        return
+    pieces = (model.id_to_piece(number).lstrip("▁") for number in range(model.get_piece_size()))
+    text = " ".join(sorted(filter(str.isalpha, pieces), key=lambda piece: (-len(piece), piece))[:_PROBED_WORDS])
+    wanted = model.encode(text, out_type=str)
+    found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if found != wanted:
+        raise DataError(
+            f"the tokenizer of '{folder}' divides a text into {' '.join(found[:4])} …, where its {files[0].name} has "
+            f"{' '.join(wanted[:4])} …",
+            meaning="tokenizer_config.json has no tokenizer_class, or not the model's",
+            fix="correct it there (LlamaTokenizer for Llama 1 and 2 and models like them); or convert it with the "
+            f"right class: {convert_command(str(folder))}",
+        )
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], None]) -> None:
@@ -112,9 +171,12 @@ def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which `tokenizers` can run"
-        raise DataError(
-            f"the tokenizer of '{source}' lacks {lacks}", fix="set model.tokenizer.source to another tokenizer"
+        fix = (
+            "name one in its tokenizer_config.json (eos_token), or set model.tokenizer.source to another tokenizer"
+            if tokenizer.is_fast
+            else f"with a newer transformers: {convert_command(source)}"
         )
+        raise DataError(f"the tokenizer of '{source}' lacks {lacks}", fix=fix)
     result: PreTrainedTokenizerBase = tokenizer
     return result
 

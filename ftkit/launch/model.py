@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import process
 from ftkit.config.context import cache_folder
-from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, ModelCounts, ModelSpec
+from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
@@ -186,7 +186,7 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     """Return the counting program's result; None if it can't run here or can't build the model.
 
     Raises:
-        ConfigError: transformers has no causal language model of this family.
+        ConfigError: transformers does not have this family, or no causal language model of it.
     """
     if not all(find_spec(package) for package in NEEDED):
         return None
@@ -205,6 +205,8 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
         return None
     if done.returncode == NO_CAUSAL_CLASS:
         raise ConfigError([_no_causal_class(asked)])
+    if done.returncode == UNKNOWN_FAMILY:
+        raise ConfigError([_unknown_family(asked["config"])])
     if done.returncode != 0:
         return None
     try:
@@ -227,6 +229,22 @@ def _no_causal_class(asked: dict[str, Any]) -> Problem:
         f"transformers has no causal language model for '{family}', so ftkit can't train it on text.",
         "Choose a model of one modality; or of another family, as Gemma 3 or Mistral Small 3.",
     )
+
+
+def _unknown_family(config: Mapping[str, Any]) -> Problem:
+    from importlib.metadata import version  # noqa: PLC0415 - tens of milliseconds, for an error alone
+
+    here, family = f"transformers {version('transformers')}", config["model_type"]
+    if config.get("auto_map"):
+        what = f"'{family}' comes with code of its own (auto_map in config.json), and {here} does not have it."
+        fix = (
+            "ftkit never runs code that comes with a model. Choose a model whose model_type is in transformers; many "
+            "are published in its own layout too. If a newer transformers has it, install that here and in the image."
+        )
+    else:
+        what = f"{here} does not have the model_type '{family}' of config.json."
+        fix = "Install a newer transformers that has it, here and in the image, or choose another model."
+    return Problem("", "model.weights", what, fix)
 
 
 def _cache_file(text: str, environment: Mapping[str, str]) -> Path:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
-from ftkit.data.chat_templates import check_tokenizer_folder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
+from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
@@ -231,6 +231,11 @@ def _check_tokenizer(recipe: RecipeSpec, folder: Path) -> list[str]:
     needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
     added = recipe.model.added_tokens
     check_tokenizer_folder(folder, recipe.data.chat_template, added_tokens=added, needs_template=needs_template)
+    if needs_loading(folder) and find_spec("transformers"):
+        from ftkit.data.tokenizers import load_tokenizer  # noqa: PLC0415 - seconds of imports, for few models
+
+        own = recipe.model.tokenizer.model_copy(update={"source": str(folder)})
+        load_tokenizer(recipe.model.model_copy(update={"tokenizer": own}), None)
     return []
 
 

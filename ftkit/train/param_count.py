@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
-from ftkit.config.model import NO_CAUSAL_CLASS, ArchitectureSpec, Linear, ModelCounts
+from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
@@ -156,6 +156,8 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     if "config" in asked:
         raw = asked["config"]
+        if raw["model_type"] not in CONFIG_MAPPING:
+            sys.exit(UNKNOWN_FAMILY)
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_answer_end, shorten
 from ftkit.data.formats import resolve_format
 from ftkit.data.rows import Row
-from ftkit.data.tokenizers import _set_template, _with_padding, check_size, learn_tokenizer
+from ftkit.data.tokenizers import _set_template, _with_padding, check_conversion, check_size, learn_tokenizer
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
 
@@ -355,6 +358,33 @@ def test_a_tokenizer_that_is_unsuitable_for_packs_is_rejected(changes: dict[str,
     whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>"}
     with pytest.raises(DataError, match=message):
         _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
+
+
+def test_a_converted_tokenizer_that_divides_texts_in_another_way_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SimpleNamespace(
+        get_piece_size=lambda: 2, id_to_piece=["<s>", "▁a"].__getitem__, encode=lambda text, **_: [f"▁{text}"]
+    )
+    stand_in = SimpleNamespace(SentencePieceProcessor=lambda **_: model, __spec__=True)
+    monkeypatch.setitem(sys.modules, "sentencepiece", stand_in)  # type: ignore[arg-type]
+    (tmp_path / "tokenizer.model").write_bytes(b"sp")
+    texts = {1: "▁a", 2: "a"}
+    of_class, without = (_Converted(texts, [number]) for number in (1, 2))
+    check_conversion(of_class, tmp_path)
+    with pytest.raises(DataError, match=r"into a …, where its tokenizer\.model has ▁a …"):
+        check_conversion(without, tmp_path)
+
+
+class _Converted:
+    def __init__(self, texts: dict[int, str], ids: list[int]) -> None:
+        self.texts, self.ids = texts, ids
+
+    def __call__(self, _text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": self.ids}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.texts[number] for number in ids]
 
 
 def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml: PreTrainedTokenizerBase) -> None:

@@ -488,7 +488,8 @@ def test_a_parameter_missing_from_all_files_is_reported(tokenizer: PreTrainedTok
 def test_a_tokenizer_s_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would prompt
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
+    (tmp_path / "own.tiktoken").write_text("aGVsbG8= 0\n")
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
-    with pytest.raises(DataError, match="custom code"):
+    with pytest.raises(DataError, match="comes with code of its own"):
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
     assert not (tmp_path / "ran").exists()

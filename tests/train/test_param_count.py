@@ -141,11 +141,22 @@ def test_a_model_without_a_formula_is_counted_in_a_subprocess(tmp_path: Path) ->
     assert [layers.count for layers in counts.attention] == [6]
 
 
-def test_the_plan_rejects_a_family_without_a_causal_language_model(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | SMALL, "vision_config": {}}
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"} | SMALL, "vision_config": {}},
+            "no causal language model for 'qwen3_vl'",
+        ),
+        (SMALL | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "'own' comes with code of its own"),
+    ],
+)
+def test_the_plan_rejects_a_family_that_transformers_cannot_train(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with pytest.raises(ConfigError, match="no causal language model for 'qwen3_vl'"):
+    with pytest.raises(ConfigError, match=message):
         resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path))
 
 

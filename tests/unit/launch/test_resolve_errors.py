@@ -190,16 +190,18 @@ ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "conten
     ("files", "template", "message"),
     [
         ({}, "chatml", "has no tokenizer"),
-        ({"tokenizer.json": "{}"}, "model", "has no chat template"),
-        ({"tokenizer_config.json": '{"chat_template": null}'}, "model", "has no chat template"),
-        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, "model", None),
-        ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", None),
-        ({"vocab.json": "{}"}, "chatml", None),
+        ({"tokenizer.json": "{}"}, "model", "has no 'model', so it holds no vocabulary"),
+        ({"tokenizer.json": "version https://git-lfs"}, "model", r"can't read .*tokenizer\.json: .*\n.*Git LFS"),
+        ({"tokenizer.json": '{"model": {}}'}, "model", "has no chat template"),
+        ({"tokenizer.json": '{"model": {}}', "tokenizer_config.json": '{"chat_template": "{{ a }}"}'}, "model", None),
+        ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, "model", "is there, its vocabulary is not"),
+        ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", r"tokenizer\.model is empty"),
+        ({"vocab.json": "{}"}, "chatml", r"vocab\.json, but neither merges\.txt nor tokenizer\.json"),
         ({"tokenizer.json": '{"model": {"vocab": {"a": 0}}}'}, "gemma", "lacks <bos>, <end_of_turn>, <start_of_turn>"),
         ({"tokenizer.json": ONLY_IM_END}, "chatml", r"lacks <\|im_start\|> of the"),
         ({"tokenizer.json": '{"model": {"vocab": [["<|im_start|>", 0], ["<|im_end|>", 0]]}}'}, "chatml", None),
         ({"tekken.json": "{}"}, "model", None),
-        ({"tokenizer_config.json": "half of"}, "model", None),
+        ({"tokenizer_config.json": "half of"}, "model", r"can't read .*tokenizer_config\.json"),
     ],
 )
 def test_a_missing_tokenizer_or_template_stops_a_run_before_submission(
@@ -233,7 +235,7 @@ def test_a_template_with_tokens_missing_from_a_cached_hub_tokenizer_stops_a_run(
 
 def test_a_missing_template_is_reported_for_a_detected_format(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text('{"model": {}}')
     for row, message in (({"question": "q", "answer": "a"}, "has no chat template"), ({"text": "t"}, None)):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         tokenizer = f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}"

@@ -1,0 +1,133 @@
+"""Checks of a tokenizer's files, without loading it."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
+from ftkit.data.vocabulary import read_vocabulary
+from ftkit.errors import DataError, one_line
+from ftkit.hub.cache import TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+_CONFIG = "tokenizer_config.json"
+_VOCABULARIES = (TOKENIZER_FILE, "tekken.json", "*vocab*", "*.model", "*.tiktoken")
+"""Files with a vocabulary, of which a tokenizer needs one."""
+_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates", "tekken.json")
+
+
+def check_tokenizer_folder(
+    folder: Path, template_name: str, *, added_tokens: Collection[str] = (), needs_template: bool = True
+) -> None:
+    """Check that a folder has a tokenizer, and that it has the tokens of the chat template; reads files only.
+
+    Args:
+        folder: with the tokenizer's files.
+        template_name: `model`, or the name of a shipped template.
+        added_tokens: tokens that the recipe adds to the tokenizer.
+        needs_template: whether the data is rendered with a chat template.
+
+    Raises:
+        DataError: it does not.
+    """
+    check_tokenizer_files(folder)
+    if not needs_template:
+        return
+    if template_name in TEMPLATES:
+        known = read_vocabulary(folder)  # None: only loading a SentencePiece or tiktoken file shows its tokens
+        missing = TEMPLATES[template_name].missing_tokens({*known.ids, *added_tokens}) if known else []
+        if missing:
+            raise missing_tokens(str(folder), template_name, missing)
+        return
+    has_file = any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES)
+    if template_name == "model" and not has_file and not _read_json(folder / _CONFIG).get("chat_template"):
+        raise missing_template(str(folder))
+
+
+def needs_loading(folder: Path) -> bool:
+    """Return whether only loading a tokenizer shows that it can be loaded: without tokenizer.json, or with code."""
+    is_whole = (folder / TOKENIZER_FILE).is_file() or (folder / "tekken.json").is_file()
+    return not is_whole or "auto_map" in _read_json(folder / _CONFIG)
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Check that a folder has all files of a tokenizer, and that ftkit can load it.
+
+    Raises:
+        DataError: a file is missing or damaged, or the tokenizer consists of code.
+    """
+    config = _read_json(folder / _CONFIG)
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+        found = f": {_CONFIG} is there, its vocabulary is not" if config else ""
+        raise DataError(
+            f"{folder} has no tokenizer{found}",
+            meaning="it was not saved beside the weights, or not copied with them",
+            fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
+        )
+    if (folder / TOKENIZER_FILE).is_file():
+        if not isinstance(_read_json(folder / TOKENIZER_FILE).get("model"), dict):
+            raise DataError(
+                f"{folder / TOKENIZER_FILE} has no 'model', so it holds no vocabulary",
+                meaning="it is a file of another program, or was changed by hand",
+                fix=_copy_again(folder),
+            )
+        return
+    _check_other_files(folder)
+
+
+def _check_other_files(folder: Path) -> None:
+    """Check a tokenizer without tokenizer.json, which transformers makes of its other files."""
+    if (folder / "vocab.json").is_file() and not (folder / "merges.txt").is_file():
+        raise DataError(
+            f"{folder} has vocab.json, but neither merges.txt nor {TOKENIZER_FILE}",
+            meaning="a BPE tokenizer needs its merges too: the copy is incomplete",
+            fix=_copy_again(folder),
+        )
+    models = sentencepiece_files(folder)
+    if empty := [path for path in models if not path.stat().st_size]:
+        raise DataError(f"{empty[0]} is empty", meaning="a copy was interrupted", fix=_copy_again(folder))
+    if models and find_spec("transformers") and not find_spec("sentencepiece"):
+        raise DataError(
+            f"{folder} has its tokenizer as {models[0].name} alone, without {TOKENIZER_FILE}",
+            meaning="converting it needs the package sentencepiece, which is not installed here",
+            fix=f"pip install sentencepiece; or where it is installed: {convert_command(str(folder))}",
+        )
+
+
+def sentencepiece_files(folder: Path) -> list[Path]:
+    """Return the files that hold a SentencePiece (or tiktoken) model; none beside tokenizer.json."""
+    return [] if (folder / TOKENIZER_FILE).is_file() else sorted(folder.glob("*.model"))
+
+
+def convert_command(source: str) -> str:
+    """Return the command that writes a tokenizer as tokenizer.json."""
+    load = f"AutoTokenizer as T; T.from_pretrained('{source}').save_pretrained('FOLDER')"
+    return f'python -c "from transformers import {load}", then model.tokenizer.source=FOLDER'
+
+
+def _copy_again(folder: Path) -> str:
+    return f"copy or download {folder} again, or set model.tokenizer.source to a tokenizer that is whole"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"can't read {path}: {one_line(error)}",
+            meaning="a copy was interrupted, it is Git LFS's pointer alone, or it was changed by hand",
+            fix=_copy_again(path.parent),
+        ) from error
+    return stored if isinstance(stored, dict) else {}
