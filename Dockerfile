@@ -4,7 +4,7 @@
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 
-# The base's packages, to verify afterwards that none of those that matter was replaced.
+# The base's packages, to verify afterwards that no relevant package was replaced.
 RUN mkdir -p /opt/ftkit && python3 -m pip list --format=freeze >/opt/ftkit/base-packages.txt
 
 # --no-deps: the lock is complete, and nothing else may be installed. PIP_CONSTRAINT is emptied because the

@@ -2,7 +2,7 @@
 
     python benchmarks/data.py [--rows 12000] [--case chat] [--workers 1 2] [--peer trl] [--repeat 3] [--large]
 
-Texts are made from a vocabulary of 20,000 words with Zipf's frequencies; the tokenizer is trained on them. Each
+Texts are generated from a vocabulary of 20,000 words with Zipf frequencies; the tokenizer is trained on them. Each
 measurement is a separate process; measurements alternate, so that other load on the machine affects all equally.
 Times are wall times; `CPU µs/token` is CPU time without imports, which depends less on other load.
 """
@@ -43,7 +43,7 @@ COLUMNS = "{:<8} {:<14} {:>12} {:>9} {:>12} {:>13} {:>8} {:>9}"
 
 @dataclass(frozen=True)
 class Words:
-    """Makes texts of words."""
+    """Generates texts."""
 
     rng: np.random.Generator
     words: tuple[str, ...]
@@ -51,7 +51,7 @@ class Words:
 
     @classmethod
     def make(cls) -> Words:
-        """Make a deterministic vocabulary."""
+        """Generate a deterministic vocabulary."""
         rng = np.random.default_rng(0)
         letters, weights = list("etaoinshrdlucmfwypvbgkjqxz"), 1 / np.arange(1, 27)
         sizes = rng.integers(2, 11, VOCABULARY)
@@ -60,7 +60,7 @@ class Words:
         return cls(rng, words, frequencies / frequencies.sum())
 
     def text(self, mean: float, spread: float) -> str:
-        """Return sentences of some number of words."""
+        """Return sentences with a random number of words."""
         num = int(self.rng.lognormal(mean, spread)) + 3
         words = [self.words[place] for place in self.rng.choice(VOCABULARY, size=num, p=self.frequencies)]
         sentences = [" ".join(words[begin : begin + 12]).capitalize() for begin in range(0, num, 12)]
@@ -88,13 +88,13 @@ def sql(words: Words) -> dict[str, object]:
 
 
 def long(words: Words) -> dict[str, object]:
-    """Return a document of 3,000 to 45,000 words, all sizes being as likely in proportion: up to 65,536 tokens."""
+    """Return a document of 3,000 to 45,000 words (up to 65,536 tokens), log-uniformly distributed."""
     return {"text": words.text(float(np.log(words.rng.uniform(3_000, 45_000))), 0.01)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows, and the length of packs."""
+    """Generator of rows, and the sequence length."""
 
     row: Callable[[Words], dict[str, object]]
     length: int
@@ -153,7 +153,7 @@ def measure(folder: Path, source: Path, name: str, workers: int) -> Result:
     """Prepare a file in this process."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    AutoTokenizer.from_pretrained(folder / "tokenizer")  # imports are not measured; nor are those of peers
+    AutoTokenizer.from_pretrained(folder / "tokenizer")  # imports are not measured, for ftkit and peers alike
     plan = make_plan(folder, source, name)
     began, cpu = time.perf_counter(), cpu_seconds()
     prepared = prepare(plan, lambda _: None, workers)
@@ -168,13 +168,13 @@ def measure(folder: Path, source: Path, name: str, workers: int) -> Result:
 
 
 def cpu_seconds() -> float:
-    """Return the time of all CPUs in this process and those that have ended."""
+    """Return the CPU time of this process and its ended children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def peak_mib() -> int:
-    """Return the largest memory of this process or one of its workers."""
+    """Return the peak memory of this process or a worker, whichever is larger."""
     whos = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(who).ru_maxrss for who in whos) >> 10
 
@@ -183,7 +183,7 @@ def measure_apart(folder: Path, source: Path, name: str, who: str) -> Result:
     """Measure in a separate process: ftkit with a number of workers, or a peer."""
     program = Path(__file__).parent / "peers" / "trl_data.py" if who == "trl" else Path(__file__)
     command = [sys.executable, str(program), "--measure", str(folder), str(source), name, who]
-    here = Path(__file__).parent  # of this module, which peers import
+    here = Path(__file__).parent  # so that peers can import this module
     paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, check=False)
     if done.returncode:
@@ -207,7 +207,7 @@ def show(name: str, who: str, results: list[Result]) -> None:
 
 
 def main() -> None:
-    """Measure the cases in turn."""
+    """Measure all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--rows", type=int, default=12_000, help="number of chats; other cases have about as many tokens"

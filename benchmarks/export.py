@@ -1,11 +1,10 @@
-"""Benchmark merge and export of adapters of a large model: time and memory, beside a copy of the same files.
+"""Benchmark merging and exporting adapters of a large model: time and memory, compared with a copy of the files.
 
     python benchmarks/export.py [--layers 8] [--folder DIR]
 
-Weights of random numbers with OLMo-3 32B's matrices (64 layers there) are written to DIR in shards of 2 GiB, and
-adapters of rank 16 for all linear layers are merged into them. Both the export and the copy begin without the files in
-the page cache, and end after fsync. Memory is the process's own (RssAnon), sampled; to see it within a
-limit, start this in a cgroup that has one.
+Random weights with the shapes of OLMo-3 32B (which has 64 layers) are written to DIR in shards of 2 GiB, and rank-16
+adapters for all linear layers are merged into them. Export and copy start with a cold page cache and end after fsync.
+Memory is the sampled RssAnon of the process; to test a memory limit, run this in a cgroup.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def write_base(config: LlamaConfig, folder: Path) -> None:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the process's own memory."""
+    """Samples the anonymous memory of the process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

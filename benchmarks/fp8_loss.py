@@ -1,4 +1,4 @@
-"""Compare the demo's loss in FP8 and bf16: the same weights, packs and order, one GPU per run.
+"""Compare the demo's loss in FP8 and bf16 with the same weights, packs and order, on one GPU per run.
 
     python benchmarks/fp8_loss.py [--steps 1000] [--gpus 2] [key=value …]
 
@@ -23,7 +23,7 @@ WINDOW = 100
 
 
 def start(precision: str, gpu: int, options: argparse.Namespace, workspace: Path) -> subprocess.Popen[bytes]:
-    """Start a run in a precision."""
+    """Start a run with a precision."""
     words = [
         f"training.precision={precision}", f"training.max_steps={options.steps}", "training.log_every_steps=1",
         "evaluation.sql_execution=null", "training.micro_batch_size=8", *options.overrides,

@@ -1,9 +1,9 @@
-"""Benchmark ways to make a squashfs file of an image, side by side in one run.
+"""Benchmark ways to make a squashfs file from an image, alternating in one run.
 
     python benchmarks/images.py                    on a root file system of about 1.5 GB, made of this machine's files
     python benchmarks/images.py --image NAME       on an image of the docker engine
     python benchmarks/images.py --unchanged NAME:TAG
-                 instead: build, push and import again, in a project where all three were done
+                 instead: repeat build, push and import in a project where all three are up to date
 
 Needs a docker engine, squashfs-tools and squashfs-tools-ng. Without enroot on the machine, its steps run with its
 default options: export, unpack, mksquashfs with lzo and uncompressed data.
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """The measurement of one way."""
+    """The measurement of one method."""
 
     way: str
     seconds: float
@@ -45,7 +45,7 @@ class Row:
 
 
 def make_image() -> None:
-    """Make an image of this machine's programs and libraries."""
+    """Make an image from this machine's programs and libraries."""
     with tempfile.TemporaryFile() as file:
         size = 0
         with tarfile.open(fileobj=file, mode="w") as tar:
@@ -62,7 +62,7 @@ def make_image() -> None:
 
 
 def ftkit_way(image: str, folder: Path) -> Row:
-    """Import with ftkit, digests and all."""
+    """Import with ftkit, including digests."""
     with docker_engine.connect() as client:
         found = docker_engine.inspect_required(client, image, "name another")
     started = time.monotonic()
@@ -71,7 +71,7 @@ def ftkit_way(image: str, folder: Path) -> Row:
 
 
 def enroot_way(image: str, folder: Path, root: Path) -> Row:
-    """Import with enroot's defaults; leaves the unpacked files in `root`."""
+    """Import with enroot's defaults; leave the unpacked files in `root`."""
     output = folder / "enroot.sqsh"
     started = time.monotonic()
     if shutil.which("enroot"):
@@ -94,7 +94,7 @@ def unpack(image: str, root: Path) -> None:
 
 
 def mksquashfs_way(way: str, root: Path, folder: Path, *options: str) -> Row:
-    """Pack unpacked files; without the time that unpacking takes."""
+    """Pack unpacked files; the time does not include unpacking."""
     output = folder / f"{way.replace(' ', '-')}.sqsh"
     started = time.monotonic()
     run("mksquashfs", str(root), str(output), "-all-root", "-no-progress", "-quiet", *options)
@@ -107,7 +107,7 @@ def run(*command: str) -> None:
 
 
 class PeakMemory:
-    """The largest sum of this process's and its children's memory."""
+    """The peak of the total memory of this process and its children."""
 
     def __init__(self) -> None:
         self.mib = 0.0
@@ -135,7 +135,7 @@ class PeakMemory:
 
 
 def one_round(image: str) -> tuple[list[Row], float]:
-    """Run each way once, one after another; also return ftkit's peak memory."""
+    """Run each method once, in sequence; also return ftkit's peak memory."""
     with tempfile.TemporaryDirectory(prefix="ftkit-benchmark-") as place:
         folder = Path(place)
         memory = PeakMemory()
@@ -149,7 +149,7 @@ def one_round(image: str) -> tuple[list[Row], float]:
 
 
 def show(rounds: list[list[Row]], peak: float) -> bool:
-    """Print a table with the targets; return whether they were reached."""
+    """Print a table with the targets; return whether all were met."""
     medians = [
         Row(rows[0].way, statistics.median(row.seconds for row in rows), rows[0].size)
         for rows in zip(*rounds, strict=True)
@@ -167,7 +167,7 @@ def show(rounds: list[list[Row]], peak: float) -> bool:
 
 
 def show_unchanged(reference: str, repeats: int) -> bool:
-    """Time the commands without work to do, as a user calls them."""
+    """Time up-to-date commands through the command line."""
     slowest = 0.0
     for words in (("build", reference, "--allow-unpinned"), ("push", reference), ("import", reference)):
         seconds = []
@@ -181,7 +181,7 @@ def show_unchanged(reference: str, repeats: int) -> bool:
 
 
 def main() -> int:
-    """Measure everything and print one table."""
+    """Run all measurements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", help="an image of the docker engine")
     parser.add_argument("--unchanged", metavar="NAME:TAG", help="an image that was built, pushed and imported")

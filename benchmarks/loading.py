@@ -1,10 +1,11 @@
-"""Benchmark loading of weights by the ranks of a node: bytes read from disk, memory, time; and `from_pretrained`.
+"""Benchmark weight loading by the ranks of a node: bytes read from disk, memory, time; compared with `from_pretrained`.
 
     python benchmarks/loading.py [--layers 16] [--width 2048] [--ranks 2] [--folder DIR]
 
-A Llama of random bf16 weights is written to DIR, in shards of 500 MB. Before each measurement the kernel drops the
-files from the page cache; `read_bytes` of /proc/PID/io then counts what each rank has brought from the disk. Ranks
-share the page cache, so their sum is what the node reads. Seconds are those from the ranks' start to weights in place.
+A Llama model with random bf16 weights is written to DIR in shards of 500 MB. Before each measurement the files are
+dropped from the page cache; `read_bytes` of /proc/PID/io then counts the bytes that each rank has read from disk. Ranks
+share the page cache, so their sum is what the node reads. Times are from the start of the ranks until the weights are
+loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def write_model(folder: Path, layers: int, width: int) -> None:
 
 
 def load(case: str, folder: Path) -> None:
-    """Load as a rank does; print bytes, memory and time."""
+    """Load the weights of one rank; print bytes, memory and time."""
     held: Any
     if case == "from_pretrained":
         held = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

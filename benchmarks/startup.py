@@ -34,7 +34,7 @@ STEP = {
 
 @dataclass(frozen=True)
 class Case:
-    """A command of the table; `limit` is in baselines."""
+    """A command in the table; `limit` is relative to the baseline."""
 
     title: str
     arguments: tuple[str, ...]
@@ -43,7 +43,7 @@ class Case:
 
 
 def _completion(line: str) -> Case:
-    """Return the command that the shell runs for TAB at the end of a line."""
+    """Return the command that the shell runs for completion at the end of a line."""
     variables = {"_FTKIT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
     return Case(f"{line}<TAB>", ("-m", "ftkit"), 3, variables)
 
@@ -62,7 +62,7 @@ CASES = [
 
 
 def ftkit(words: list[str], workspace: Path) -> str:
-    """Call the program as a user does, and return its stdout."""
+    """Call the program in a subprocess, and return its stdout."""
     environment = {**os.environ, "FTKIT_WORKSPACE": str(workspace), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "ftkit", *words], check=True, capture_output=True, text=True, env=environment
@@ -71,7 +71,7 @@ def ftkit(words: list[str], workspace: Path) -> str:
 
 
 def make_runs(workspace: Path, number: int) -> None:
-    """Fill a workspace with runs that ended: nine of ten completed on Slurm, the others failed."""
+    """Fill a workspace with ended runs: nine of ten completed on Slurm, the others failed."""
     plan = json.loads(ftkit(["plan", "demo", "--json"], workspace))
     for index in range(number):
         folder = (
@@ -89,9 +89,9 @@ def make_runs(workspace: Path, number: int) -> None:
 
 
 def measure(cases: list[Case], workspace: Path, repeats: int) -> list[list[float]]:
-    """Return the seconds of each case: one list per case, measured in turn so that all see the same machine."""
+    """Return the seconds per case. Cases are measured alternately, so that load on the machine affects all equally."""
     seconds: list[list[float]] = [[] for _ in cases]
-    for repeat in range(-1, repeats):  # the first round only warms the caches of the file system and of Python
+    for repeat in range(-1, repeats):  # the first round only warms up the caches of the file system and of Python
         for case, measured in zip(cases, seconds, strict=True):
             environment = {**os.environ, **INSTALLED, "FTKIT_WORKSPACE": str(workspace), **case.variables}
             environment["PYTHONPYCACHEPREFIX"] = str(workspace / "bytecode")

@@ -1,12 +1,12 @@
-"""Throughput of the trainer, and of other trainers beside it, on random weights and packs of random tokens.
+"""Benchmark the throughput of the trainer and of other trainers on random weights and packs of random tokens.
 
     python benchmarks/train.py --case olmo3-7b-8layers [--gpus 1] [--peer trl] [--steps 16] [key=value …]
 
-Each row is a whole run in processes of its own, one after another: ftkit's trainer as a job starts it, then each peer
-on the same packs, from the same first weights, with the same batch. The table shows medians of the steps after the
-warm-up. The losses of step 1 say whether both did the same work: `--case tiny --device cpu` compares them in fp32.
+Each row is a separate run: first ftkit's trainer, started as in a job, then each peer on the same packs, with the same
+initial weights and batch size. The table shows medians of the steps after the warm-up. Equal losses of step 1 show that
+both did the same work: `--case tiny --device cpu` compares them in fp32.
 
-A peer may live in an environment of its own (`--peer-python`), which needs what ftkit itself and its trainer need:
+A peer may use its own environment (`--peer-python`), which needs the dependencies of ftkit and its trainer:
     pip install trl==1.16.0 datasets peft bitsandbytes liger-kernel pydantic ruamel.yaml jinja2
 """
 
@@ -64,7 +64,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its changes of the recipe, and the fraction of a pack that each document takes."""
+    """A model, its recipe overrides, and the fraction of a pack that each document takes."""
 
     architecture: str
     overrides: tuple[str, ...]
@@ -113,7 +113,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Peer:
-    """Another trainer: the program that runs it on a plan, and the options that the program is given."""
+    """Another trainer: the program that runs it on a plan, and its options."""
 
     program: str
     options: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ def write_data(plan: RunPlan, lengths: list[int]) -> None:
 
 
 def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
-    """Run ftkit's trainer until it has taken the steps; the checkpoint and the export at its end are not waited for."""
+    """Run ftkit's trainer until it has taken the steps, without waiting for the final checkpoint and export."""
     command = ["-m", "ftkit.train.launcher", "--heed-signals", *torchrun(plan), "-m", "ftkit.train"]
 
     def read_steps() -> list[Step]:
@@ -263,7 +263,7 @@ def torchrun(plan: RunPlan) -> list[str]:
 def measure(
     plan: RunPlan, command: list[str], read_steps: Callable[[], list[Step]], options: argparse.Namespace
 ) -> Result:
-    """Run a trainer until it has taken the steps, has ended or has had its time."""
+    """Run a trainer until it has taken the steps, has ended or has timed out."""
     output = plan.layout.root / "output"
     paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     began, limit = time.time(), time.monotonic() + options.limit_seconds
@@ -271,10 +271,10 @@ def measure(
         trainer = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": paths})
         while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
             time.sleep(0.5)
-        # torchrun ends its workers on SIGTERM; killed itself, it would leave them with the GPUs' memory.
+        # On SIGTERM torchrun ends its workers; with SIGKILL they would remain and keep their GPU memory.
         trainer.terminate()
         trainer.wait()
-    steps = read_steps()[: options.steps]  # it may have gone further before it ended
+    steps = read_steps()[: options.steps]  # it may have taken more steps before it ended
     steady = steps[options.warm_up_steps :]
     if not steady:
         errors = [path.read_text() for path in sorted(plan.layout.logs.glob("error-*.json"))]
@@ -319,7 +319,7 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
 
 
 def main() -> None:
-    """Measure the requested cases, one after another."""
+    """Measure the requested cases in sequence."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, required=True)
     parser.add_argument("--peer", action="append", choices=PEERS, default=[])

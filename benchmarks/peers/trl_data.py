@@ -1,4 +1,4 @@
-"""TRL's preparation of the chats of `benchmarks/data.py`: packed, with the loss on assistant turns, in one process."""
+"""TRL's preparation of the chats of `benchmarks/data.py`: packed, loss on assistant turns, in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def measure(folder: Path, source: Path) -> Result:
-    """Prepare a file as `SFTTrainer` does when it is made."""
+    """Prepare a file as the constructor of `SFTTrainer` does."""
     disable_caching()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer.chat_template = TEMPLATE

@@ -1,11 +1,11 @@
-"""TRL's `SFTTrainer` at the work of an ftkit plan: `benchmarks/train.py` starts it under torchrun.
+"""Train an ftkit plan with TRL's `SFTTrainer`: `benchmarks/train.py` starts this under torchrun.
 
     torchrun --nproc-per-node=N benchmarks/peers/trl_sft.py PLAN --steps 16 --results FILE
 
 The model's shape, initial weights and packs are those of ftkit's trainer, so that both compute the same;
 everything else is TRL's, with the fastest settings in its documentation: pre-packed data without padding, flash-attn-4
 if installed, Liger's kernels, fused AdamW, and FSDP2 through accelerate on several GPUs. Full fine-tuning keeps fp32
-weights under bf16 autocast, as TRL loads a model by default; adapters sit on bf16 weights, or on bitsandbytes' NF4 with
+weights under bf16 autocast, as TRL loads a model by default; adapters are on bf16 weights, or on bitsandbytes' NF4 with
 double quantization.
 """
 
@@ -40,21 +40,21 @@ from ftkit.train.model.weights import init_weights, materialize
 
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:
-    """Return the packs in the order in which ftkit trains on them, in the form that TRL's own packing has."""
+    """Return the packs in ftkit's training order, in the format of TRL's packing."""
     store = PreparedData(plan.data_directory).read_train()
     seed = plan.recipe.training.seed
     order = [pack_at(index, len(store), seed) for index in range(num_steps * plan.batch.global_batch_size)]
     tokens, next_tokens, positions, _ = store.read(order).swapaxes(0, 1)
     labels = np.full_like(next_tokens, IGNORED)
-    labels[:, 1:] = next_tokens[:, :-1]  # TRL shifts them itself
+    labels[:, 1:] = next_tokens[:, :-1]  # TRL shifts labels itself
     lengths = [np.diff(np.append(np.flatnonzero(row == 0), row.size)) for row in positions]
     return Dataset.from_dict({"input_ids": list(tokens), "labels": list(labels), "seq_lengths": lengths})
 
 
 def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
-    """Build the model with its first weights, on this process's device.
+    """Build the model with its initial weights on this process's device.
 
-    A model that is to be sharded waits in host memory, its weights on rank 0 alone: accelerate distributes them.
+    A model to be sharded stays in host memory, with weights only on rank 0, from which accelerate distributes them.
     """
     recipe, state = plan.recipe, PartialState()
     tokenizer = load_saved_tokenizer(PreparedData(plan.data_directory).tokenizer)
@@ -73,7 +73,7 @@ def build_model(plan: RunPlan, attention: str, *, sharded: bool) -> Any:
 
 
 def quantised(model: Any, attention: str, device: torch.device) -> Any:
-    """Return the model as transformers loads it in 4 bits."""
+    """Return the model as loaded by transformers in 4 bits."""
     dtype = model.dtype
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -148,7 +148,7 @@ class StepWriter(TrainerCallback):
     last: float = field(default_factory=time.perf_counter)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **unused: Any) -> None:
-        """TRL has just read the step's loss, so the device has come to the end of the step."""
+        """Record a step. TRL has just read its loss, so the device has finished the step."""
         del args, control, unused
         if "loss" not in logs or not state.is_world_process_zero:
             return
@@ -163,7 +163,7 @@ class StepWriter(TrainerCallback):
 
 
 def main() -> None:
-    """Train for some steps."""
+    """Train for a number of steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--results", type=Path, required=True)

@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What `scripts/dev-cluster up` does before the first machine boots: checks, packages, the state folder.
-# Sourced by it alone.
+# Steps of `scripts/dev-cluster up` before the first machine boots: checks, packages, the state folder.
+# Sourced only by scripts/dev-cluster.
 
 PACKAGES=(slurmctld slurmd slurm-client slurmdbd slurm-wlm-basic-plugins munge mariadb-server iproute2 procps)
 SUBNET=10.177.0 # in the cluster's own network namespaces: it cannot collide with the host's
 POLICY=/usr/sbin/policy-rc.d
 
-# --- can it run here ------------------------------------------------------------------------------------------------
+# --- requirements ---------------------------------------------------------------------------------------------------
 
 require_system() {
   ((EUID == 0)) || fail $EXIT_SKIPPED "needs root: it makes namespaces, mounts and a user. Run it with sudo."
@@ -52,8 +52,8 @@ is_installed() { # PACKAGE
   [[ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" == installed ]]
 }
 
-# The packages would start their own daemons; the cluster needs only the programs. In a mount namespace, so that
-# a policy file which the machine has already stays as it is.
+# The packages would start their daemons; the cluster needs only the programs. Runs in a mount namespace, so that
+# an existing policy file is not changed.
 apt_install() {
   local ours=0 code=0
   [[ -e $POLICY ]] || ours=1
@@ -100,8 +100,8 @@ write_configuration() { # NUM_NODES
   for file in slurm.conf slurmdbd.conf gres.conf; do
     sed -e "s|@STATE@|$STATE|g" -e "s|@NODES@|n[1-$1]|g" "$PARTS/$file" >"$etc/$file"
   done
-  # Left to itself slurmd would ask the host's systemd for a scope. With v1 and nothing that uses it, cgroups are left
-  # alone; newer versions say so more plainly.
+  # By default slurmd would request a scope from the host's systemd. With v1 and no plugin that uses it, cgroups are
+  # not touched; newer versions have an explicit setting for that.
   dpkg --compare-versions "$(slurmd -V | awk '{ print $NF }')" lt 24.05 || cgroups=disabled
   echo "CgroupPlugin=$cgroups" >"$etc/cgroup.conf"
   cp "$PARTS/accounts.sql" "$etc"
@@ -150,9 +150,9 @@ enroot_settings() { # -> the folder with enroot.conf, as enroot was built
   sed -n 's/^config::export ENROOT_SYSCONF_PATH *"\(.*\)"/\1/p' "$program"
 }
 
-# What every machine must see (etc/visible), and the folders in its way (etc/covers): often the checkout or the Python
-# behind its .venv lies in a home folder closed to others. Such a folder is covered inside the machines; on the host
-# nothing changes.
+# Paths that every machine must see (etc/visible), and private folders above them (etc/covers): often the checkout or
+# the Python of its .venv is in a home folder that other users cannot read. Such a folder is covered inside the machines
+# and unchanged on the host.
 write_paths() {
   local path blocker
   {
@@ -163,7 +163,7 @@ write_paths() {
       dirname "$(dirname "$(readlink -f "$CHECKOUT/.venv/bin/python")")"
       dirname "$(sed -n 's/^home *= *//p' "$CHECKOUT/.venv/pyvenv.cfg")" # the same, unless a symbolic link leads there
     fi
-    # Elsewhere when the checkout is a git worktree.
+    # In another folder if the checkout is a git worktree.
     git -C "$CHECKOUT" rev-parse --path-format=absolute --git-common-dir 2>/dev/null || true
   } >"$STATE/etc/visible"
   while read -r path; do
@@ -191,7 +191,7 @@ write_home() {
   [[ ! -e $STATE/etc/plugstack.conf ]] ||
     cp "$PARTS/containers-profile.yaml" "$home/.config/ftkit/clusters/dev-pyxis.yaml"
   printf 'cluster: dev\nworkspace: %s\n' "$STATE/shared" >"$home/.config/ftkit/config.yaml"
-  # git refuses a checkout of another owner; and a login shell (`#!/bin/bash -l` in a job) resets PATH.
+  # git rejects a checkout of another owner, and a login shell (`#!/bin/bash -l` in a job) resets PATH.
   printf '[safe]\n\tdirectory = %s\n' "$CHECKOUT" >"$home/.gitconfig"
   printf 'export PATH=%q SLURM_CONF=%q\n' "$(user_path)" "$STATE/etc/slurm.conf" >"$home/.profile"
   chown -R "$OUR_USER:" "$home"
