@@ -18,10 +18,8 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Self
 
 SLOW_RANK = "FTKIT_TEST_SLOW_RANK"
 """Variable with the rank that computes slowly."""
@@ -75,6 +73,12 @@ class ForkedRanks:
         questions.flush()
         assert select.select([answers], [], [], timeout)[0], output.read_text()
         return int(answers.readline())
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the ranks that run now; of all of them, in the order of their ranks."""
+        server = self._server.pid
+        children = Path(f"/proc/{server}/task/{server}/children").read_text(encoding="ascii")
+        return sorted(map(int, children.split()))
 
 
 def serve() -> None:

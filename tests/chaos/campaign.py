@@ -1,0 +1,157 @@
+"""Disturb runs, one fault after another, and compare them with a run that is not disturbed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any, TextIO
+
+from chaos.runs import Run, Site, differences, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MARGIN = 24
+"""Last steps of a run, in which nothing is injected: while its last checkpoint can't be written, a run fails."""
+RESIZED = "resumed at another size"
+"""A fault after which losses and weights are compared with a tolerance: such runs have no others."""
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Tally:
+    """Results of the faults of one kind: steps lost, and seconds to the next step, of those that were survived."""
+
+    faults: int = 0
+    lost: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def shuffled_forever(kinds: list[str], chance: Random) -> Iterator[str]:
+    """Yield all kinds in random order, again and again."""
+    while True:
+        yield from chance.sample(kinds, len(kinds))
+
+
+@dataclass
+class Campaign:
+    """Faults on runs at a site.
+
+    Attributes:
+        site: where the runs train.
+        chance: decides what is injected, and when.
+        num_faults: after which no more are injected.
+        deadline: the same, by `time.monotonic`.
+        output: where each fault is told.
+        tallies: the results, by kind.
+        wrong: what differs from the undisturbed run.
+    """
+
+    site: Site
+    chance: Random
+    num_faults: int
+    deadline: float = float("inf")
+    output: TextIO = sys.stdout
+    tallies: defaultdict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def is_enough(self) -> bool:
+        return sum(tally.faults for tally in self.tallies.values()) >= self.num_faults or (
+            time.monotonic() > self.deadline
+        )
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether each fault was survived, and nothing differs."""
+        return not self.wrong and all(len(tally.lost) == tally.faults for tally in self.tallies.values())
+
+    def run(self, kinds: list[str]) -> None:
+        """Train the reference, and disturbed runs until there were enough faults."""
+        reference = self.site.start("reference")
+        wait_for(reference, lambda: reference.is_completed() or reference.is_over())
+        groups = [[kind for kind in kinds if kind != RESIZED], [kind for kind in kinds if kind == RESIZED]]
+        sources = [shuffled_forever(group, self.chance) for group in groups if group]
+        number = 0
+        while not self.is_enough:
+            tolerance = TOLERANCE if groups[not groups[0] or number % len(sources)] == [RESIZED] else 0.0
+            source = sources[number % len(sources)]
+            number += 1
+            run = self.site.start(f"disturbed-{number}")
+            self._disturb_until_completed(run, source)
+            found = differences(run, reference, tolerance=tolerance)
+            self.wrong += [f"{run.folder.name}: {each}" for each in found]
+            self._tell(f"{run.folder.name}: {'; '.join(found) or 'equal to the reference'}")
+
+    def _disturb_until_completed(self, run: Run, kinds: Iterator[str]) -> None:
+        while not run.is_completed():
+            # Beyond all that was reached: a run gives up when the same failure comes twice at the same step.
+            reached = max((record["step"] for record in run.records("step")), default=0)
+            self._wait_for_step(run, reached + self.chance.randint(2, 14))
+            self.site.repair()
+            if run.is_completed() or self.is_enough or run.step() > run.num_steps - MARGIN:
+                break
+            self._disturb(run, next(kinds))
+        wait_for(run, lambda: run.is_completed() or run.is_over())
+        if not run.is_completed():
+            self.site.resume(run)
+            wait_for(run, run.is_completed)
+
+    def _wait_for_step(self, run: Run, step: int) -> None:
+        wait_for(run, lambda: run.step() >= step or run.is_completed() or run.is_over())
+
+    def _disturb(self, run: Run, kind: str) -> None:
+        """Inject a fault into a run; wait until it trains again."""
+        before, begun, num_starts = run.step(), time.time(), len(run.records("start"))
+        self._tell(f"{time.strftime('%H:%M:%S')}  {run.folder.name}  step {before:4}  {kind}")
+        tally = self.tallies[kind]
+        tally.faults += 1
+        self.site.faults[kind](run, self.chance)
+        before = max(before, run.step()) if len(run.records("start")) == num_starts else before
+        found: list[dict[str, Any]] = []
+
+        def is_decided() -> bool:
+            found[:] = _steps_since(run, num_starts, begun, before)
+            return bool(found) or run.is_completed() or run.is_over()
+
+        wait_for(run, is_decided)
+        if not found and not run.is_completed():
+            self._tell(f"          not survived: {run.output()}")
+            self.site.resume(run)
+            wait_for(run, lambda: len(run.records("start")) > num_starts)
+            return
+        resumed = run.records("start")[num_starts:]
+        has_lost = bool(resumed and found)
+        tally.lost.append(max(0, before - resumed[0]["resumed_from"]) if has_lost else 0)
+        tally.seconds.append(found[0]["time"] - begun if has_lost else 0.0)
+
+    def _tell(self, line: str) -> None:
+        print(line, file=self.output, flush=True)
+
+    def report(self) -> str:
+        """Return a table of the faults so far."""
+        lines = [
+            "| fault | faults | survived | steps lost (mean, most) | s to the next step (median, most) |",
+            "|---|---|---|---|---|",
+        ]
+        for kind in self.site.faults:
+            if kind in self.tallies:
+                tally = self.tallies[kind]
+                lost, seconds = tally.lost or [0], sorted(tally.seconds) or [0.0]
+                lines.append(
+                    f"| {kind} | {tally.faults} | {len(tally.lost)} | {sum(lost) / len(lost):.1f}, {max(lost)} "
+                    f"| {seconds[len(seconds) // 2]:.0f}, {seconds[-1]:.0f} |"
+                )
+        faults = sum(tally.faults for tally in self.tallies.values())
+        survived = sum(len(tally.lost) for tally in self.tallies.values())
+        return "\n".join([*lines, f"| all | {faults} | {survived} | | |"])
+
+
+def _steps_since(run: Run, num_starts: int, begun: float, before: int) -> list[dict[str, Any]]:
+    """Return the steps after a fault: of the next start, or the tenth and later ones of the same."""
+    resumed = run.records("start")[num_starts:]
+    since = resumed[0]["time"] if resumed else begun
+    return [each for each in run.records("step") if each["time"] > since and (resumed or each["step"] > before + 9)]

@@ -1,0 +1,238 @@
+"""Runs on the real Slurm of scripts/dev-cluster, and faults of its nodes, daemons and jobs; as root."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from chaos.campaign import RESIZED
+from chaos.faults import FAULTS, kill
+from chaos.runs import Run, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+ROOT = Path(__file__).resolve().parents[2]
+STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
+WORKSPACE = STATE / "shared" / "chaos"
+WORKSPACE_MIB = 128
+OPTIONS = (
+    "training.global_batch_size=12", "training.micro_batch_size=1",
+    "training.learning_rate=1e-3", "training.checkpoint_every_steps=8", "training.log_every_steps=1",
+    "training.precision=fp32", "training.max_failed_checkpoints=1000", "evaluation.sql_execution=null",
+    "resources.max_restarts=1000",
+)  # fmt: skip
+SIZES = ((1, 1), (2, 1), (3, 1), (2, 2))
+"""Number of nodes, and processes per node."""
+ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED"}
+
+
+def cluster(*arguments: str, check: bool = True) -> str:
+    """Call scripts/dev-cluster; return what it printed."""
+    environment = os.environ | {"FTKIT_WORKSPACE": str(WORKSPACE)}
+    command = [str(ROOT / "scripts" / "dev-cluster"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def slurm(*command: str, check: bool = False) -> str:
+    """Run a command on the login node."""
+    return cluster("exec", "--", *command, check=check)
+
+
+def ftkit(*arguments: str) -> str:
+    """Run ftkit on the login node."""
+    return slurm(str(ROOT / ".venv" / "bin" / "ftkit"), *arguments, check=True)
+
+
+# --- A file system of limited size that all machines share ---------------------------------------
+
+
+def mount_workspace(machine: str | None = None) -> None:
+    """Mount it here, and into the machines, whose namespaces do not see what is mounted here later."""
+    if machine is None:
+        WORKSPACE.mkdir(parents=True, exist_ok=True)
+        options = f"size={WORKSPACE_MIB}m,mode=1777"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "chaos", str(WORKSPACE)], check=True)
+    machines = [machine] if machine else [path.stem for path in (STATE / "run").glob("*.pid")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in machines:
+        if (child := os.fork()) == 0:
+            tree = libc.syscall(428, -100, os.fsencode(WORKSPACE), 1)  # open_tree(AT_FDCWD, …, OPEN_TREE_CLONE)
+            pid = (STATE / "run" / f"{name}.pid").read_text().strip()
+            is_in = libc.setns(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY), 0) == 0
+            # move_mount(…, MOVE_MOUNT_F_EMPTY_PATH)
+            moved = libc.syscall(429, tree, b"", -100, os.fsencode(WORKSPACE), 4)
+            os._exit(0 if is_in and moved == 0 else 1)
+        if os.waitpid(child, 0)[1]:
+            raise OSError(f"the workspace can't be mounted into {name}")
+
+
+def unmount_workspace() -> None:
+    """Remove it here, if it is mounted; the machines keep theirs until they end."""
+    subprocess.run(["umount", "--lazy", str(WORKSPACE)], check=False, capture_output=True)
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlurmRun(Run):
+    """A run on the cluster.
+
+    Attributes:
+        hurried: jobs, with their numbers of restarts, that were told to start.
+    """
+
+    hurried: set[tuple[str, str]] = field(default_factory=set)
+    _asked: float = float("-inf")
+    _is_over: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    @property
+    def job(self) -> str:
+        """Id of its newest job."""
+        job: str = json.loads((self.folder / "submission.json").read_text())["job_id"]
+        return job
+
+    def is_over(self) -> bool:
+        """Ask Slurm at most once a second; a job that only waits after a requeue is told to start."""
+        if time.monotonic() > self._asked + 1:
+            self._is_over = self._ask()
+            self._asked = time.monotonic()
+        return self._is_over
+
+    def _ask(self) -> bool:
+        job = self.job
+        fields = "--Format=State: ,RestartCnt: ,Reason"
+        answer = slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
+        if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:
+            # Not at once: slurmd refuses a job's new credential in the second in which it revoked the last one.
+            slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
+            self.hurried.add((job, answer[1]))
+        return not answer or answer[0] not in ACTIVE
+
+    def output(self) -> str:
+        return (self.folder / "logs" / "job.log").read_text()[-1500:]
+
+    def ranks(self) -> dict[str, int]:
+        return self._processes("rank")
+
+    def launchers(self) -> list[int]:
+        return sorted(self._processes("launcher").values())
+
+    def nodes(self) -> list[str]:
+        listed = slurm("squeue", "--noheader", "--jobs", self.job, "--format=%N").strip()
+        return slurm("scontrol", "show", "hostnames", listed).split()
+
+    def _processes(self, kind: str) -> dict[str, int]:
+        """Return this run's processes by their rank, or its launchers by a number."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, StopIteration):
+                pid = int(entry.name)
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if str(self.folder / "plan.json").encode() not in words or b"bash" in words[0] or b"srun" in words[0]:
+                    continue
+                rank = (entry / "comm").read_text().strip().partition("ftkit rank ")[2]  # of a forked one
+                if not rank and b"ftkit.train.launcher" not in words:
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                    rank = next(each[5:].decode() for each in variables if each.startswith(b"RANK="))
+                if (kind == "rank") == bool(rank):
+                    found[rank or str(pid)] = pid
+        return found
+
+
+# --- The cluster ---------------------------------------------------------------------------------
+
+
+@dataclass
+class SlurmSite:
+    """The cluster, as a context in which it has the workspace; `nodes` and `steps` are of each run."""
+
+    nodes: int
+    steps: int
+    dead: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        unmount_workspace()
+        mount_workspace()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        unmount_workspace()
+
+    def start(self, name: str) -> SlurmRun:
+        size = ("--nodes", str(self.nodes), "--gpus-per-node", "1")
+        said = ftkit("run", str(ROOT / "tests/train/tiny.yaml"), "--cluster", "dev", *size, "--name", name,
+                     "--no-follow", *OPTIONS, f"training.max_steps={self.steps}")  # fmt: skip
+        return SlurmRun(WORKSPACE / "runs" / said.split()[-1], self.steps)
+
+    def resume(self, run: Run) -> None:
+        ftkit("resume", run.folder.name, "--no-follow")
+
+    def repair(self) -> None:
+        while self.dead:
+            node = self.dead.pop()
+            cluster("revive-node", node)
+            mount_workspace(node)
+
+    @property
+    def faults(self) -> dict[str, Callable[[SlurmRun, Random], None]]:
+        return FAULTS | {
+            "kill -9 of a launcher": lambda run, chance: kill([chance.choice(run.launchers())]),
+            "kill -9 of slurmd": kill_slurmd,
+            "power cut of a node": self._kill_node,
+            "scontrol requeue": lambda run, _: slurm("scontrol", "requeue", run.job),
+            "time limit": lambda run, _: slurm("scancel", "--batch", "--signal=USR1", run.job),
+            "scancel, ftkit resume": partial(self._cancel, changes_size=False),
+            "disk full": fill_disk,
+            RESIZED: partial(self._cancel, changes_size=True),
+        }
+
+    def _kill_node(self, run: SlurmRun, chance: Random) -> None:
+        node = chance.choice(run.nodes())
+        cluster("kill-node", node)
+        slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
+        self.dead.append(node)
+
+    def _cancel(self, run: SlurmRun, chance: Random, *, changes_size: bool) -> None:
+        slurm("scancel", run.job)
+        wait_for(run, run.is_over)
+        nodes, processes = chance.choice(SIZES)
+        size = ("--nodes", str(nodes), "--gpus-per-node", str(processes)) if changes_size else ()
+        ftkit("resume", run.id, *size, "--no-follow")
+
+
+def kill_slurmd(run: SlurmRun, chance: Random) -> None:
+    """Kill a node's slurmd, and start it again before or after Slurm notices (SlurmdTimeout is 10 s)."""
+    node = chance.choice(run.nodes())
+    cluster("node", node, "--", "pkill", "-KILL", "-x", "slurmd")
+    time.sleep(chance.choice([3, 25]))
+    cluster("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
+
+
+def fill_disk(run: SlurmRun, chance: Random) -> None:
+    """Fill the workspace for some steps."""
+    ballast = WORKSPACE / "ballast"
+    with suppress(OSError), ballast.open("wb") as file:
+        while True:
+            file.write(bytes(2**16))
+    failed, step = len(run.records("failed_checkpoint")), run.step()
+    time.sleep(run.seconds_for_steps(chance.randint(4, 12)))  # its records wait, too
+    ballast.unlink()
+    wait_for(run, lambda: len(run.records("failed_checkpoint")) > failed or run.step() > step + 8 or run.is_over())

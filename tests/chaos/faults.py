@@ -1,0 +1,111 @@
+"""Faults of processes and files, which can be injected wherever a run trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from chaos.runs import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+    from random import Random
+
+    from chaos.runs import Run
+
+AWAY = "run folder gone for 30 s"
+PHASES = ("begun", "data", "index", "marker", "complete")
+"""Of a save, by the last file that is there; the last one: it has just got its name."""
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes, if they are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_rank(run: Run, chance: Random) -> None:
+    """Kill a rank at random."""
+    ranks = run.ranks()
+    kill([ranks[chance.choice(sorted(ranks))]])
+
+
+def kill_all_ranks(run: Run, _: Random) -> None:
+    """Kill all ranks at once."""
+    kill(run.ranks().values())
+
+
+def die_while_saving(phase: str, run: Run, _: Random) -> None:
+    """Kill all ranks in a phase of a save."""
+    before, ranks = set(run.checkpoints()), run.ranks().values()
+
+    def has_come() -> bool:
+        for partial_save in (run.folder / "checkpoints").glob(".step-*.partial"):
+            files = {path.name for path in partial_save.iterdir()} if partial_save.is_dir() else set()
+            wanted = {"index": ".metadata", "marker": "COMPLETE.json"}
+            if phase == "begun" or (phase == "data" and files) or wanted.get(phase) in files:
+                return True
+        return bool(set(run.checkpoints()) - before)  # too late for the other phases
+
+    while not has_come() and not run.is_over():
+        time.sleep(0.001)  # a phase takes milliseconds
+    kill(ranks)
+
+
+def damage_checkpoint(how: str, run: Run, chance: Random) -> None:
+    """Truncate a file of the newest checkpoint, or flip a bit in it; and kill a rank, so that it would be loaded."""
+    wait_for(run, run.checkpoints)
+    path = chance.choice(sorted(each for each in run.checkpoints()[-1].iterdir() if each.stat().st_size))
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    if how == "truncate":
+        path.write_bytes(content[:place])
+    else:
+        content[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+    kill_rank(run, chance)
+
+
+@contextmanager
+def unreachable(folder: Path) -> Iterator[None]:
+    """Put a file in a folder's place, so that not even root finds or makes anything in it."""
+    hidden = folder.with_name(f".{folder.name}.hidden")
+    folder.rename(hidden)
+    folder.touch()
+    try:
+        yield
+    finally:
+        folder.unlink()
+        hidden.rename(folder)
+
+
+def take_checkpoints_away(run: Run, _: Random) -> None:
+    """Make checkpoints impossible until a save has failed."""
+    checkpoints, failed = run.folder / "checkpoints", len(run.records("failed_checkpoint"))
+    wait_for(run, checkpoints.is_dir)
+    with unreachable(checkpoints):
+        wait_for(run, lambda: len(run.records("failed_checkpoint")) > failed or run.is_over())
+
+
+def take_folder_away(longest: float, run: Run, _: Random) -> None:
+    """Take the run's folder away for so many seconds, at most for half of the steps that are left."""
+    seconds = min(longest, run.seconds_for_steps(run.num_steps - run.step()) / 2)
+    with unreachable(run.folder):
+        time.sleep(seconds)
+
+
+FAULTS: dict[str, Callable[[Run, Random], None]] = {
+    "kill -9 of a rank": kill_rank,
+    "kill -9 of all ranks": kill_all_ranks,
+    **{f"death in a save: {phase}": partial(die_while_saving, phase) for phase in PHASES},
+    "checkpoint truncated": partial(damage_checkpoint, "truncate"),
+    "bit of a checkpoint flipped": partial(damage_checkpoint, "flip"),
+    "checkpoints can't be written": take_checkpoints_away,
+    AWAY: partial(take_folder_away, 30.0),
+}

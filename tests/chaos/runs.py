@@ -1,0 +1,111 @@
+"""Runs that are disturbed, as their folders show them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from safetensors.numpy import load_file
+from waiting import PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from random import Random
+
+
+@dataclass
+class Run:
+    """A run, given by its folder; subclasses know its processes.
+
+    Attributes:
+        folder: of the run.
+        num_steps: after which it is completed.
+    """
+
+    folder: Path
+    num_steps: int
+
+    def ranks(self) -> dict[str, int]:
+        """Return the process ids of the ranks that are here, by rank."""
+        raise NotImplementedError
+
+    def is_over(self) -> bool:
+        """Whether nothing starts this run again."""
+        raise NotImplementedError
+
+    def output(self) -> str:
+        """Return the end of what it printed."""
+        raise NotImplementedError
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """Return its records of a kind, as far as they can be read now."""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            found = (json.loads(line) for line in lines if f'"event": "{event}"' in line and line.endswith("}"))
+            return [record for record in found if record["event"] == event]
+        return []
+
+    def step(self) -> int:
+        """Return the step that it took last."""
+        return max((record["step"] for record in self.records("step")[-1:]), default=0)
+
+    def seconds_for_steps(self, number: int) -> float:
+        """Return how long it takes so many steps, if they are like the last one."""
+        return number * sum(record["step_seconds"] for record in self.records("step")[-1:])
+
+    def is_completed(self) -> bool:
+        """Whether it has trained to its end."""
+        return any(record["outcome"] == "completed" for record in self.records("end"))
+
+    def checkpoints(self) -> list[Path]:
+        """Return its complete checkpoints, oldest first."""
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+
+def wait_for(run: Run, condition: Callable[[], object]) -> None:
+    """Return once a condition holds, or raise with what the run printed."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{run.folder.name}, at step {run.step()}: {run.output()}")
+        time.sleep(0.1)
+
+
+class Site(Protocol):
+    """Where runs train."""
+
+    @property
+    def faults(self) -> Mapping[str, Callable[[Any, Random], None]]:
+        """The faults that can be injected here, by their names."""
+
+    def start(self, name: str) -> Run:
+        """Start a run."""
+
+    def resume(self, run: Run) -> None:
+        """Start a run again that is over."""
+
+    def repair(self) -> None:
+        """Repair what faults have broken, such as nodes."""
+
+
+def differences(run: Run, reference: Run, *, tolerance: float) -> list[str]:
+    """Compare a completed run with one that was not disturbed: the loss of each step, each time, and the weights."""
+    wrong = []
+    usual = {each["step"]: each["loss"] for each in reference.records("step")}
+    steps = run.records("step")
+    if missing := set(usual) - {each["step"] for each in steps}:
+        wrong.append(f"no record of steps {sorted(missing)}")
+    wrong += [
+        f"step {each['step']}: loss {each['loss']!r}, not {usual[each['step']]!r}"
+        for each in steps
+        if not abs(each["loss"] - usual[each["step"]]) <= tolerance
+    ]
+    own, theirs = (load_file(each.folder / "export" / "model.safetensors") for each in (run, reference))
+    difference = max(float(abs(own[key].astype("f8") - theirs[key].astype("f8")).max()) for key in theirs)
+    if not difference <= tolerance:
+        wrong.append(f"weights differ by up to {difference:.1e}")
+    return wrong
