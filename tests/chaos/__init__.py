@@ -1,1 +1,1 @@
-"""Faults that are injected into runs: by `scripts/chaos` on a real Slurm, and a dozen of them by the tests."""
+"""Fault injection: `scripts/chaos` on a real Slurm, and a dozen faults in the tests."""

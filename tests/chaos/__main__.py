@@ -3,11 +3,11 @@
     scripts/dev-cluster up --nodes 3
     scripts/chaos [--faults N] [--minutes N] [--seed S] [--only KIND ...]     as root
 
-A run without faults is the reference. Then runs are disturbed while they train: processes, nodes and daemons are
-killed, jobs are requeued and cancelled, checkpoints are interrupted and damaged, the file system is full, read-only or
-gone. Once such a run is completed, its weights are those of the reference bit for bit (at other sizes within 1e-5), and
-so is the loss of each step, however often it was taken: every step had its own packs, and nothing was loaded that was
-not whole. Exit code 1 if anything differs. The same seed makes the same choices again.
+A run without faults is the reference. Then faults are injected into other runs while they train: processes, nodes and
+daemons are killed, jobs are requeued and cancelled, checkpoints are interrupted and damaged, the file system is full or
+unreachable. The weights of each completed run must equal those of the reference bit for bit (within 1e-5 at other
+sizes), and so must the loss of every step, even if it was repeated: then each step had the correct packs, and no
+incomplete checkpoint was loaded. Exit code 1 if anything differs. The seed determines all faults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chaos.cluster import SlurmSite
 
 
 def main() -> int:
-    """Disturb runs as the options say."""
+    """Run a campaign on the cluster."""
     parser = argparse.ArgumentParser(
         prog="scripts/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="seed of the faults; printed")
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run (1000)")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of each run, with one process each (2)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault after so many minutes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="inject no fault after this many minutes")
     parser.add_argument("--only", nargs="*", choices=kinds, default=kinds, metavar="KIND")
     asked = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if asked.seed is None else asked.seed

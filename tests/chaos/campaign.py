@@ -1,4 +1,4 @@
-"""Disturb runs, one fault after another, and compare them with a run that is not disturbed."""
+"""Inject faults into runs, one after another, and compare the runs with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MARGIN = 24
-"""Last steps of a run, in which nothing is injected: while its last checkpoint can't be written, a run fails."""
+"""Last steps of a run without faults, since a run fails if its last checkpoint can't be written."""
 RESIZED = "resumed at another size"
-"""A fault after which losses and weights are compared with a tolerance: such runs have no others."""
+"""A run with this fault has no others, and is compared with a tolerance."""
 TOLERANCE = 1e-5
 
 
 @dataclass
 class Tally:
-    """Results of the faults of one kind: steps lost, and seconds to the next step, of those that were survived."""
+    """Results of the faults of one kind: steps lost, and seconds to the next step, after each that the run survived."""
 
     faults: int = 0
     lost: list[int] = field(default_factory=list)
@@ -42,12 +42,12 @@ class Campaign:
 
     Attributes:
         site: where the runs train.
-        chance: decides what is injected, and when.
-        num_faults: after which no more are injected.
-        deadline: the same, by `time.monotonic`.
-        output: where each fault is told.
+        chance: determines the faults and their steps.
+        num_faults: limit of their number.
+        deadline: no fault is injected later, by `time.monotonic`.
+        output: gets a line for each fault.
         tallies: the results, by kind.
-        wrong: what differs from the undisturbed run.
+        wrong: differences from the undisturbed run.
     """
 
     site: Site
@@ -66,11 +66,11 @@ class Campaign:
 
     @property
     def is_passed(self) -> bool:
-        """Whether each fault was survived, and nothing differs."""
+        """Whether the runs survived all faults and equal the undisturbed one."""
         return not self.wrong and all(len(tally.lost) == tally.faults for tally in self.tallies.values())
 
     def run(self, kinds: list[str]) -> None:
-        """Train the reference, and disturbed runs until there were enough faults."""
+        """Train the reference, and other runs with faults of these kinds until the limit is reached."""
         reference = self.site.start("reference")
         wait_for(reference, lambda: reference.is_completed() or reference.is_over())
         groups = [[kind for kind in kinds if kind != RESIZED], [kind for kind in kinds if kind == RESIZED]]
@@ -88,7 +88,7 @@ class Campaign:
 
     def _disturb_until_completed(self, run: Run, kinds: Iterator[str]) -> None:
         while not run.is_completed():
-            # Beyond all that was reached: a run gives up when the same failure comes twice at the same step.
+            # At a later step than before: a run gives up if the same failure repeats at the same step.
             reached = max((record["step"] for record in run.records("step")), default=0)
             self._wait_for_step(run, reached + self.chance.randint(2, 14))
             self.site.repair()
@@ -151,7 +151,7 @@ class Campaign:
 
 
 def _steps_since(run: Run, num_starts: int, begun: float, before: int) -> list[dict[str, Any]]:
-    """Return the steps after a fault: of the next start, or the tenth and later ones of the same."""
+    """Return the steps after a fault; without a restart, the run has survived if it takes ten more steps."""
     resumed = run.records("start")[num_starts:]
     since = resumed[0]["time"] if resumed else begun
     return [each for each in run.records("step") if each["time"] > since and (resumed or each["step"] > before + 9)]

@@ -56,11 +56,11 @@ def ftkit(*arguments: str) -> str:
     return slurm(str(ROOT / ".venv" / "bin" / "ftkit"), *arguments, check=True)
 
 
-# --- A file system of limited size that all machines share ---------------------------------------
+# --- A file system of limited size, shared by all machines ----------------------------------------
 
 
 def mount_workspace(machine: str | None = None) -> None:
-    """Mount it here, and into the machines, whose namespaces do not see what is mounted here later."""
+    """Mount the workspace on the host and in the machines, whose namespaces do not see later mounts of the host."""
     if machine is None:
         WORKSPACE.mkdir(parents=True, exist_ok=True)
         options = f"size={WORKSPACE_MIB}m,mode=1777"
@@ -80,7 +80,7 @@ def mount_workspace(machine: str | None = None) -> None:
 
 
 def unmount_workspace() -> None:
-    """Remove it here, if it is mounted; the machines keep theirs until they end."""
+    """Unmount the workspace on the host; the machines keep theirs until they end."""
     subprocess.run(["umount", "--lazy", str(WORKSPACE)], check=False, capture_output=True)
 
 
@@ -92,7 +92,7 @@ class SlurmRun(Run):
     """A run on the cluster.
 
     Attributes:
-        hurried: jobs, with their numbers of restarts, that were told to start.
+        hurried: jobs, with their restart counts, that were started without Slurm's delay.
     """
 
     hurried: set[tuple[str, str]] = field(default_factory=set)
@@ -110,7 +110,7 @@ class SlurmRun(Run):
         return job
 
     def is_over(self) -> bool:
-        """Ask Slurm at most once a second; a job that only waits after a requeue is told to start."""
+        """Ask Slurm at most once a second; start a job that only waits after a requeue."""
         if time.monotonic() > self._asked + 1:
             self._is_over = self._ask()
             self._asked = time.monotonic()
@@ -121,7 +121,7 @@ class SlurmRun(Run):
         fields = "--Format=State: ,RestartCnt: ,Reason"
         answer = slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
         if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:
-            # Not at once: slurmd refuses a job's new credential in the second in which it revoked the last one.
+            # Later: slurmd rejects a new credential of a job in the second in which it revoked the previous one.
             slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
             self.hurried.add((job, answer[1]))
         return not answer or answer[0] not in ACTIVE
@@ -140,7 +140,7 @@ class SlurmRun(Run):
         return slurm("scontrol", "show", "hostnames", listed).split()
 
     def _processes(self, kind: str) -> dict[str, int]:
-        """Return this run's processes by their rank, or its launchers by a number."""
+        """Return this run's processes by rank, or its launchers by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             with suppress(OSError, ValueError, StopIteration):
@@ -162,7 +162,7 @@ class SlurmRun(Run):
 
 @dataclass
 class SlurmSite:
-    """The cluster, as a context in which it has the workspace; `nodes` and `steps` are of each run."""
+    """The cluster, with the workspace mounted within the context; each run has this many nodes and steps."""
 
     nodes: int
     steps: int

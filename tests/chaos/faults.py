@@ -1,4 +1,4 @@
-"""Faults of processes and files, which can be injected wherever a run trains."""
+"""Faults of processes and files, which work wherever a run trains."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from chaos.runs import Run
 
-AWAY = "run folder gone for 30 s"
+AWAY = "run folder unreachable"
 PHASES = ("begun", "data", "index", "marker", "complete")
-"""Of a save, by the last file that is there; the last one: it has just got its name."""
+"""Of a save: started; data, index or marker written; just completed."""
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes, if they are still there."""
+    """Kill processes that have not ended yet."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def die_while_saving(phase: str, run: Run, _: Random) -> None:
 
 
 def damage_checkpoint(how: str, run: Run, chance: Random) -> None:
-    """Truncate a file of the newest checkpoint, or flip a bit in it; and kill a rank, so that it would be loaded."""
+    """Damage a file of the newest checkpoint, and kill a rank, so that the run would load it."""
     wait_for(run, run.checkpoints)
     path = chance.choice(sorted(each for each in run.checkpoints()[-1].iterdir() if each.stat().st_size))
     content = bytearray(path.read_bytes())
@@ -74,7 +74,7 @@ def damage_checkpoint(how: str, run: Run, chance: Random) -> None:
 
 @contextmanager
 def unreachable(folder: Path) -> Iterator[None]:
-    """Put a file in a folder's place, so that not even root finds or makes anything in it."""
+    """Replace a folder by a file, so that even root can neither read nor create anything in it."""
     hidden = folder.with_name(f".{folder.name}.hidden")
     folder.rename(hidden)
     folder.touch()
@@ -85,16 +85,16 @@ def unreachable(folder: Path) -> Iterator[None]:
         hidden.rename(folder)
 
 
-def take_checkpoints_away(run: Run, _: Random) -> None:
-    """Make checkpoints impossible until a save has failed."""
+def hide_checkpoints(run: Run, _: Random) -> None:
+    """Make the checkpoint folder unreachable until a save has failed."""
     checkpoints, failed = run.folder / "checkpoints", len(run.records("failed_checkpoint"))
     wait_for(run, checkpoints.is_dir)
     with unreachable(checkpoints):
         wait_for(run, lambda: len(run.records("failed_checkpoint")) > failed or run.is_over())
 
 
-def take_folder_away(longest: float, run: Run, _: Random) -> None:
-    """Take the run's folder away for so many seconds, at most for half of the steps that are left."""
+def hide_folder(longest: float, run: Run, _: Random) -> None:
+    """Make the run's folder unreachable for some seconds, but at most for half of the remaining steps."""
     seconds = min(longest, run.seconds_for_steps(run.num_steps - run.step()) / 2)
     with unreachable(run.folder):
         time.sleep(seconds)
@@ -106,6 +106,6 @@ FAULTS: dict[str, Callable[[Run, Random], None]] = {
     **{f"death in a save: {phase}": partial(die_while_saving, phase) for phase in PHASES},
     "checkpoint truncated": partial(damage_checkpoint, "truncate"),
     "bit of a checkpoint flipped": partial(damage_checkpoint, "flip"),
-    "checkpoints can't be written": take_checkpoints_away,
-    AWAY: partial(take_folder_away, 30.0),
+    "checkpoints can't be written": hide_checkpoints,
+    AWAY: partial(hide_folder, 30.0),
 }

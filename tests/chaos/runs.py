@@ -1,4 +1,4 @@
-"""Runs that are disturbed, as their folders show them."""
+"""The runs that faults are injected into, as their folders show them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Run:
         raise NotImplementedError
 
     def is_over(self) -> bool:
-        """Whether nothing starts this run again."""
+        """Whether it has ended, and nothing will restart it."""
         raise NotImplementedError
 
     def output(self) -> str:
@@ -42,7 +42,7 @@ class Run:
         raise NotImplementedError
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        """Return its records of a kind, as far as they can be read now."""
+        """Return its records of a kind; none while the file can't be read."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
             found = (json.loads(line) for line in lines if f'"event": "{event}"' in line and line.endswith("}"))
@@ -50,11 +50,11 @@ class Run:
         return []
 
     def step(self) -> int:
-        """Return the step that it took last."""
+        """Return its last step."""
         return max((record["step"] for record in self.records("step")[-1:]), default=0)
 
     def seconds_for_steps(self, number: int) -> float:
-        """Return how long it takes so many steps, if they are like the last one."""
+        """Return the duration of some steps, judged by the last one."""
         return number * sum(record["step_seconds"] for record in self.records("step")[-1:])
 
     def is_completed(self) -> bool:
@@ -80,20 +80,20 @@ class Site(Protocol):
 
     @property
     def faults(self) -> Mapping[str, Callable[[Any, Random], None]]:
-        """The faults that can be injected here, by their names."""
+        """The faults that can be injected here, by name."""
 
     def start(self, name: str) -> Run:
         """Start a run."""
 
     def resume(self, run: Run) -> None:
-        """Start a run again that is over."""
+        """Restart a run that is over."""
 
     def repair(self) -> None:
-        """Repair what faults have broken, such as nodes."""
+        """Repair nodes that faults have broken."""
 
 
 def differences(run: Run, reference: Run, *, tolerance: float) -> list[str]:
-    """Compare a completed run with one that was not disturbed: the loss of each step, each time, and the weights."""
+    """Compare a completed run with an undisturbed one: the loss of every step, even if repeated, and the weights."""
     wrong = []
     usual = {each["step"]: each["loss"] for each in reference.records("step")}
     steps = run.records("step")

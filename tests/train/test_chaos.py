@@ -1,4 +1,4 @@
-"""A dozen faults of `scripts/chaos`, on ranks that are forked: a restart takes a second."""
+"""A dozen faults of `scripts/chaos`, on forked ranks, which restart within a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from chaos.campaign import Campaign
-from chaos.faults import AWAY, FAULTS, take_folder_away
+from chaos.faults import AWAY, FAULTS, hide_folder
 from chaos.runs import Run
 from forked_ranks import ForkedRanks
 from waiting import PATIENCE_SECONDS
@@ -28,7 +28,7 @@ OPTIONS = (
 
 @dataclass
 class ForkedRun(Run):
-    """A run whose ranks are started again until it is completed, as a job script does."""
+    """A run whose ranks are restarted until it is completed, as by a job script."""
 
     trainer: ForkedRanks
     thread: threading.Thread = field(init=False)
@@ -60,7 +60,7 @@ class ForkedSite:
     """Runs of two ranks on this machine."""
 
     make_run: Callable[..., Any]
-    faults = FAULTS | {AWAY: partial(take_folder_away, 1.0)}
+    faults = FAULTS | {AWAY: partial(hide_folder, 1.0)}
 
     def start(self, name: str) -> ForkedRun:
         run = self.make_run(f"chaos-{name}", *OPTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.runs.checkpoints import TrainState
-from ftkit.runs.records import CheckpointRecord, StartRecord, read_records
+from ftkit.runs.records import CheckpointRecord, read_records
 from ftkit.train.components import checkpointer
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.checkpointer import Checkpointer, load_newest
@@ -21,11 +20,10 @@ from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ftkit.planning.plan import RunPlan
     from ftkit.train.world import World
-
-KILLED = Path(__file__).with_name("killed_while_saving.py")
 
 
 class OneWeight:
@@ -228,16 +226,3 @@ def test_a_run_records_how_long_checkpoints_took_and_blocked_training(finished_r
     assert (in_background.step, last.step) == (10, 20)
     assert in_background.stalled_seconds < in_background.seconds
     assert last.stalled_seconds == last.seconds
-
-
-def test_a_run_killed_during_a_checkpoint_resumes_from_the_previous_one(
-    finished_run: Any, make_run: Callable[..., Any]
-) -> None:
-    run = make_run("killed", "training.checkpoint_every_steps=5")
-    assert "SIGKILL" in run.launch(str(KILLED), expect=-9)
-    assert [folder.name for _, folder in run.layout.list_checkpoints()] == ["step-000005"]
-    assert (run.layout.checkpoints / ".step-000010.partial").is_dir()
-    run.train()
-    assert [record.resumed_from for record in run.records(StartRecord)] == [0, 5]
-    assert run.losses() == finished_run.losses()
-    assert not list(run.layout.checkpoints.glob(".*"))

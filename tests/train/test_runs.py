@@ -192,18 +192,6 @@ def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(
     assert anomaly.packs == tuple(pack_at(index, len(store), run.plan.recipe.training.seed) for index in range(40, 48))
 
 
-def test_a_run_resumes_from_the_previous_checkpoint_if_the_newest_is_damaged(finished_run: Any) -> None:
-    damaged = finished_run.copy_to("damaged")
-    shard = damaged.layout.checkpoint(20) / "__1_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    damaged.layout.metrics.unlink()
-    printed = damaged.train()
-    assert "step-000020 is damaged (__1_0.distcp)" in printed
-    assert [record.resumed_from for record in damaged.records(StartRecord)] == [10]
-
-
 def test_accumulation_and_activation_checkpointing_change_only_memory(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
