@@ -134,6 +134,23 @@ def get_run(reference: str) -> RunFolder:
     return find_run(reference, current_workspace())
 
 
+def get_run_or_sweep(reference: str) -> list[RunFolder]:
+    """Return the run that `reference` selects; if there is none, the runs of the sweep with that id or name.
+
+    Raises:
+        NotFoundError: there is no such run or sweep.
+    """
+    from ftkit.runs.entry import find_sweep
+
+    try:
+        return [get_run(reference)]
+    except NotFoundError:
+        folders = [entry.folder for entry in find_sweep(reference, current_workspace())]
+        if not folders:
+            raise
+        return folders
+
+
 def get_runs(references: Sequence[str]) -> list[RunFolder]:
     """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
@@ -147,13 +164,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
     found: dict[str, RunFolder] = {}
     for reference in references:
         sweep = [entry.folder for entry in find_sweep(reference, current_workspace())] if len(references) == 1 else []
-        try:
-            folders = sweep or [get_run(reference)]
-        except NotFoundError:
-            folders = [entry.folder for entry in find_sweep(reference, current_workspace())]
-            if not folders:
-                raise
-        found |= {folder.id: folder for folder in folders}
+        found |= {folder.id: folder for folder in sweep or get_run_or_sweep(reference)}
     return list(found.values())
 
 
@@ -163,7 +174,15 @@ def get_submitted_run(reference: str) -> SubmittedRun:
     Raises:
         NotFoundError: the run has no job.
     """
-    folder = get_run(reference)
+    return get_submission(get_run(reference))
+
+
+def get_submission(folder: RunFolder) -> SubmittedRun:
+    """Return a run with its job.
+
+    Raises:
+        NotFoundError: it has no job.
+    """
     run = folder.submitted
     if run is None:
         raise NotFoundError(

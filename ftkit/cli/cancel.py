@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_submitted_run, run_argument
+from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submission, run_argument
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.errors import FtkitError
+
+if TYPE_CHECKING:
+    from ftkit.runs.submission import SubmittedRun
 
 
 @click.command(
     "cancel",
     cls=ForwardedCommand,
-    short_help="Cancel a run.",
+    short_help="Cancel a run, or all runs of a sweep.",
     examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
     help=f"""Cancel a run. Its files stay: 'ftkit resume' continues from its newest checkpoint.
 
-    {RUN_HELP}
+    {RUN_HELP} The id or the name of a sweep cancels all of its runs that have not ended.
     """,
 )
 @run_argument
 def command(reference: str) -> None:
-    """Cancel a run."""
+    """Cancel runs. If one can't be cancelled, the others are cancelled nevertheless."""
+    terminal, errors = Terminal(), []
+    for folder in get_run_or_sweep(reference):
+        try:
+            _cancel(get_submission(folder), terminal)
+        except FtkitError as error:
+            errors.append(error)
+    for error in errors[1:]:
+        terminal.say(Styled(str(error), "red"))
+    if errors:
+        raise errors[0]
+
+
+def _cancel(run: SubmittedRun, terminal: Terminal) -> None:
     from ftkit.launch.jobs import cancel
 
-    terminal = Terminal()
-    run = get_submitted_run(reference)
     ended = cancel(run)
     if ended:
         terminal.say(f"{run.id} has already ended: {ended}")

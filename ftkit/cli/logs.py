@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, get_submitted_run, run_argument
+from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submitted_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
     help=f"""Print the log of a run's job, or of one of its ranks.
 
-    {RUN_HELP}
+    {RUN_HELP} The id or the name of a sweep prints the logs of all of its runs.
     """,
 )
 @run_argument
@@ -41,7 +42,18 @@ def command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -
         run = get_submitted_run(reference)
         _follow(run, _path(run.layout, rank), from_byte)
         return
-    layout = get_run(reference).layout
+    folders = get_run_or_sweep(reference)
+    if len(folders) == 1:
+        _print(folders[0].layout, rank)
+        return
+    for folder in folders:
+        sys.stdout.write(f"==> {folder.id} <==\n")
+        sys.stdout.flush()
+        with suppress(NotFoundError):  # it may not have started yet
+            _print(folder.layout, rank)
+
+
+def _print(layout: RunLayout, rank: int | None) -> None:
     path = _path(layout, rank)
     try:
         with path.open("rb") as log:

@@ -150,3 +150,24 @@ def test_the_runs_of_a_sweep_are_found_by_its_name_in_order(
     assert ftkit("compare", "try-new", "alone", "--json").code == 0
     missing = ftkit("runs", "nothing")
     assert (missing.code, "sweep 'nothing' not found" in missing.err) == (4, True)
+
+
+def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any, programs: FakePrograms
+) -> None:
+    first, second, third = (make_run(f"try-{number}") for number in (1, 2, 3))
+    for run in (first, second, third):
+        plan = json.loads(run.layout.plan.read_text())
+        run.layout.plan.write_text(json.dumps(plan | {"sweep": {"id": "try-new", "name": "try", "values": {}}}))
+    complete(first, records)
+    first.layout.job_log.write_text("one\ntwo\n")
+    third.layout.submission.unlink()
+    assert ftkit("logs", "try").out == f"==> {first.id} <==\none\ntwo\n==> {second.id} <==\n==> {third.id} <==\n"
+    assert ftkit("logs", "try", "--follow").code == 4
+    programs.answer("squeue", f"{second.submission.job_id}|RUNNING|None\n")
+    programs.answer("scancel")
+    canceled = ftkit("cancel", "try-new")
+    assert f"{first.id} has already ended: completed" in canceled.err
+    assert f"cancelled {second.id}; to continue" in canceled.err
+    assert (canceled.code, f"{third.id} was never submitted" in canceled.err) == (4, True)
+    assert [call.split()[-1] for call in programs.calls("scancel")] == [second.submission.job_id]
