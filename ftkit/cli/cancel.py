@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 @run_argument
 def command(reference: str) -> None:
     """Cancel runs. If one can't be cancelled, the others are cancelled nevertheless."""
-    terminal, errors = Terminal(), []
+    terminal = Terminal()
+    errors: list[FtkitError] = []
     for folder in get_run_or_sweep(reference):
         try:
             _cancel(get_submission(folder), terminal)
         except FtkitError as error:
             errors.append(error)
-    for error in errors[1:]:
-        terminal.say(Styled(str(error), "red"))
+    for other in errors[1:]:
+        terminal.say(Styled(str(other), "red"))
     if errors:
         raise errors[0]
 
