@@ -140,7 +140,9 @@ def _find_remote(place: str, key: str) -> list[str]:
         if has_magic(place):
             found = [file for file in system.glob(place) if not Path(file).name.startswith(".")]
         elif system.isdir(place):
-            found = _train_files(system._strip_protocol(place), system.find(place), key)  # noqa: SLF001 - fsspec's name for it
+            from fsspec.core import strip_protocol  # noqa: PLC0415 - heavy, and only needed for addresses
+
+            found = _train_files(strip_protocol(place), system.find(place), key)
         else:
             found = [place] if system.exists(place) else []
     if not found:

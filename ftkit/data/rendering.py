@@ -12,6 +12,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
+from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
@@ -154,12 +155,6 @@ class ChatRenderer:
         self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and what `{% generation %}` marks in it."""
-        # Private, and the same from transformers 4.57 to 5.23: the environment that apply_chat_template renders in,
-        # which itself spends more time on checks than the rendering takes.
-        from transformers.utils.chat_template_utils import (  # noqa: PLC0415 - seconds of imports
-            _compile_jinja_template,
-        )
-
         template = self.tool_template if tools else self.template
         variables = {
             **self.variables,
@@ -172,7 +167,7 @@ class ChatRenderer:
         blocks: list[str] = []
         marks: list[tuple[int, int]] = []
         try:
-            compiled = _compile_jinja_template(template)
+            compiled = compile_chat_template(template)
             if not _GENERATION.search(template):
                 return compiled.render(variables), marks
             with compiled.environment.activate_tracker(blocks, marks):

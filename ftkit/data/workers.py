@@ -39,7 +39,7 @@ _BATCHES_OF_WORKER = 4
 _PR_SET_PDEATHSIG: Final = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class EncodedRows:
     """The result of a batch of rows.
 
@@ -60,7 +60,7 @@ class EncodedRows:
     num_documents: int = 0
     num_too_long: Counter[int] = field(default_factory=Counter)
     longest: int = 0
-    unused: set[str] = field(default_factory=set)
+    unused: frozenset[str] = frozenset()
     validation_rows: str = ""
     validation_sources: str = ""
     bad: list[DataError] = field(default_factory=list)
@@ -82,24 +82,37 @@ class BatchEncoder:
     def encode(self, batch: Sequence[SourceRow]) -> EncodedRows:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
-        encoded = EncodedRows(DocumentBatch.of([]), DocumentBatch.of([]))
-        lines, sources = [], []
+        length = self.recipe.training.sequence_length
+        num_rows, num_too_long, sizes = Counter[int](), Counter[int](), []
+        unused, lines, sources, bad = set[str](), [], [], []
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
-                encoded.bad.append(result)
+                bad.append(result)
                 continue
-            encoded.num_rows[source] += 1
-            encoded.unused.update(unused_columns(row.columns, self.encoders[source].format))
+            num_rows[source] += 1
+            unused.update(unused_columns(row.columns, self.encoders[source].format))
             into = split or self._split_of(row)
             if into == "validation":
                 lines.append(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n")
                 sources.append(f"{source}\n")
-            documents[into].append(DocumentBatch.of(self._shortened(result, source, encoded), source))
-        encoded.validation_rows, encoded.validation_sources = "".join(lines), "".join(sources)
-        encoded.train, encoded.validation = (
+            sizes += [len(document.tokens) for document in result]
+            num_too_long[source] += sum(len(document.tokens) > length for document in result)
+            documents[into].append(DocumentBatch.of(self._shortened(result), source))
+        train, validation = (
             DocumentBatch.join(documents[split] or [DocumentBatch.of([])]) for split in ("train", "validation")
         )
-        return encoded
+        return EncodedRows(
+            train,
+            validation,
+            num_rows,
+            num_documents=len(sizes),
+            num_too_long=num_too_long,
+            longest=max(sizes, default=0),
+            unused=frozenset(unused),
+            validation_rows="".join(lines),
+            validation_sources="".join(sources),
+            bad=bad,
+        )
 
     def results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
         """Yield each non-blank row with its documents or its error."""
@@ -126,15 +139,9 @@ class BatchEncoder:
         for taken, row, error in rows:
             yield taken, row, error or next(encoded[taken.source])
 
-    def _shortened(self, documents: Sequence[Document], source: int, encoded: EncodedRows) -> list[Document]:
+    def _shortened(self, documents: Sequence[Document]) -> list[Document]:
         length, too_long = self.recipe.training.sequence_length, self.recipe.data.too_long
-        fitting = []
-        for document in documents:
-            encoded.num_documents += 1
-            encoded.num_too_long[source] += len(document.tokens) > length
-            encoded.longest = max(encoded.longest, len(document.tokens))
-            fitting += shorten(document, length, too_long, self.end_of_turn)
-        return fitting
+        return [fit for document in documents for fit in shorten(document, length, too_long, self.end_of_turn)]
 
     def _split_of(self, row: Row) -> Split:
         validation = self.recipe.data.validation

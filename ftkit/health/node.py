@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -80,7 +80,7 @@ class NodeJob:
     absent_dir: Path | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class NodeReport:
     """Results of one node.
 
@@ -96,8 +96,8 @@ class NodeReport:
     """
 
     host: str
-    findings: list[Finding] = field(default_factory=list)
-    devices: list[DeviceRates] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
+    devices: tuple[DeviceRates, ...] = ()
     within: CollectiveRates | None = None
     between: CollectiveRates | None = None
     pairs: dict[str, float] = field(default_factory=dict)
@@ -112,51 +112,49 @@ class NodeReport:
 
 def check_node(job: NodeJob, environment: Mapping[str, str]) -> NodeReport:
     """Run all checks of this node."""
-    start, report = time.monotonic(), NodeReport(job.host)
+    start = time.monotonic()
     processes = DeviceProcesses(job.device, job.num_devices)
     try:
-        _check_alone(job, environment, processes, report)
+        report = _check_alone(job, environment, processes)
         if len(job.hosts) > 1:
-            _check_together(job, processes, report)
+            report = _check_together(job, processes, report)
     finally:
         processes.close()
-    report.seconds = time.monotonic() - start
-    return report
+    return replace(report, seconds=time.monotonic() - start)
 
 
 # --- Alone ---------------------------------------------------------------------------------------
 
 
-def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses, report: NodeReport) -> None:
+def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses) -> NodeReport:
     on_gpu = job.device == "cuda"
     name = GPUS[job.gpu].device_name.removeprefix("NVIDIA ") if job.gpu else ""
     expected = Expectation(job.local_dir, job.shared_file, job.num_devices if on_gpu else 0, name)
     mib = 64 if job.is_short else 256
     with open_nvml(environment) as nvml:
-        report.findings += check_machine(
-            expected, nvml, environment, mib if on_gpu else mib // 4, is_short=job.is_short
-        )
+        findings = check_machine(expected, nvml, environment, mib if on_gpu else mib // 4, is_short=job.is_short)
     try:
-        report.devices = processes.rates(is_short=job.is_short)
+        devices = processes.rates(is_short=job.is_short)
     except MeasureError as error:
         fix = "check 'nvidia-smi' and the kernel log on that node"
-        report.findings.append(Finding("matrix products", "failed", str(error), fix))
-        return
-    report.findings += list(_judge_devices(job, report.devices))
+        return NodeReport(job.host, (*findings, Finding("matrix products", "failed", str(error), fix)))
+    findings += _judge_devices(job, devices)
+    within = None
     if job.num_devices > 1:
         group = Group("127.0.0.1", free_port(), 0, job.num_devices, 2**30 if on_gpu else 2**20, _GROUP_SECONDS)
         try:
-            report.within = processes.collectives(group)
-            report.findings.append(_judge_collectives(job, "within node", report.within, least_link_bandwidth(job.gpu)))
+            within = processes.collectives(group)
+            findings.append(_judge_collectives(job, "within node", within, least_link_bandwidth(job.gpu)))
         except MeasureError as error:
             fix = "check 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
-            report.findings.append(Finding("within node", "failed", str(error), fix))
+            findings.append(Finding("within node", "failed", str(error), fix))
     if on_gpu:
         with open_nvml(environment) as nvml:  # while they are still warm
             throttled = [] if isinstance(nvml, str) else [each for each in nvml.health() if each.throttle]
         hot = "; ".join(f"GPU {each.index}: {', '.join(each.throttle)}" for each in throttled)
         if hot:
-            report.findings.append(Finding("under load", "ok", f"clocks limited by {hot}"))
+            findings.append(Finding("under load", "ok", f"clocks limited by {hot}"))
+    return NodeReport(job.host, tuple(findings), tuple(devices), within)
 
 
 def _below_peak(job: NodeJob) -> Status:
@@ -243,51 +241,59 @@ class _Meeting:
             return value
 
 
-def _check_together(job: NodeJob, processes: DeviceProcesses, report: NodeReport) -> None:
+def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport) -> NodeReport:
+    """Return the report of a node's own checks with those beside the other nodes."""
     meeting = _Meeting(job)
-    good = meeting.share("alone", not report.failed, job.hosts)
-    report.time = time.time()
+    good = meeting.share("alone", not alone.failed, job.hosts)
+    now = time.time()
     members = tuple(meeting.decide("members", [host for host in job.hosts if good.get(host)]))
     missing = [host for host in job.hosts if host not in good]
+    findings = list(alone.findings)
     if missing:
-        report.findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
+        findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
+    between, pairs = None, dict[str, float]()
     if job.host in members and len(members) > 1:
-        _measure_between(job, processes, report, members)
-        works = meeting.share("between", report.between is not None, members)
+        between, judged = _measure_between(job, processes, members)
+        findings += judged
+        works = meeting.share("between", between is not None, members)
         if not job.is_short or not all(works.values()):
-            _measure_pairs(job, processes, report, members)
+            pairs = _measure_pairs(job, processes, members)
     numbers = {
-        "matmul": [each.matmul for each in report.devices],
-        "pair": max(report.pairs.values(), default=None),
-        "time": report.time,
-        "driver": next((each.value for each in report.findings if each.check == "driver"), None),
+        "matmul": [each.matmul for each in alone.devices],
+        "pair": max(pairs.values(), default=None),
+        "time": now,
+        "driver": next((each.value for each in findings if each.check == "driver"), None),
     }
     shared = meeting.share("numbers", numbers, tuple(good))
-    report.findings += judge_beside_others(job.host, job.device, shared)
+    findings += judge_beside_others(job.host, job.device, shared)
     meeting.share("end", value=True, hosts=tuple(shared) if meeting.is_host else ())  # its store is read until then
+    return replace(alone, findings=tuple(findings), between=between, pairs=pairs, time=now)
 
 
-def _measure_between(job: NodeJob, processes: DeviceProcesses, report: NodeReport, members: tuple[str, ...]) -> None:
+def _measure_between(
+    job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]
+) -> tuple[CollectiveRates | None, list[Finding]]:
+    """Return the rates among all nodes, None if they failed, and what is to be said of them."""
     position = members.index(job.host)
     num_bytes = 2**30 if job.device == "cuda" else 2**20
     group = Group(
         members[0], job.port + 1, position * job.num_devices, len(members) * job.num_devices, num_bytes, _GROUP_SECONDS
     )
     try:
-        report.between = processes.collectives(group)
+        rates = processes.collectives(group)
     except MeasureError as error:
-        report.findings.append(Finding("between nodes", "warning", f"all nodes together: {error}"))
-        return
-    report.findings.append(
-        _judge_collectives(job, "between nodes", report.between, least_network_bandwidth(job.network_gbps))
-    )
-    uses_sockets = "Socket" in report.between.transport
+        return None, [Finding("between nodes", "warning", f"all nodes together: {error}")]
+    findings = [_judge_collectives(job, "between nodes", rates, least_network_bandwidth(job.network_gbps))]
+    uses_sockets = "Socket" in rates.transport
     if uses_sockets and (job.network_gbps or 0) >= _FAST_NETWORK_GBPS:
         fix = "NCCL's plug-in was not loaded: compare 'nccl:' in the profile with the site's instructions"
-        report.findings.append(Finding("NCCL network", _below_peak(job), "NCCL uses TCP sockets", fix))
+        findings.append(Finding("NCCL network", _below_peak(job), "NCCL uses TCP sockets", fix))
+    return rates, findings
 
 
-def _measure_pairs(job: NodeJob, processes: DeviceProcesses, report: NodeReport, members: tuple[str, ...]) -> None:
+def _measure_pairs(job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]) -> dict[str, float]:
+    """Return the bus bandwidth with each partner, in GB/s; 0 if it failed."""
+    rates: dict[str, float] = {}
     for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
         partner = partners.get(job.host)
         if partner is None:
@@ -302,9 +308,10 @@ def _measure_pairs(job: NodeJob, processes: DeviceProcesses, report: NodeReport,
             _GROUP_SECONDS / 2,
         )
         try:
-            report.pairs[partner] = processes.collectives(group).all_reduce
+            rates[partner] = processes.collectives(group).all_reduce
         except MeasureError:
-            report.pairs[partner] = 0.0
+            rates[partner] = 0.0
+    return rates
 
 
 def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:

@@ -76,8 +76,9 @@ def main(words: list[str]) -> int:
         options.file.parent.mkdir(parents=True, exist_ok=True)
         with options.file.open("a", encoding="utf-8") as file:
             for _ in range(options.count) if options.count else iter(int, 1):
-                latest.sample = take_sample(nvml)
-                file.write(to_line(latest.sample))
+                sample = take_sample(nvml)
+                latest.replace(sample)
+                file.write(to_line(sample))
                 file.flush()
                 time.sleep(options.interval)
     return 0
@@ -113,6 +114,10 @@ class _Latest:
     def __init__(self, run: str) -> None:
         self.run = run
         self.sample: NodeSample | None = None
+
+    def replace(self, sample: NodeSample) -> None:
+        """Take a newer sample."""
+        self.sample = sample
 
 
 def metrics_text(sample: NodeSample, run: str) -> str:

@@ -185,10 +185,9 @@ def remove_abandoned(client: APIClient) -> None:
 def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
     """Open the root file system of an image as a tar stream."""
     with container(client, image, command=["true"]) as made:
-        answer = client._get(  # noqa: SLF001 - the SDK's own `export` cuts the stream into 2 MiB copies of copies
-            client._url("/containers/{0}/export", made),  # noqa: SLF001
-            stream=True,
-        )
+        # A request of its own, since the SDK's `export` cuts the stream into 2 MiB copies of copies.
+        address = f"{client.base_url}/v{client.api_version}/containers/{made}/export"
+        answer = client.get(address, stream=True, timeout=client.timeout)
         with answer:
             if answer.status_code != 200:  # noqa: PLR2004
                 raise ImageError(f"docker can't export {image}: {answer.text.strip()}", fix="see 'docker info'")

@@ -244,6 +244,14 @@ def attention_backends(model_class: type[nn.Module]) -> set[str]:
     return {backend for backend, flag in flags.items() if getattr(model_class, flag)}
 
 
+def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
+    """Return patterns of tensors in files for which a model class of transformers deliberately has no place.
+
+    `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: such tensors are named in a warning.
+    """
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
 def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return flash-attn-4's forward and backward; its public function is opaque to compilers and to checkpointing.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import subprocess
 import sys
 import types
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import FSDPModule
 from transformers import BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
 
-import ftkit.train
+from ftkit.data.private_apis import compile_chat_template
 from ftkit.train import private_apis
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 needs_custom_collectives = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no custom collectives; ftkit takes NCCL's"
 )
-
-
-UNDOCUMENTED = {"transformers.conversion_mapping", "transformers.core_model_loading"}
-"""Modules whose names are private in all but spelling."""
 
 
 @pytest.mark.oldest
@@ -227,18 +222,19 @@ def test_deepspeed_has_the_attributes_of_partitions_and_of_the_optimizer() -> No
     assert "all there" in done.stdout, done.stdout + done.stderr
 
 
-def test_no_other_module_of_the_trainer_uses_a_private_name_of_a_library() -> None:
-    root = Path(ftkit.train.__file__).parent
-    found = []
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                owner = ast.unparse(node.value)
-                found += (
-                    [f"{path.name}: {owner}.{node.attr}"] if owner.split(".")[0] in {"torch", "transformers"} else []
-                )
-            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("ftkit", "__")):
-                is_undocumented = node.module in UNDOCUMENTED
-                private = [alias.name for alias in node.names if alias.name.startswith("_") or is_undocumented]
-                found += [f"{path.name}: {node.module}.{name}" for name in private]
-    assert [line for line in found if not line.startswith("private_apis.py")] == []
+@pytest.mark.oldest
+def test_a_class_lists_the_tensors_that_it_leaves_out() -> None:
+    config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
+    model = LlamaForCausalLM(config)
+    assert hasattr(type(model), "_keys_to_ignore_on_load_unexpected")
+    assert private_apis.ignored_tensors(model) == ()
+
+
+@pytest.mark.oldest
+def test_a_chat_template_is_compiled_as_apply_chat_template_does() -> None:
+    template = (
+        "{% for turn in messages %}{{ turn | tojson }}{% generation %}{{ turn.content }}{% endgeneration %}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "é <b>"}]
+    (expected,), _ = chat_template_utils.render_jinja_template([turns], chat_template=template)
+    assert compile_chat_template(template).render(messages=turns) == expected

@@ -47,6 +47,13 @@ class _Above:
     deleted: set[bytes] = field(default_factory=set)
     emptied: set[bytes] = field(default_factory=set)
 
+    def add(self, layer: _Above) -> None:
+        """Add what the next layer has, which is above all that are still to be read."""
+        self.seen |= layer.seen
+        self.not_folders |= layer.not_folders
+        self.deleted |= layer.deleted
+        self.emptied |= layer.emptied
+
     def takes_whiteout(self, path: bytes) -> bool:
         """Tell whether a path is a mark that hides something below, and remember what."""
         folder, _, name = path.rpartition(b"/")
@@ -131,10 +138,7 @@ def _members(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
             yield resolved, iter(())
     if links.orphans:
         yield from _adopted(links.orphans, layer)
-    above.seen |= own.seen
-    above.not_folders |= own.not_folders
-    above.deleted |= own.deleted
-    above.emptied |= own.emptied
+    above.add(own)
 
 
 def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:

@@ -56,35 +56,37 @@ class ImageConfig:
     created: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Contents:
-    """Contents of the stream."""
+    """Contents of the stream; devices and pipes are left out of it."""
 
     num_entries: int = 0
     num_bytes: int = 0
     sbom: bytes = b""
-    left_out: list[str] = field(default_factory=list)
+    left_out: tuple[str, ...] = ()
 
 
 def write_root(
     entries: Iterable[Entry], config: ImageConfig, sink: Writable, advance: Callable[[int], None] = lambda _: None
 ) -> Contents:
     """Write the root file system of an image; `advance` is called with the bytes of content."""
-    contents, wanted = Contents(), _WantedFolders(config)
+    root, wanted, left_out = _RootWriter(sink, config.created, advance), _WantedFolders(config), []
     for member, chunks in entries:
-        if not _belongs(member, contents):
+        if not _belongs(member):
+            continue
+        if member.kind in _DEVICES_AND_PIPES:
+            left_out.append(member.path.decode(errors="replace"))
             continue
         wanted.see(member)
-        _write(sink, member, chunks, config.created, contents, advance)
+        root.write(member, chunks)
     for path in wanted.missing():
-        _write(sink, Member(path, FOLDER, 0o755), iter(()), config.created, contents, advance)
+        root.write(Member(path, FOLDER, 0o755), iter(()))
     texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
     for path, text in zip(_REPLACED, texts, strict=True):
         data = text.encode()
-        member = Member(path, FILE, 0o644, config.created, len(data))
-        _write(sink, member, iter((data,)), config.created, contents, advance)
+        root.write(Member(path, FILE, 0o644, config.created, len(data)), iter((data,)))
     write_end(sink)
-    return contents
+    return Contents(root.num_entries, root.num_bytes, bytes(root.sbom), tuple(left_out))
 
 
 class _WantedFolders:
@@ -119,14 +121,11 @@ def _parts(folder: str) -> list[bytes]:
     return [] if b".." in parts else parts
 
 
-def _belongs(member: Member, contents: Contents) -> bool:
+def _belongs(member: Member) -> bool:
     path = member.path
     if not path or path in _OF_THE_CONTAINER or path.startswith(b"dev/"):
         return False
-    if member.kind in _DEVICES_AND_PIPES:
-        contents.left_out.append(path.decode(errors="replace"))
-        return False
-    if member.kind not in _KEPT:
+    if member.kind not in (*_KEPT, *_DEVICES_AND_PIPES):
         raise ImageError(
             f"the image has a file of a kind that ftkit does not know: {path!r} ({member.kind!r})",
             fix="import it with enroot",
@@ -134,26 +133,27 @@ def _belongs(member: Member, contents: Contents) -> bool:
     return True
 
 
-def _write(
-    sink: Writable,
-    member: Member,
-    chunks: Iterator[bytes],
-    newest: int,
-    contents: Contents,
-    advance: Callable[[int], None],
-) -> None:
-    """Write one member, no newer than the image itself: docker made newer ones for the export."""
-    mode, mtime = _owner_can(member), min(member.mtime, newest)
-    write_member(sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
-    keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
-    for chunk in chunks:
-        sink.write(chunk)
-        advance(len(chunk))
-        if keeps:
-            contents.sbom += chunk
-    write_padding(sink, member.size)
-    contents.num_entries += 1
-    contents.num_bytes += member.size
+class _RootWriter:
+    """Writes members, no newer than the image itself: docker made newer ones for the export."""
+
+    def __init__(self, sink: Writable, newest: int, advance: Callable[[int], None]) -> None:
+        self._sink, self._newest, self._advance = sink, newest, advance
+        self.num_entries = self.num_bytes = 0
+        self.sbom = bytearray()
+
+    def write(self, member: Member, chunks: Iterator[bytes]) -> None:
+        """Write a member with its content."""
+        mode, mtime = _owner_can(member), min(member.mtime, self._newest)
+        write_member(self._sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
+        keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
+        for chunk in chunks:
+            self._sink.write(chunk)
+            self._advance(len(chunk))
+            if keeps:
+                self.sbom += chunk
+        write_padding(self._sink, member.size)
+        self.num_entries += 1
+        self.num_bytes += member.size
 
 
 def _owner_can(member: Member) -> int:

@@ -196,9 +196,9 @@ def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
 # --- The formula ---------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Layer:
-    """The counts of a decoder layer.
+    """The counts of a decoder layer, or of a part of one; layers are sums of parts.
 
     Attributes:
         linears: its linear layers: numbers of inputs and outputs by name.
@@ -206,6 +206,7 @@ class _Layer:
         experts: parameters of matrices of all routed experts.
         active_experts: those of the experts that a token is routed to.
         vectors: norms, biases, scales and sinks.
+        feed_forward: width of the feed-forward layer that a token passes through.
     """
 
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -214,6 +215,16 @@ class _Layer:
     active_experts: int = 0
     vectors: int = 0
     feed_forward: int = 0
+
+    def __add__(self, other: _Layer) -> _Layer:
+        return _Layer(
+            self.linears | other.linears,
+            self.others + other.others,
+            self.experts + other.experts,
+            self.active_experts + other.active_experts,
+            self.vectors + other.vectors,
+            self.feed_forward + other.feed_forward,
+        )
 
     @property
     def in_linears(self) -> int:
@@ -257,19 +268,16 @@ def _outside_layers(config: Mapping[str, Any]) -> int:
 def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, index: int) -> _Layer:
     hidden, kind = config["hidden_size"], _layer_type(config, index)
     layer = _Layer(vectors=family.num_norms * hidden)
-    if kind == LINEAR:
-        _add_gated_delta_net(layer, config)
-    else:
-        _add_attention(layer, config, family, index, kind)
+    layer += _gated_delta_net(config) if kind == LINEAR else _attention(config, family, index, kind)
     is_sparse = experts is not None and _is_sparse(config, index)
     has_both = "enable_moe_block" in config  # Gemma 4's experts are beside a dense feed-forward layer
     if not is_sparse or has_both:
-        _add_feed_forward(layer, config, index)
+        layer += _feed_forward(config, index)
     if experts is not None and is_sparse:
-        _add_experts(layer, config, family, experts)
+        layer += _experts(config, family, experts)
     if per_layer := config.get("hidden_size_per_layer_input"):
-        layer.linears |= {"per_layer_input_gate": (hidden, per_layer), "per_layer_projection": (per_layer, hidden)}
-        layer.vectors += hidden
+        linears = {"per_layer_input_gate": (hidden, per_layer), "per_layer_projection": (per_layer, hidden)}
+        layer += _Layer(linears, vectors=hidden)
     return layer
 
 
@@ -287,7 +295,7 @@ def _heads(config: Mapping[str, Any], kind: str) -> tuple[int, int]:
     return width, groups
 
 
-def _add_attention(layer: _Layer, config: Mapping[str, Any], family: Family, index: int, kind: str) -> None:
+def _attention(config: Mapping[str, Any], family: Family, index: int, kind: str) -> _Layer:
     hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
     width, groups = _heads(config, kind)
     queries, keys = num_heads * width, groups * width
@@ -300,67 +308,65 @@ def _add_attention(layer: _Layer, config: Mapping[str, Any], family: Family, ind
         del projections["k_proj"]
     if not has_keys or (config.get("attention_k_eq_v") and kind == FULL):
         del projections["v_proj"]
-    layer.linears |= projections
     biased = family.bias if config.get("attention_bias") is not False else ()
     if config.get("attention_bias"):
         biased = tuple(projections)
-    layer.vectors += sum(projections[name][1] for name in biased if name in projections)
+    vectors = num_heads * family.has_sinks + sum(projections[name][1] for name in biased if name in projections)
     if family.qk_norm == "head":
-        layer.vectors += width * (2 if has_keys else 1)
+        vectors += width * (2 if has_keys else 1)
     elif family.qk_norm == "heads":
-        layer.vectors += queries + keys
-    layer.vectors += num_heads * family.has_sinks
+        vectors += queries + keys
+    return _Layer(projections, vectors=vectors)
 
 
-def _add_gated_delta_net(layer: _Layer, config: Mapping[str, Any]) -> None:
-    """Add the linear attention of Qwen 3.5 (Yang et al. 2024): its gates, its short convolution and its norm."""
+def _gated_delta_net(config: Mapping[str, Any]) -> _Layer:
+    """Count the linear attention of Qwen 3.5 (Yang et al. 2024): its gates, its short convolution and its norm."""
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = heads * config["linear_value_head_dim"]
-    layer.linears |= {
+    linears = {
         "in_proj_qkv": (hidden, 2 * keys + values), "in_proj_z": (hidden, values), "in_proj_b": (hidden, heads),
         "in_proj_a": (hidden, heads), "out_proj": (values, hidden),
     }  # fmt: skip
-    layer.others += (2 * keys + values) * config["linear_conv_kernel_dim"]
-    layer.vectors += 2 * heads + config["linear_value_head_dim"]
+    convolution = (2 * keys + values) * config["linear_conv_kernel_dim"]
+    return _Layer(linears, others=convolution, vectors=2 * heads + config["linear_value_head_dim"])
 
 
-def _add_feed_forward(layer: _Layer, config: Mapping[str, Any], index: int) -> None:
+def _feed_forward(config: Mapping[str, Any], index: int) -> _Layer:
     hidden, width = config["hidden_size"], config["intermediate_size"]
     shares_keys = index >= config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
     if config.get("use_double_wide_mlp") and shares_keys:
         width *= 2
-    layer.linears |= {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
-    layer.feed_forward += width
-    if config.get("mlp_bias"):
-        layer.vectors += 2 * width + hidden
+    linears = {"gate_proj": (hidden, width), "up_proj": (hidden, width), "down_proj": (width, hidden)}
+    return _Layer(linears, vectors=2 * width + hidden if config.get("mlp_bias") else 0, feed_forward=width)
 
 
 _MATRICES_OF_AN_EXPERT = 3
 """Gate, up and down projection. Experts with two have fewer parameters than are planned for."""
 
 
-def _add_experts(layer: _Layer, config: Mapping[str, Any], family: Family, experts: Experts) -> None:
-    hidden, each = config["hidden_size"], _MATRICES_OF_AN_EXPERT * config["hidden_size"] * experts.width
-    layer.experts, layer.active_experts = experts.num * each, experts.per_token * each
-    layer.feed_forward += experts.per_token * experts.width + experts.shared_width
-    if "enable_moe_block" in config:
-        layer.linears["proj"] = (hidden, experts.num)
-        layer.vectors += 3 * hidden + hidden + experts.num  # norms around the experts, the router's scales
+def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _Layer:
+    hidden, wide = config["hidden_size"], experts.shared_width
+    each = _MATRICES_OF_AN_EXPERT * hidden * experts.width
+    routed = _Layer(
+        experts=experts.num * each,
+        active_experts=experts.per_token * each,
+        vectors=experts.num * (1 + 2 * experts.width + hidden) if family.expert_bias else 0,
+        feed_forward=experts.per_token * experts.width + wide,
+    )
+    if "enable_moe_block" in config:  # norms around the experts, the router's scales
+        routed += _Layer({"proj": (hidden, experts.num)}, vectors=3 * hidden + hidden + experts.num)
     else:
-        layer.others += hidden * experts.num
-    if family.expert_bias:
-        layer.vectors += experts.num * (1 + 2 * experts.width + hidden)
-    if not experts.shared_width:
-        return
-    if family.has_formula:
-        wide = experts.shared_width
-        layer.linears |= {
-            "shared_expert_gate": (hidden, 1), "gate_proj": (hidden, wide), "up_proj": (hidden, wide),
-            "down_proj": (wide, hidden),
-        }  # fmt: skip
-    else:
-        layer.others += hidden + _MATRICES_OF_AN_EXPERT * hidden * experts.shared_width
+        routed += _Layer(others=hidden * experts.num)
+    if not wide:
+        return routed
+    if not family.has_formula:
+        return routed + _Layer(others=hidden + _MATRICES_OF_AN_EXPERT * hidden * wide)
+    shared = {
+        "shared_expert_gate": (hidden, 1), "gate_proj": (hidden, wide), "up_proj": (hidden, wide),
+        "down_proj": (wide, hidden),
+    }  # fmt: skip
+    return routed + _Layer(shared)
 
 
 # --- Attention -----------------------------------------------------------------------------------

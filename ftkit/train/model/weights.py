@@ -25,6 +25,7 @@ from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
+from ftkit.train import private_apis
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
@@ -116,7 +117,7 @@ def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
     """Return those of the files' tensors that are in a decoder layer, without those that the class leaves out."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
-    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
+    ignored = [*private_apis.ignored_tensors(model), r"rotary_emb\.inv_freq"]
     names = {name: text_name(name) for name in stored}
     return [
         name
