@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ftkit.runs.records import StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import StepRecord
 
 CHECKOUT = Path(__file__).parent.parent
 WINDOW = 100

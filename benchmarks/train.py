@@ -37,7 +37,8 @@ from ftkit.planning.estimates.step_time import document_flops
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.setup import GPUS
-from ftkit.runs.records import StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

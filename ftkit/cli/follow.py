@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ftkit.cli.report import write_report_at_end
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.records import RecordTail
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:

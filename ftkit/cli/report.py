@@ -148,7 +148,8 @@ def _state(folder: RunFolder) -> str:
     """Return the run's state in a word."""
     from ftkit.launch.observe import observe_all
     from ftkit.runs.entry import read_entry
-    from ftkit.runs.records import EndRecord, read_last_record
+    from ftkit.runs.metrics_file import read_last_record
+    from ftkit.runs.records import EndRecord
     from ftkit.runs.states import RunState
 
     last = read_last_record(folder.layout.metrics)

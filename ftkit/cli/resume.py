@@ -84,7 +84,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.preflight import check_trackers, run_checks
     from ftkit.launch.resume import ResumeArgs, ResumedPlan
     from ftkit.planning.script import ScriptPlan
-    from ftkit.runs.records import RecordTail
+    from ftkit.runs.metrics_file import RecordTail
 
     terminal, environment = Terminal(), job_environment(hf_token_file)
     if wrong := [word for word in overrides if "=" not in word]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.plan import RunPlan  # noqa: TC004
     from ftkit.planning.script import StopSignal
-    from ftkit.runs.records import RecordTail
+    from ftkit.runs.metrics_file import RecordTail
     from ftkit.runs.submission import SubmittedRun
 
 

@@ -108,7 +108,7 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
     """Read the states of runs, with one query per scheduler; warn about damaged runs."""
     from ftkit.launch.observe import observe_all
-    from ftkit.runs.records import read_last_step
+    from ftkit.runs.metrics_file import read_last_step
 
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]

@@ -14,15 +14,8 @@ from ftkit.evaluate.load import load_model
 from ftkit.evaluate.measure import evaluation_set, measure, to_record
 from ftkit.evaluate.source import TrainedStep
 from ftkit.planning.plan import read_plan
-from ftkit.runs.records import (
-    EndRecord,
-    EvaluationRecord,
-    StartRecord,
-    append_record,
-    read_job_evaluations,
-    read_outline,
-    read_records,
-)
+from ftkit.runs.metrics_file import append_record, read_job_evaluations, read_outline, read_records
+from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord
 from ftkit.train.components.trackers.worker import send_late
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from ftkit.process import ProgramTimeoutError
 from ftkit.runs.entry import read_entry
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.manifest import add_submission
-from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.metrics_file import read_last_record
+from ftkit.runs.records import EndRecord
 from ftkit.runs.states import RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 

@@ -16,7 +16,8 @@ from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.lease import current_holder, last_touch
-from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.metrics_file import read_last_record
+from ftkit.runs.records import EndRecord
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:

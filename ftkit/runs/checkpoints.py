@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError
 from ftkit.files import DamagedFileError, read_json
-from ftkit.runs.records import EvaluationRecord, read_outline
+from ftkit.runs.metrics_file import read_outline
+from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.files import read_json_if_valid
+from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -17,7 +18,6 @@ from ftkit.runs.records import (
     StartRecord,
     StepRecord,
     VerificationRecord,
-    read_records,
 )
 
 if TYPE_CHECKING:

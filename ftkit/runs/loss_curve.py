@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ftkit.runs.records import EvaluationRecord, StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

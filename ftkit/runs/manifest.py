@@ -22,8 +22,9 @@ from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
+from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.records import EndRecord, read_last_record, read_last_step
+from ftkit.runs.records import EndRecord
 from ftkit.runs.summary import first_error, list_checkpoints
 
 if TYPE_CHECKING:

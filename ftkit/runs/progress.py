@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid
 from ftkit.runs.lease import current_holder
-from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord, read_last_record, read_outline
+from ftkit.runs.metrics_file import read_last_record, read_outline
+from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord
 from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:

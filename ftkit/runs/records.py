@@ -1,8 +1,4 @@
-"""The records of metrics.jsonl: the trainer writes them, everything else reads them.
-
-Reading them never raises and takes bounded memory, for any content of the files: run folders are shared, and a damaged
-one must not hide the others.
-"""
+"""The records of metrics.jsonl, and each as a line: the trainer writes them, everything else reads them."""
 
 from __future__ import annotations
 
@@ -10,19 +6,10 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import IO, TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-LONGEST_LINE = 2**23
-"""Bytes. Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
-TAIL_BYTES = 2**26
-"""Bytes at the end of a file in which its newest record is searched."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
@@ -257,8 +244,6 @@ Record = (
 )
 
 _KINDS: dict[str, type[Record]] = {kind.event: kind for kind in get_args(Record)}
-_STEP_LINE = b'{"event": "step"'
-"""The first characters of a step's record, as `to_line` writes it."""
 
 
 @cache
@@ -282,134 +267,3 @@ def from_line(line: str | bytes) -> Record | None:
         return _adapter(values.pop("event")).validate_python(values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """Read all records of a run, one at a time; none if there are none yet."""
-    return (record for line in _lines(path) if (record := from_line(line)) is not None)
-
-
-def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
-    """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
-    records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
-    if not records:
-        return []
-    known = {(each.step, each.time) for each in read_outline(metrics) if isinstance(each, EvaluationRecord)}
-    return [record for record in records if (record.step, record.time) not in known]
-
-
-def read_outline(path: Path) -> Iterator[Record]:
-    """Read the records of a run that are not steps, and its first step.
-
-    Hundreds of megabytes of steps take a second or two, and no memory.
-    """
-    has_step = False
-    for line in _lines(path):
-        if has_step and line.startswith(_STEP_LINE):
-            continue
-        record = from_line(line)
-        has_step |= isinstance(record, StepRecord)
-        if record is not None:
-            yield record
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks, without those longer than `LONGEST_LINE`."""
-    try:
-        with _open(path) as file:
-            yield from _short_lines(file)
-    except OSError:
-        return
-
-
-def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
-    is_inside = False
-    while line := file.readline(LONGEST_LINE):
-        is_whole = line.endswith(b"\n") or len(line) < LONGEST_LINE
-        if is_whole and not is_inside:
-            yield line
-        is_inside = not is_whole
-
-
-def _open(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; refuse pipes and devices, which may never end."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    return path.open("rb")
-
-
-def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
-    """Append a record in one write, so that a reader never sees half a line.
-
-    Args:
-        path: metrics.jsonl.
-        record: the record.
-        begins_line: whether the write before this one failed, and may have left a part of a line.
-
-    Raises:
-        OSError: it can't be written, or only in part.
-    """
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * begins_line + to_line(record) + "\n")
-
-
-def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
-    """Read the newest step's record from the end of the file."""
-    for line in _lines_backwards(path, tail_bytes):
-        record = from_line(line) if line.startswith(_STEP_LINE) else None
-        if isinstance(record, StepRecord):
-            return record
-    return None
-
-
-def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
-    """Read the newest record from the end of the file."""
-    return next((record for line in _lines_backwards(path, tail_bytes) if (record := from_line(line))), None)
-
-
-def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a file from last to first, reading growing tails of it up to `TAIL_BYTES`."""
-    try:
-        with _open(path) as file:
-            start = size = file.seek(0, 2)
-            end = max(0, size - TAIL_BYTES)
-            unfinished = b""
-            while start > end and len(unfinished) < LONGEST_LINE:
-                start = max(end, size - tail_bytes)
-                file.seek(start)
-                chunk = file.read(size - start) + unfinished
-                unfinished, *complete = chunk.split(b"\n") if start else [b"", *chunk.split(b"\n")]
-                yield from reversed(complete)
-                size, tail_bytes = start, min(tail_bytes * 8, LONGEST_LINE)
-    except OSError:
-        return
-
-
-class RecordTail:
-    """Reads the records that were added to a file since the last read."""
-
-    def __init__(self, path: Path, *, skips_old: bool = False) -> None:
-        self._path = path
-        self._offset = _size(path) if skips_old else 0
-
-    def read_new(self) -> Iterator[Record]:
-        """Yield the records of new complete lines; a line counts as read once it was yielded."""
-        try:
-            with _open(self._path) as file:
-                file.seek(self._offset)
-                for line in _short_lines(file):
-                    if not line.endswith(b"\n"):
-                        return
-                    self._offset = file.tell()
-                    record = from_line(line)
-                    if record is not None:
-                        yield record
-        except OSError:
-            return
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.runs.metrics_file import read_last_step, read_outline
 from ftkit.runs.rank_errors import RankError, read_rank_error
 from ftkit.runs.records import (
     CheckpointRecord,
@@ -17,8 +18,6 @@ from ftkit.runs.records import (
     ShardingRecord,
     StartRecord,
     StepRecord,
-    read_last_step,
-    read_outline,
 )
 
 if TYPE_CHECKING:

@@ -26,8 +26,9 @@ from ftkit.errors import FtkitError, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import revoke_if_dead
+from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.rank_errors import RankError, write_rank_error
-from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

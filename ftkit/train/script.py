@@ -23,8 +23,9 @@ from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
 from ftkit.runs.lease import held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
+from ftkit.runs.metrics_file import append_record
 from ftkit.runs.rank_errors import record_rank_error
-from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord, append_record
+from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import end_with_launcher
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from ftkit.runs.records import EvaluationRecord, StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import EvaluationRecord, StepRecord
 
 pytestmark = pytest.mark.train
 

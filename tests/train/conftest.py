@@ -27,7 +27,8 @@ from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
-from ftkit.runs.records import MemoryRecord, Record, StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import MemoryRecord, Record, StepRecord
 from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:

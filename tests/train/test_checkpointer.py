@@ -12,7 +12,8 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit.errors import TrainingError
 from ftkit.runs.checkpoints import TrainState
-from ftkit.runs.records import CheckpointRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import CheckpointRecord
 from ftkit.train.components import checkpointer
 from ftkit.train.components.checkpoint import read_state
 from ftkit.train.components.checkpointer import Checkpointer, load_newest

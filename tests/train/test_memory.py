@@ -11,7 +11,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ftkit.errors import MemoryExhaustedError, TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.records import EndRecord, MemoryRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import EndRecord, MemoryRecord
 from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

@@ -11,7 +11,8 @@ import pytest
 from ftkit.cli.main import main
 from ftkit.planning.layout import Workspace
 from ftkit.runs.find import list_runs
-from ftkit.runs.records import StartRecord, StepRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout

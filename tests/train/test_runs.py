@@ -18,6 +18,7 @@ from ftkit.data.store import PreparedData
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION
 from ftkit.runs.checkpoints import MARKER, Marker
+from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -26,7 +27,6 @@ from ftkit.runs.records import (
     StartRecord,
     StepRecord,
     VerificationRecord,
-    read_records,
 )
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ftkit.runs.records import EndRecord, read_last_record
+from ftkit.runs.metrics_file import read_last_record
+from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,16 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ftkit.errors import one_line
-from ftkit.runs.records import (
-    EndRecord,
-    Record,
-    RecordTail,
-    SourceLoss,
-    StartRecord,
-    StepRecord,
-    append_record,
-    read_job_evaluations,
-)
+from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
+from ftkit.runs.records import EndRecord, Record, SourceLoss, StartRecord, StepRecord
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.memory.host_staging import empty_pinned_like
 

@@ -4,23 +4,17 @@ import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
-from ftkit.runs.records import (
+from ftkit.runs.metrics_file import (
     LONGEST_LINE,
-    EvaluationRecord,
     RecordTail,
-    Sample,
-    SourceLoss,
-    StageRecord,
-    StepRecord,
     append_record,
-    from_line,
     read_last_record,
     read_last_step,
     read_outline,
     read_records,
-    to_line,
 )
+from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
+from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss, StageRecord, StepRecord, from_line, to_line
 
 if TYPE_CHECKING:
     from pathlib import Path

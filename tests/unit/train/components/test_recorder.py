@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.records import EndRecord, StageRecord, read_records
+from ftkit.runs.metrics_file import read_records
+from ftkit.runs.records import EndRecord, StageRecord
 from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:
