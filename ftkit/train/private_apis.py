@@ -167,6 +167,13 @@ SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 """Operator of `scaled_mm`, which activation checkpointing selects by."""
 
 
+GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
+"""Operator of the experts' matmuls in transformers, which activation checkpointing selects by; torch 2.8 to 2.15.
+
+If it goes: the operator behind `torch.nn.functional.grouped_mm`, which torch 2.10 and newer have.
+"""
+
+
 def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the product of two FP8 matrices.
 

@@ -13,7 +13,7 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
@@ -129,6 +129,20 @@ def test_gradients_equal_those_without_checkpointing(
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_selective_checkpointing_does_not_repeat_the_matmuls_of_experts() -> None:
+    config = Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, vocab_size=64,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    apply_activation_checkpointing(find_decoder_layers(model), "selective", compiled=False)
+    loss = model(torch.arange(16)[None], use_cache=False).logits.float().square().mean()
+    with Calls("_grouped_mm") as calls:
+        loss.backward()
+    assert calls.count == 2 * 2  # for each of two matmuls, the gradients of its factors
 
 
 @pytest.mark.parametrize("method", ["full", "qlora"])

@@ -103,6 +103,11 @@ def test_fp8_matrices_are_multiplied_if_the_operator_exists() -> None:
     assert "_scaled_mm" in inspect.getsource(private_apis.scaled_mm)
 
 
+def test_the_matmuls_of_experts_are_an_operator() -> None:
+    assert private_apis.GROUPED_MM is not None
+    assert private_apis.GROUPED_MM.default.name() == "aten::_grouped_mm"
+
+
 @pytest.mark.oldest
 def test_the_attention_implementation_of_a_configuration_is_known() -> None:
     assert private_apis.attention_implementation(LlamaConfig(attn_implementation="eager")) == "eager"

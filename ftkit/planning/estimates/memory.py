@@ -297,7 +297,7 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adap
         size += width * _numbers(savings.compiled_adapters, shape)
     if not compiled:
         size += 4 * _numbers(savings.eager_fp32, shape)
-    return size
+    return size + width * _expert_numbers(shape, are_frozen=has_adapters)
 
 
 def selective_numbers(shape: ArchitectureSpec) -> int:
@@ -306,16 +306,28 @@ def selective_numbers(shape: ArchitectureSpec) -> int:
     They are its input and the outputs of its matmuls and of its attention; outputs into the residual stream only if a
     norm follows them, otherwise the stream between attention and feed-forward.
     """
-    return _numbers(SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2), shape)
+    counts = count_model(shape)
+    outputs = counts.experts_per_token * shape.hidden_size
+    return outputs + _numbers(SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2), shape)
+
+
+def _expert_numbers(shape: ArchitectureSpec, *, are_frozen: bool) -> int:
+    """Return what routed experts save per token in addition to a dense feed-forward layer as wide as they are together.
+
+    Each expert's copy of the token and its output, which its weight multiplies. Frozen experts save neither their two
+    inputs, as no gradient of a matrix needs them, nor does the router.
+    """
+    counts = count_model(shape)
+    copies = counts.experts_per_token * shape.hidden_size
+    if not copies or not are_frozen:
+        return 2 * copies
+    return copies - shape.hidden_size - counts.feed_forward
 
 
 def _numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:
-    counts = count_model(shape)
-    # A token is copied for each of its experts, whose outputs are weighted and summed.
-    hidden = saved.hidden + 3 * counts.experts_per_token * (saved.intermediate > 0)
     return (
-        hidden * shape.hidden_size
+        saved.hidden * shape.hidden_size
         + saved.queries * shape.num_attention_heads * shape.head_dim
         + saved.keys * shape.num_key_value_heads * shape.head_dim
-        + saved.intermediate * counts.feed_forward
+        + saved.intermediate * count_model(shape).feed_forward
     )

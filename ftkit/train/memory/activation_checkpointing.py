@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis import SCALED_MM, raise_recompile_limit
+from ftkit.train.private_apis import GROUPED_MM, SCALED_MM, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ _INNER_FACTOR = {
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.bmm.default: 0,
     SCALED_MM: 0,
-}
+} | ({} if GROUPED_MM is None else {GROUPED_MM.default: 0})
 """Matmuls, each with the index of the factor whose last dimension is the inner one."""
 
 

@@ -93,6 +93,7 @@ def test_8_bit_states_take_a_quarter_plus_their_scales(architecture: Shapes, tra
 
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
+ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MEASURED = [
     # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
     (("olmo3-7b", 8, 1, {}), 44.60),
@@ -115,6 +116,7 @@ MEASURED = [
     (("llama3-8b", None, 2, {"reshard_after_forward": "never"}), 97.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8"}), 55.3),
+    (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": ON_ATTENTION}), 68.6),
     (("olmo3-32b", 52, 4, SMALL_STATES | {"activation_checkpointing": "selective"}), 111.6),
     (("olmo3-32b", None, 4, SAVING), 128.3),
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES), 83.1),
