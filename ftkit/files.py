@@ -231,7 +231,7 @@ class DamagedFileError(FtkitError):
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
             f"{path.name} can't be read: {reason}",
-            meaning=f"{path} was changed by hand or copied in part, or another version of ftkit wrote it",
+            meaning=f"{path} was edited manually or partially copied, or another version of ftkit wrote it",
             fix="use the ftkit that submitted the run, or submit the run again",
         )
         self.reason = reason
@@ -257,7 +257,7 @@ def read_small(path: Path) -> bytes:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     if status.st_size > _MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes")
     return path.read_bytes()

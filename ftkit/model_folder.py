@@ -53,7 +53,7 @@ def check_folder(folder: Path) -> None:
     missing = missing_files(folder)
     if missing and any(folder.glob("pytorch_model*.bin")):
         raise NotFoundError(
-            f"model.weights: {folder} has its weights as pytorch_model.bin alone",
+            f"model.weights: {folder} has its weights only as pytorch_model.bin",
             meaning="ftkit reads safetensors, from which each process loads its part, and which can't run code",
             fix="convert them: python -c 'from transformers import AutoModelForCausalLM as M; "
             f'M.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")\'',
@@ -69,7 +69,7 @@ def check_folder(folder: Path) -> None:
     if damaged:
         raise NotFoundError(
             f"model.weights: {folder} has no whole {' and no whole '.join(damaged)}",
-            meaning="a copy was interrupted, it holds Git LFS's pointer alone, or this user may not read it",
+            meaning="a copy was interrupted, it contains only a Git LFS pointer, or this user has no read permission",
             fix="copy or download it again",
         )
     _check_tensors(folder)
@@ -186,7 +186,7 @@ def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
 
 
 def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
-    """Tell whether the output projection is the embedding, by the files; None if they don't tell.
+    """Return whether the output projection is tied to the embedding, from the files; None if unknown.
 
     As transformers loads them: a projection that differs from the embedding is never tied to it. A multimodal model's
     configuration may say one thing for the whole and another for its text model, and classes disagree on which counts.
@@ -257,7 +257,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise NotFoundError(
             f"{path} is not a JSON object",
-            meaning="a copy was interrupted, or the file was changed by hand",
+            meaning="a copy was interrupted, or the file was edited manually",
             fix="copy or download it again, or delete it",
         )
     return stored
@@ -286,6 +286,6 @@ def _read_json(path: Path) -> Any:
     except (OSError, ValueError, RecursionError) as error:
         raise NotFoundError(
             f"can't read {path}: {error}",
-            meaning="a copy was interrupted, or the file was changed by hand",
+            meaning="a copy was interrupted, or the file was edited manually",
             fix="copy or download it again: it is one JSON object",
         ) from error

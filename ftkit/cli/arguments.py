@@ -154,7 +154,7 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
 def get_runs(references: Sequence[str]) -> list[RunFolder]:
     """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
-    A single reference is read as the name of a sweep if one has that name, since one run alone can't be compared.
+    A single reference is read as the name of a sweep if one has that name, since a comparison needs two runs.
 
     Raises:
         NotFoundError: there is no such run or sweep.

@@ -87,7 +87,7 @@ def command(
         elif len(sessions) == 1:
             _stream(sessions["answer"], turn, terminal)
         else:
-            for name, session in sessions.items():  # each as it is there: one may take long
+            for name, session in sessions.items():  # show each as soon as it is done: one may take long
                 terminal.passages([(f"{name:<6}", [Styled(session.ask(turn).text, "")])])
 
 

@@ -143,7 +143,7 @@ def _push(exported: Path, destination: str, terminal: Terminal) -> str:
         raise type(error)(
             f"the export is in {exported}, but not in {destination}: {error.what}",
             meaning=error.meaning,
-            fix=error.fix or "repeat the command: what is there already is not copied again",
+            fix=error.fix or "repeat the command: existing files are not copied again",
         ) from error
     return destination
 

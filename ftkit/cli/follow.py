@@ -61,7 +61,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -
         if seen:
             now = excluded_nodes(run.layout)
             for host in [host for host in now if host not in known]:
-                view.note(f"left out {host}: {now[host]}")
+                view.note(f"excluded {host}: {now[host]}")
             known = now
             view.state(seen)
             last = seen

@@ -151,7 +151,7 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
 def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal: Terminal) -> None:
     """Warn if the image has another version of ftkit than the one that made the plan."""
     if image_labels.REFERENCE not in labels or any(code.name == DEV_CODE for code in plan.code):
-        return  # not built by ftkit, or its ftkit is not the one that runs
+        return  # not built by ftkit, or another ftkit runs in it
     here = image_labels.checkout_commit()
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here.commit):

@@ -78,7 +78,7 @@ def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
     """Ask whether files may be changed; refuse if input is not a terminal.
 
     Raises:
-        ConfigError: nobody can be asked.
+        ConfigError: there is no terminal to ask on.
     """
     from ftkit.errors import ConfigError, Problem
 
@@ -131,7 +131,7 @@ def _edited(path: Path | None, values: dict[str, object]) -> str:
     yaml, document = YAML(), CommentedMap()
     yaml.width = 200
     if path is not None and path.is_file():
-        read_yaml(path)  # raises what is wrong with it, in ftkit's words
+        read_yaml(path)  # raises ftkit's error for invalid YAML
         document = yaml.load(path.read_text(encoding="utf-8")) or document
     else:
         document.yaml_set_start_comment(_HEAD)

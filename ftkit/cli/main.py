@@ -137,7 +137,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, words: list[str]) -> int:
-    """Print an error and return the exit code that goes with it."""
+    """Print an error and return its exit code."""
     error = as_disk_full(error)
     if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
         first, *_ = [_report(each, words) for each in error.exceptions]

@@ -104,7 +104,7 @@ def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
     from ftkit.evaluate.devices import available_devices
     from ftkit.evaluate.load import load_model as load
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # what it says to peft
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     devices = available_devices()

@@ -124,7 +124,7 @@ def _resume_script(
     """Submit a script's run again, as it was planned.
 
     Raises:
-        ConfigError: another plan is asked for.
+        ConfigError: a different plan is requested.
     """
     from ftkit.cli.image_check import require_same_image
     from ftkit.launch.jobs import resume

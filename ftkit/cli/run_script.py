@@ -136,7 +136,7 @@ def _stop(plan: ScriptPlan) -> str:
 
 @dataclass(frozen=True)
 class RunScript:
-    """What `ftkit run --script` was asked for: script, recipe and place, the command line, the job's environment."""
+    """A request of `ftkit run --script`: script, recipe, placement, command line, and the job's environment."""
 
     script: ScriptArgs
     run: RunArgs

@@ -70,7 +70,7 @@ def run_sweep(
 
 
 def _check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
-    """Refuse to start several runs on this machine at once.
+    """Refuse to start several runs on this machine at the same time.
 
     Raises:
         ConfigError: they train on this machine, and no process would wait for one before it starts the next.

@@ -82,10 +82,10 @@ def _value(text: str) -> tuple[str, str]:
     if quoted and quoted["single"] is not None:
         return quoted["single"], ""
     if text[:1] in ("'", '"') and not quoted:
-        return "", "the quote does not end on its line, or something stands behind it."
+        return "", "the quote does not end on its line, or is followed by other text."
     value = quoted["double"] if quoted else re.split(r"\s+#", f" {text}", maxsplit=1)[0].strip()
     if "\0" in value:
-        return "", "a zero byte can't stand in a variable."
+        return "", "a variable can't contain a NUL byte."
     if "$" in value.replace("\\$", ""):
         return "", "'$' is not expanded: put the value in single quotes."
     if quoted:

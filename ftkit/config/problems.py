@@ -137,7 +137,7 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         message, shown = _own_words(detail), _shown(given)
         return Problem(where, key, f"{message}." if shown in message else f"{message}, got {shown}.")
     if kind == "string_pattern_mismatch":
-        form = f"{_shown(given)} is not of the form that is asked for here."
+        form = f"{_shown(given)} does not have the required form."
         return Problem(where, key, form, _description(owner, path))
     return _wrong_value(where, path, owner, detail)
 

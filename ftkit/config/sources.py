@@ -289,5 +289,5 @@ class ValidationSpec(Spec):
         if len(given) != 1:
             raise ValueError(f"give one of count, fraction and file; got {', '.join(given) or 'none'}")
         if self.by == "hash" and self.fraction is None:
-            raise ValueError("by: hash goes with fraction")
+            raise ValueError("by: hash requires fraction")
         return self

@@ -116,7 +116,7 @@ def _check_weights(value: str) -> str:
 
 def _check_one_line(value: str) -> str:
     if any(ord(character) < ord(" ") or character == "\x7f" for character in value):
-        raise ValueError("control characters and line breaks can't stand in an #SBATCH line")
+        raise ValueError("an #SBATCH line can't contain control characters or line breaks")
     return value
 
 

@@ -148,7 +148,7 @@ class TrainingSpec(Spec):
     shard_degree: Annotated[PositiveInt | Auto, BeforeValidator(_check_shard_degree)] = "auto"
     """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
     and sum their gradients once a step (hybrid sharding, HSDP), for less traffic between nodes and more memory.
-    `auto`: all GPUs, or those of one node or of a few if the network is predicted to hold the steps up otherwise."""
+    `auto`: all GPUs, or those of one node or of a few if the network is predicted to slow steps down otherwise."""
     sync_gradients: Literal["auto", "every_micro_batch", "last_micro_batch"] = "auto"
     """When the gradients of accumulated micro-batches are reduced over the GPUs. `last_micro_batch`, with engine fsdp2:
     once a step, for less traffic and, until then, unsharded sums in `reduce_precision` on each GPU; `auto`: that

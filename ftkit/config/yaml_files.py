@@ -143,7 +143,7 @@ def _scalar(text: str, where: str, line: int | None) -> bool | int | float | str
 def _check_text(text: str, where: str, line: int | None) -> None:
     """Refuse characters that are illegal in file names, scripts or UTF-8."""
     if "\0" in text:
-        raise _error(where, line, "a zero byte can't stand in a value.")
+        raise _error(where, line, "a value can't contain a NUL byte.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise _error(where, line, "the value holds half a character (a lone surrogate).", "Write it in UTF-8.")
 
@@ -206,7 +206,7 @@ class _Composer:
             raise self._not_yaml(one_line(error.problem or str(error))) from error
         except ReaderError as error:
             self._line = text.count("\n", 0, error.position) + 1
-            raise self._not_yaml("control characters can't stand in it") from error
+            raise self._not_yaml("it can't contain control characters") from error
         except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             # Not expected by ruamel: an escape beyond Unicode is an OverflowError of chr().
             raise self._not_yaml(one_line(error)) from error
@@ -250,7 +250,7 @@ class _Composer:
     def _aliased(self, name: str) -> _Node:
         node = self._anchors.get(name)
         if node is None:
-            reason = "stands within what it names" if name in self._anchors else "names nothing above"
+            reason = "refers to itself" if name in self._anchors else "has no anchor above it"
             self._fail(f"the alias '*{name[:_LONGEST_SHOWN]}' {reason}.", "Text that begins with '*' is put in quotes.")
         return node
 

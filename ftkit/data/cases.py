@@ -51,7 +51,7 @@ class Case:
 
     Attributes:
         number: index of the row.
-        reference: tokens of the assistant turn in the data; None for a prompt alone.
+        reference: tokens of the assistant turn in the data; None for a prompt without completion.
         message: the same turn as in the data.
         has_tools: whether the model was offered tools.
     """
@@ -177,7 +177,7 @@ def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_
 
 
 def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
-    """Return the recipe's format where the rows have its columns, else the detected one; None for prompts alone."""
+    """Return the recipe's format if the rows have its columns, else the detected one; None for prompts only."""
     form = AutoFormat() if data is None else data.format
     if not isinstance(form, AutoFormat) and all(name in rows[0].columns for name in form.columns if name != "tools"):
         return form

@@ -143,7 +143,7 @@ class RowEncoder:
             if longest > MAX_CHARACTERS:
                 raise DataError(
                     f"a text of {longest:,} characters",
-                    meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at once, more than any model's context",
+                    meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at a time, more than any model's context",
                     fix="split it into several rows, or skip it: data.skip_bad",
                 )
             return found

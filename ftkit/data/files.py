@@ -29,7 +29,7 @@ _BUFFER = 1 << 20
 _OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
 """Prefixes of files and folders that are not for training, as in data sets of the hub."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that `datasets` writes beside the rows."""
+"""Metadata files that `datasets` writes."""
 
 
 # --- Finding files -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _file_system(place: str, key: str) -> Any:
 
 @contextmanager
 def _remote_errors(place: str, key: str) -> Iterator[None]:
-    """Turn any error of a storage library into a DataError, whatever its class."""
+    """Turn an error of any class from a storage library into a DataError."""
     try:
         yield
     except (DataError, NotFoundError, PrerequisiteError):

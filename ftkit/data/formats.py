@@ -39,7 +39,7 @@ METADATA = frozenset(
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
      "__index_level_0__")
 )  # fmt: skip
-"""Metadata columns: left out, and listed."""
+"""Metadata columns: skipped, and listed."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 _USED = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
@@ -233,7 +233,7 @@ def _conversation(system: str | None, prompt: str, completion: str) -> Conversat
     if not completion.strip():
         raise DataError(
             "an assistant turn is blank",
-            meaning="the model would be trained to end its turn at once",
+            meaning="the model would be trained to end its turn immediately",
             fix="correct data.format, or remove this example",
         )
     before = (Message("system", system),) if system else ()

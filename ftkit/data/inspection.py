@@ -250,7 +250,7 @@ class DataInspector:
             encoder = replace(encoder, recipe=dropping)
         sources = [SourceStats(source.name) for source in data.sources]
         lengths: Counter[int] = Counter()
-        digests = array("Q")  # 8 bytes a document: the only thing that grows with the data
+        digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
         packer = Packer(length)
         num_renderings = num_packs = longest = num_bad = 0
         for encoded in self._encode(encoder):

@@ -19,7 +19,7 @@ def _permutation(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def pack_at(index: int, num_packs: int, seed: int) -> int:
     """Return the number of the `index`-th pack in training order, counting over all epochs.
 
-    Each pack comes once in each epoch. The order is independent of world size, batch size and restarts, so a run that
+    Each pack occurs once in each epoch. The order is independent of world size, batch size and restarts, so a run that
     continues on another number of GPUs sees each pack as often as an uninterrupted run.
     """
     epoch, position = divmod(index, num_packs)

@@ -50,7 +50,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        done = {"drop": "left out", "truncate": "truncated after the last turn that fits", "split": "split"}
+        done = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
         report(f"{manifest.num_too_long:,} documents longer than a pack: {done[plan.recipe.data.too_long]}")
     report(
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "

@@ -135,7 +135,7 @@ def _as_text(file: IO[bytes]) -> Iterator[IO[str]]:
     try:
         yield text
     finally:
-        text.detach()  # the file is closed by whoever opened it
+        text.detach()  # the caller closes the file
 
 
 class _JsonParser:

@@ -113,7 +113,7 @@ class ChatRenderer:
         the same.
 
         Raises:
-            DataError: the template refuses the conversation or leaves out some of it, or nothing is trained.
+            DataError: the template rejects the conversation or drops part of it, or nothing is trained.
         """
         conversation, has_cuts = self._prepared(conversation)
         turns = [_for_template(message) for message in conversation.messages]
@@ -129,7 +129,7 @@ class ChatRenderer:
         lost = self.dropped and self.dropped & _fields_of(conversation)
         if lost:
             raise DataError(
-                f"the chat template leaves out {', '.join(sorted(lost))}",
+                f"the chat template drops {', '.join(sorted(lost))}",
                 meaning="the model would be trained on other text than the data has",
                 fix="choose a data.chat_template that writes them, or correct the data",
             )
@@ -177,7 +177,7 @@ class ChatRenderer:
             roles = [turn["role"] for turn in turns[:_ROLES_SHOWN]] + ["…"] * (len(turns) > _ROLES_SHOWN)
             raise DataError(
                 f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {one_line(error)}",
-                meaning="most templates want at most one system turn, then user and assistant in turn, user first",
+                meaning="most templates require at most one system turn, then alternating user and assistant turns",
                 fix="correct or remove this example, or choose another data.chat_template",
             ) from error
         return "".join(blocks), marks

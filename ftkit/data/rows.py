@@ -129,7 +129,7 @@ def _decode(line: bytes, file: str, where: str) -> str:
 
 
 def _parse_object(text: str, file: str, where: str) -> Columns:
-    one_object = "each row is one JSON object, on a line of its own in JSON Lines"
+    one_object = "each row is one JSON object; in JSON Lines, one per line"
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -108,7 +108,7 @@ def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read the data that is available at once: the first rows of files, one generated example, nothing from the hub.
+    """Read data that is available immediately: first rows of files, one generated example, nothing from the hub.
 
     Raises:
         DataError: a file is missing, one of these rows is malformed, or small files have too few rows.

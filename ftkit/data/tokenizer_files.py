@@ -66,14 +66,14 @@ def check_tokenizer_files(folder: Path) -> None:
         found = f": {_CONFIG} is there, its vocabulary is not" if config else ""
         raise DataError(
             f"{folder} has no tokenizer{found}",
-            meaning="it was not saved beside the weights, or not copied with them",
+            meaning="it was not saved with the weights, or not copied with them",
             fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
         )
     if (folder / TOKENIZER_FILE).is_file():
         if not isinstance(_read_json(folder / TOKENIZER_FILE).get("model"), dict):
             raise DataError(
                 f"{folder / TOKENIZER_FILE} has no 'model', so it holds no vocabulary",
-                meaning="it is a file of another program, or was changed by hand",
+                meaning="it is a file of another program, or was edited manually",
                 fix=_copy_again(folder),
             )
         return
@@ -93,7 +93,7 @@ def _check_other_files(folder: Path) -> None:
         raise DataError(f"{empty[0]} is empty", meaning="a copy was interrupted", fix=_copy_again(folder))
     if models and find_spec("transformers") and not find_spec("sentencepiece"):
         raise DataError(
-            f"{folder} has its tokenizer as {models[0].name} alone, without {TOKENIZER_FILE}",
+            f"{folder} has its tokenizer only as {models[0].name}, without {TOKENIZER_FILE}",
             meaning="converting it needs the package sentencepiece, which is not installed here",
             fix=f"pip install sentencepiece; or where it is installed: {convert_command(str(folder))}",
         )
@@ -127,7 +127,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"can't read {path}: {one_line(error)}",
-            meaning="a copy was interrupted, it is Git LFS's pointer alone, or it was changed by hand",
+            meaning="a copy was interrupted, it is only a Git LFS pointer, or it was edited manually",
             fix=_copy_again(path.parent),
         ) from error
     return stored if isinstance(stored, dict) else {}

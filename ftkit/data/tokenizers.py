@@ -89,9 +89,9 @@ def _loading_error(source: str, error: Exception) -> DataError:
 
     if "trust_remote_code" in str(error):
         return DataError(
-            f"the tokenizer or the model of '{source}' comes with code of its own",
+            f"the tokenizer or the model of '{source}' contains custom code",
             meaning=f"transformers {transformers.__version__} lacks its class, and ftkit never runs code of a model",
-            fix="choose a model whose class is in transformers; or, where the tokenizer alone has code, "
+            fix="choose a model whose class is in transformers; or, if only the tokenizer has code, "
             "model.tokenizer.source: a tokenizer of the same vocabulary that has tokenizer.json",
         )
     return DataError(

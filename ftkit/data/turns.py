@@ -123,7 +123,7 @@ def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) 
     if role == "assistant" and trained is not False and not content.strip() and not calls:
         raise DataError(
             "an assistant turn is blank",
-            meaning="the model would be trained to end its turn at once",
+            meaning="the model would be trained to end its turn immediately",
             fix="correct data.format, or remove this example",
         )
     return Message(

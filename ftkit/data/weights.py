@@ -71,5 +71,5 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     if done.returncode:
         raise NotFoundError(
             f"the checkpoint of step {trained.step} of {trained.run} can't be exported: {one_line(done.stderr)}",
-            fix=f"try it by hand: ftkit export {trained.run} --step {trained.step} --to {trained.folder}",
+            fix=f"run it manually: ftkit export {trained.run} --step {trained.step} --to {trained.folder}",
         )

@@ -50,7 +50,7 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
     if lora is None or merges:
         raise TrainingError(
             "--format vllm-lora: there are no adapters to export",
-            meaning="the run trained all weights, or --merge makes a whole model of them, which vLLM loads as it is",
+            meaning="the run trained all weights, or --merge makes a full model, which vLLM loads directly",
             fix="leave --format out",
         )
     wrong = [
@@ -91,8 +91,8 @@ def verify_vllm_lora(folder: Path) -> int:
         wrong.append(f"bias {config['bias']}")
     if wrong or not names or not isinstance(rank := config.get("r"), int):
         raise TrainingError(
-            f"vLLM would leave out parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
-            meaning="its LoRA loader takes lora_A and lora_B of the target modules alone",
+            f"vLLM would ignore parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
+            meaning="its LoRA loader reads only lora_A and lora_B of the target modules",
             fix="export a whole model for it: --merge, without --format",
         )
     return next(each for each in VLLM_LORA_RANKS if each >= rank)

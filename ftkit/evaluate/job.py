@@ -79,7 +79,7 @@ class CheckpointEvaluations:
             reason = one_line(error)
         reasons = [each for each in self._ranks.exchange(reason) if each]
         if model is None or reasons:
-            self._report(f"step {step} is left out, deleted or damaged meanwhile: {reasons[0]}")
+            self._report(f"step {step} is skipped; it was deleted or damaged in the meantime: {reasons[0]}")
             return
         data = self._data_for(model)
         measured = measure(model, data, self._metrics, self._settings, self._ranks)

@@ -60,5 +60,5 @@ def all_gather_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> 
 def is_outlier(value: float, others: Sequence[float], device: str) -> bool:
     """Return whether a measured rate is far below the median of all rates (of two rates: below the other)."""
     return (len(others) > 1 and value < OUTLIER[device] * median(others)) or (
-        len(others) == 2 and value < OUTLIER[device] * max(others)  # noqa: PLR2004 - the median lies between them
+        len(others) == 2 and value < OUTLIER[device] * max(others)  # noqa: PLR2004 - the median is between them
     )

@@ -47,7 +47,7 @@ def start_all(works: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
     """Start functions side by side, and return what each will return.
 
     Their threads do not keep the process from ending: a name server or a file system that never answers can't be
-    interrupted, but has to be waited for no longer than the caller wants.
+    interrupted, but the caller can stop waiting for it.
     """
 
     def run(work: Callable[[], ResultT], result: Future[ResultT]) -> None:

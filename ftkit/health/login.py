@@ -271,7 +271,7 @@ def _ask(url: str, environment: Mapping[str, str]) -> _Answer:
     return _Answer(is_there=True, text="answers", skew=skew)
 
 
-_NO_FILES: Final = "its file system does not answer: see 'df' and 'mount', or tell the site"
+_NO_FILES: Final = "its file system does not respond: see 'df' and 'mount', or contact the site's support"
 _NO_NETWORK: Final = "the network or the name server does not answer: set a proxy, or ask the site"
 _CHECKS: Final[dict[tuple[str, str], Callable[[LoginNode], list[Finding]]]] = {
     ("slurm", _NO_FILES): _check_slurm,

@@ -84,7 +84,7 @@ class DeviceProcesses:
         self._running: list[tuple[SpawnProcess, Connection]] = []
 
     def rates(self, *, is_short: bool) -> list[DeviceRates]:
-        """Measure each device alone, all concurrently: as in training, they share power and cooling."""
+        """Measure each device separately, all concurrently: as in training, they share power and cooling."""
         rates: list[DeviceRates] = self._ask([("rates", is_short)] * self.count, _START_SECONDS)
         return rates
 

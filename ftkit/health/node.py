@@ -63,7 +63,7 @@ class NodeJob:
         shared_file: a file that exists if the shared file system is mounted.
         is_short: the form before training: pairs only after a failed check.
         wait_seconds: maximum wait for nodes that start late.
-        absent_dir: folder in which HOST.absent marks a node that will not come.
+        absent_dir: folder in which HOST.absent marks a node that will not take part.
     """
 
     host: str

@@ -153,7 +153,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def _in_time(answer: Future[str], deadline: float) -> str:
-    """Return a program's answer; empty if it does not come: a program on a dead file system can't even be killed."""
+    """Return a program's output; empty if it hangs: a program on a dead file system can't even be killed."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
@@ -177,7 +177,7 @@ def _unknown(said: Mapping[str, str], partitions: Sequence[Partition], settings:
 
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
-    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l`; partitions that are not up are left out."""
+    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l`; partitions that are not up are skipped."""
     partitions = []
     for line in text.splitlines():
         fields = line.split("|")

@@ -139,7 +139,7 @@ def make_wheel() -> bytes:
     """Return the wheel.
 
     Raises:
-        PrerequisiteError: this ftkit was not installed, so that nothing says what it depends on.
+        PrerequisiteError: this ftkit was not installed, so its dependencies are unknown.
     """
     info = f"ftkit-{ftkit.__version__}.dist-info"
     members = dict(sorted(_files()))

@@ -318,7 +318,7 @@ def follow_transfer(
 
 
 def as_digest(told: object) -> Digest | None:
-    """Return a digest as the engine tells it; None for anything else."""
+    """Return a digest reported by the engine; None for anything else."""
     try:
         return Digest(str(told))
     except ValueError:

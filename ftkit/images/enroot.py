@@ -79,8 +79,8 @@ wait "$import"
 """enroot's temporary folders go to the node's own disk: shared file systems can't hold them (whiteouts).
 
 The import is waited for in the background, because bash acts on a signal only when its foreground program has ended,
-and Slurm kills after KillWait. It is killed at once, so that nothing writes into what is being removed; programs in
-other process groups get the signal from Slurm, and fail a moment later: hence several attempts. The next import
+and Slurm kills after KillWait. It is killed immediately, so that nothing writes into a folder being removed; programs
+in other process groups get the signal from Slurm, and fail a moment later: hence several attempts. The next import
 on that node removes what a killed one left.
 """
 
@@ -247,7 +247,7 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
             f"enroot could not log in to {address.host}",
             meaning="the line for it in enroot's .credentials is missing, has a port, or its password is wrong",
             fix=f"write 'machine {address.host.partition(':')[0]} login USER password SECRET' into ~/.config/enroot/"
-            ".credentials; NGC wants a second line for authn.nvidia.com",
+            ".credentials; NGC requires a second line for authn.nvidia.com",
         )
     return squashfs.explain_failure("enroot", said, output)
 
@@ -256,11 +256,11 @@ def _not_the_image(address: Address, code: int) -> ImageError:
     if code == _OTHER_LAYERS:
         return ImageError(
             f"the layers of {address.uri} are not those that its configuration lists",
-            meaning="whoever pushed it put other content under this image's name",
+            meaning="other content was pushed under this image's name",
             fix="push the image again from where it was built",
         )
     return ImageError(
         f"enroot imported another image than {address.uri}",
         meaning=f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image by now",
-        fix="import with --with ftkit and without --on-node: it goes by the digest",
+        fix="import with --with ftkit and without --on-node, which imports by digest",
     )

@@ -136,8 +136,8 @@ def _overrides(spec: ImageSpec) -> list[str]:
 
 
 def _uv() -> list[str]:
-    beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.is_file() else shutil.which("uv")
+    in_environment = Path(sys.executable).with_name("uv")
+    found = str(in_environment) if in_environment.is_file() else shutil.which("uv")
     if not found:
         raise PrerequisiteError(
             "the program 'uv' was not found",

@@ -137,7 +137,7 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
     The steps are those of the Dockerfile.
 
     Raises:
-        ConfigError: the base is no legal reference.
+        ConfigError: the base is not a valid reference.
     """
     spec, context = definition.spec, assemble(definition)
     base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)

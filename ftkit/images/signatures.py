@@ -1,6 +1,6 @@
 """Signatures of images: in a registry beside the image, and of imported files in files beside them.
 
-Signed is a short statement, `NAME:TAG has this digest`, so that nobody can pass off a signed image as another one.
+Signed is a short statement, `NAME:TAG has this digest`, so that a signed image can't be passed off as another one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
 
     Args:
         registry: the image's repository.
-        name: that it is to have; None if it was asked for by its digest, which no name can change.
+        name: the required name; None if the image was requested by digest, which no name can change.
         digests: of its manifest and of the index that leads there: a signature of either is enough.
         key: the public key, or allowed signers.
 

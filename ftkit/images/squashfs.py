@@ -146,7 +146,7 @@ def explain_failure(program: str, message: str, output: Path, num_bytes_in: int 
     """Turn the output of a program that makes an image file into an error.
 
     tar2sqfs reports "I/O error" for a full disk too, after it removed its file. Less free space than bytes written
-    tells a full disk from a broken one.
+    distinguishes a full disk from a broken one.
     """
     last = " / ".join(message.strip().splitlines()[-3:]) or "no output"
     lower, free = message.lower(), shutil.disk_usage(output.parent).free

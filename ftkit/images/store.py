@@ -191,16 +191,16 @@ class ImageStore:
 
 
 def manifest_file(image: Path) -> Path:
-    """Return the manifest's place beside an image file."""
+    """Return the path of the manifest of an image file."""
     return image.with_name(f"{image.name}.json")
 
 
 def sbom_file(image: Path) -> Path:
-    """Return the place of the list of packages beside an image file."""
+    """Return the path of the package list of an image file."""
     return image.with_name(f"{image.name}.sbom.json")
 
 
 def read_manifest(image: Path) -> ImportManifest | None:
-    """Read the manifest beside an image file; None if there is none or it can't be read."""
+    """Read the manifest of an image file; None if there is none or it can't be read."""
     manifest = read_json_if_valid(manifest_file(image), ImportManifest)
     return manifest if manifest and 1 <= manifest.version <= MANIFEST_VERSION else None

@@ -175,7 +175,7 @@ exec chroot "$0" /usr/bin/env -i "$@"
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check inside the imported file; return leftovers to be cleaned up by hand, mostly none.
+    """Run the self-check inside the imported file; return leftovers to clean up manually, usually none.
 
     Raises:
         PrerequisiteError: no program on this machine can start the file.
@@ -186,7 +186,7 @@ def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
     if done.returncode != 0 or PASSED not in done.stdout:
         output = (done.stdout + done.stderr + left).strip() or f"exit status {done.returncode}, no output"
         lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
-        if done.returncode != 1 or not done.stdout.strip():  # the self-check ends so, and says what it finds
+        if done.returncode != 1 or not done.stdout.strip():  # otherwise the self-check failed and printed its findings
             raise ImageError(
                 f"the self-check of {manifest.reference} did not start:\n{lines}",
                 meaning="the file is the imported one, but can't be run on this machine, or has no python3",
@@ -201,7 +201,7 @@ def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
 
 
 def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Return the output of the check, and the leftovers to be cleaned up by hand."""
+    """Return the output of the check, and leftovers to clean up manually."""
     for program in ("apptainer", "singularity"):
         if shutil.which(program):
             command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]

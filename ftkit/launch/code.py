@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
-"""Folders that are no code, where no .gitignore says so. Hidden ones are left out too."""
+"""Folders without code, for projects without a .gitignore. Hidden folders are skipped, too."""
 _DOTENV: Final = ".env"
-"""A file of secrets: in no copy, whatever git says of it."""
+"""A file of secrets: never copied, even if git tracks it."""
 _PLANS: Final = "code.json"
 DEV_CODE: Final = "ftkit"
 """Name of the copy of the working tree's ftkit."""
@@ -102,7 +102,7 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
     Raises:
         ConfigError: two have one name; or as `copy_code` does.
     """
-    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' is no name
+    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' must be resolved
     for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
         if first.name == second.name:
             raise ConfigError(
@@ -132,7 +132,7 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
         found = digest_of(files) if files else ""
         if found != plan.sha256 and not allows_changes:
             what = f"was changed: sha256 {found[:12]}, was {plan.sha256[:12]}" if found else "is not here"
-            fix = "Repeat it from its own folder; or run it without that code, or with what is there: --allow code"
+            fix = "Repeat it from its own folder; or run it without that code, or with the current code: --allow code"
             problems.append(Problem("", f"code: {name}", f"the run's copy of {plan.source} {what}.", fix))
         elif files:
             copies.append(CodeCopy(replace(plan, sha256=found), files))

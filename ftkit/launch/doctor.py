@@ -96,7 +96,7 @@ def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
     if done.returncode != 0:
-        raise PrerequisiteError(f"Slurm can't be asked for nodes: {clean_stderr(done.stderr)}")
+        raise PrerequisiteError(f"Slurm can't be queried for nodes: {clean_stderr(done.stderr)}")
     states = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     idle = [host for host, state in states.items() if state.strip() == "idle"]
     return idle, len(states) - len(idle)

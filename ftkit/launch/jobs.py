@@ -266,7 +266,7 @@ def check_removable(folder: RunFolder) -> None:
     """Check that no job trains in a run's folder, and that none is queued.
 
     Raises:
-        SubmitError: the run is not over, or nobody can tell.
+        SubmitError: the run has not ended, or its state is unknown.
     """
     run = read_entry(folder).run
     seen = observe(run) if run else None
@@ -278,7 +278,7 @@ def check_removable(folder: RunFolder) -> None:
         return
     raise SubmitError(
         f"{folder.id} {reason}: it is not removed",
-        fix=f"cancel it first: ftkit cancel {folder.id}; where its job can't be asked for: squeue --me",
+        fix=f"cancel it first: ftkit cancel {folder.id}; if its job can't be queried: squeue --me",
     )
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LocalScheduler:
-    """Starts the script immediately, in a process group of its own."""
+    """Starts the script immediately, in a new process group."""
 
     poll_seconds: ClassVar[float] = 1.0
     grace_seconds: ClassVar[float] = 10.0

@@ -64,7 +64,7 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
     configuration. Otherwise the parameters are estimated from config.json.
 
     Raises:
-        ConfigError: the recipe contradicts the configuration, or nothing tells the whole shape.
+        ConfigError: the recipe contradicts the configuration, or the shape is incomplete.
         NotFoundError: the hub has no such model, the configuration can't be read, or there is no such run or export.
         PrerequisiteError: the model is gated, or access to it is denied.
     """
@@ -236,7 +236,7 @@ def _unknown_family(config: Mapping[str, Any]) -> Problem:
 
     here, family = f"transformers {version('transformers')}", config["model_type"]
     if config.get("auto_map"):
-        what = f"'{family}' comes with code of its own (auto_map in config.json), and {here} does not have it."
+        what = f"'{family}' comes with custom code (auto_map in config.json), and {here} does not have it."
         fix = (
             "ftkit never runs code that comes with a model. Choose a model whose model_type is in transformers; many "
             "are published in its own layout too. If a newer transformers has it, install that here and in the image."

@@ -85,7 +85,7 @@ def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Ob
 
 
 def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
-    """Derive the state from the run's folder alone, because its scheduler can't be asked."""
+    """Derive the state from the run's folder, because its scheduler can't be queried."""
     if holder := current_holder(run.layout):
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since)
     if _exit_code(run) is not None:

@@ -77,7 +77,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         default: the image of the settings, for a run that had no container.
 
     Raises:
-        PlanError: the manifest does not say what is needed.
+        PlanError: the manifest is incomplete.
         ConfigError: the plan is impossible in that place.
         NotFoundError: the cluster, or a file of the recipe, does not exist.
     """
@@ -143,11 +143,11 @@ def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> N
     Raises:
         ConfigError: with each difference that is not allowed; or a section is none.
     """
-    unknown = [Problem("", f"--allow {name}", "is no part of a run that can differ.", f"Choose of {', '.join(_SAME)}.")
+    unknown = [Problem("", f"--allow {name}", "is not an input that can differ.", f"Choose of {', '.join(_SAME)}.")
                for name in allowed if name not in _SAME]  # fmt: skip
     refused = [
         Problem("", f"{each.section}: {each.key}", f"is {each.values[1]}, was {each.values[0]}.",
-                f"A run of other content is no repetition; to run it all the same: --allow {each.section}")
+                f"A run with other inputs is not a repetition; to run it anyway: --allow {each.section}")
         for each in differences
         if each.key in _SAME.get(each.section, ()) and each.section not in allowed
     ]  # fmt: skip

@@ -177,7 +177,7 @@ def resolve_image_link(plan: PlanT) -> PlanT:
     file = plan.image_file
     if file is None:
         return plan
-    while file.is_symlink() and file.exists():  # the last part alone: folders may be mounted elsewhere on the nodes
+    while file.is_symlink() and file.exists():  # only the last part: folders may be mounted elsewhere on the nodes
         file = file.parent / file.readlink()
     return replace(plan, container_image=str(file))
 
@@ -195,7 +195,7 @@ def _assumption(cluster: ClusterProfile) -> str:
 
 
 def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[ClusterProfile]:
-    """Read a profile; if it does not exist, the error says where its name comes from."""
+    """Read a profile; if it does not exist, the error reports where its name comes from."""
     where = loaded.layers.origins.get(("cluster",), "settings")
     try:
         return read_cluster(name, ctx)
@@ -273,7 +273,7 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
         )  # fmt: skip
     return ConfigError(
         [Problem(COMMAND_LINE, "RECIPE", "no recipe is given.",
-                 "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG stands for its default one.")]
+                 "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG has a default one.")]
     )  # fmt: skip
 
 

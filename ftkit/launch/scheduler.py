@@ -30,7 +30,7 @@ class Scheduler(Protocol):
         """
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Return the states of all `runs` in one query; runs that the scheduler does not know are left out.
+        """Return the states of all `runs` in one query; runs unknown to the scheduler are omitted.
 
         Raises:
             FtkitError: the scheduler does not answer.

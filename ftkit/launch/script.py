@@ -162,7 +162,7 @@ def _resources(overrides: Sequence[str]) -> ResourcesSpec:
 def accelerate_json(plan: ScriptPlan) -> str:
     """Return what accelerate.json of a script's run holds; empty if accelerate is told nothing.
 
-    JSON, because accelerate reads YAML by its older rules, in which `no` is no text.
+    JSON, because accelerate reads YAML 1.1, in which `no` is a boolean.
     """
     config = plan.script.accelerate
     return "" if config is None else json.dumps(placed(config, plan.placement), indent=2) + "\n"

@@ -69,7 +69,7 @@ class SlurmScheduler:
         """Cancel the job with scancel."""
         jobs = [run.submission.job_id]
         if run.submission.preparation_job_id:
-            jobs.append(run.submission.preparation_job_id)  # one that has ended already is no error to scancel
+            jobs.append(run.submission.preparation_job_id)  # scancel accepts jobs that have ended
         answer = _ask(["scancel", *jobs], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
@@ -156,7 +156,7 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
 
 
 # --- Output of squeue and sacct ---------------------------------------------------------------
-# Both print each job's folder too: job ids start anew when a cluster is set up again, and another cluster on the
+# Both print each job's folder too: job ids start over when a cluster is set up again, and another cluster on the
 # same file system has its own. A job in another folder than the run's is not the run's.
 
 # The folder is last: only it may contain the separator.
@@ -324,7 +324,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "generic resource|gres",
-        "the cluster does not name its GPUs as the profile asks for them",
+        "the cluster's GPUs have other names than the profile requests",
         "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
     ),
     (

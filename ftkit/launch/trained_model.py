@@ -176,7 +176,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     if stored is None:
         raise NotFoundError(
             f"can't read {folder / ADAPTER_CONFIG}",
-            meaning="a copy was interrupted, or the file was changed by hand",
+            meaning="a copy was interrupted, or the file was edited manually",
             fix="copy the adapters again, or continue from another run",
         )
     return stored
@@ -190,11 +190,11 @@ def _not_trained(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         return
     reasons = {
         "target_parameters": "it adapts parameters that are not linear layers, such as the experts of a layer.",
-        "modules_to_save": "it trains whole modules beside the adapters.",
-        "trainable_token_indices": "it trains rows of the embedding beside the adapters.",
+        "modules_to_save": "it trains full modules in addition to the adapters.",
+        "trainable_token_indices": "it trains rows of the embedding in addition to the adapters.",
         "rank_pattern": "it has adapters of several ranks.",
         "alpha_pattern": "it has adapters of several scales.",
-        "bias": "it trains biases beside the adapters.",
+        "bias": "it trains biases in addition to the adapters.",
         "lora_bias": "its adapters have biases.",
     }
     known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT}

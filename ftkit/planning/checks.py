@@ -33,7 +33,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
     num_nodes: int,
     processes_per_node: int,
 ) -> list[Problem]:
-    """Return all reasons why this combination is impossible, each with the place that its key comes from."""
+    """Return all reasons why this combination is impossible, each with the location of its key."""
     shape = model.architecture
     folders = mounted_folders(recipe, cluster, request.workspace, num_nodes)
     owned = ((_owner(key, recipe, cluster), key, folder) for key, folder in folders)
@@ -154,9 +154,7 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
         yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
     if training.attention == "flash4" and training.compute_precision == "fp32":
-        yield Problem(
-            where, "training.attention", "'flash4' computes in bf16 alone.", "Take 'auto', or precision bf16."
-        )
+        yield Problem(where, "training.attention", "'flash4' computes only in bf16.", "Take 'auto', or precision bf16.")
     if training.multiplies_in_fp8 and cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
         key = "precision" if training.precision == "fp8" else "base_precision"
         yield Problem(

@@ -40,7 +40,7 @@ class EnginePlan:
         reason: why it was chosen.
         keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
         num_replicas: copies of the model, each sharded over as many neighboring processes.
-        defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
+        defers_sync: whether gradients are reduced only in the last micro-batch of a step.
     """
 
     name: EngineName

@@ -1,4 +1,4 @@
-"""What every run has, whatever its job starts: ftkit's trainer (`RunPlan`) or a script of the user's (`ScriptPlan`)."""
+"""The common part of all plans, for ftkit's trainer (`RunPlan`) and for a user's script (`ScriptPlan`)."""
 
 from __future__ import annotations
 

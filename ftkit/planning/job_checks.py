@@ -1,4 +1,4 @@
-"""Checks of what every job needs, whatever it starts: nodes, GPUs, an image, and folders."""
+"""Checks for every kind of job: nodes, GPUs, an image, and folders."""
 
 from __future__ import annotations
 

@@ -165,17 +165,17 @@ class RunLayout:
 
     @property
     def evaluations(self) -> Path:
-        """The records of jobs that evaluate checkpoints: they alone write it, and the trainer takes them over."""
+        """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
         return self.root / "evaluations.jsonl"
 
     @property
     def evaluation_script(self) -> Path:
-        """The script of the job that evaluates checkpoints beside training, where one was asked for."""
+        """The script of the job that evaluates checkpoints during training, if requested."""
         return self.root / "evaluate.sbatch"
 
     @property
     def serving_script(self) -> Path:
-        """The script of the job that serves the trained model, where one was asked for."""
+        """The script of the job that serves the trained model, if requested."""
         return self.root / "serve.sbatch"
 
     @property
@@ -195,7 +195,7 @@ class RunLayout:
 
     @property
     def stragglers(self) -> Path:
-        """The node that the next requeue leaves out because it is slow, and why, with a tab between them."""
+        """The slow node that the next requeue excludes, and the reason, separated by a tab."""
         return self.root / "stragglers.tsv"
 
     @property
@@ -259,7 +259,7 @@ class RunLayout:
 
     @property
     def no_restart(self) -> Path:
-        """Beginning of the name of a file that a rank leaves whose failure would only come again."""
+        """Prefix of the name of a file that a rank writes if its failure would repeat."""
         return self.root / "no-restart"
 
     def job_no_restart(self, job_id: str) -> Path:

@@ -153,7 +153,7 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
             ) from error
         raise PlanError(
             f"can't read the plan in {where}: {error}",
-            meaning=f"{writer_of(header)} wrote it under other rules, or it was changed by hand",
+            meaning=f"{writer_of(header)} wrote it under other rules, or it was edited manually",
             fix="to continue the run, use the ftkit that submitted it; or correct these keys in the recipe and "
             "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
         ) from error

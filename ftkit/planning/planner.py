@@ -190,7 +190,7 @@ class JobFields(TypedDict):
 
 
 def plan_job(cluster: ClusterProfile, request: RunRequest, name: str, num_nodes: int, per_node: int) -> JobFields:
-    """Return what the plan of every job takes from cluster and request, whatever the job starts."""
+    """Return the fields that every kind of plan takes from cluster and request."""
     has_container = cluster.runtime != "none"
     return {
         "version": PLAN_VERSION,

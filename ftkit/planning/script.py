@@ -46,8 +46,8 @@ class Script:
         folder: working folder of its processes.
         accelerate: content of accelerate's configuration; null without one.
         stop_signal: what its processes are sent when the run is asked to stop.
-        can_restart: whether it continues from a checkpoint of its own when it is started again.
-        resources: what it asks of the scheduler.
+        can_restart: whether it resumes from its own checkpoint when it is restarted.
+        resources: resources to request from the scheduler.
         recipe: name of the recipe that the configuration was made from; null without one.
     """
 
@@ -167,7 +167,7 @@ def placed(config: Mapping[str, Any], placement: PlacementPlan) -> dict[str, Any
 
 
 def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
-    """Read the plan of a run, whatever its job starts.
+    """Read the plan of a run, for either kind of job.
 
     Raises:
         PlanError: it can't be read.

@@ -93,7 +93,7 @@ class Setup:
         node_bandwidth: bytes/s of a node's network; none: unknown, assumed unlimited.
         keeps_weights: whether layers stay unsharded between forward and backward pass.
         num_replicas: copies of the model, each on `num_shards` neighboring processes.
-        defers_sync: whether gradients are reduced in the last micro-batch of a step alone.
+        defers_sync: whether gradients are reduced only in the last micro-batch of a step.
     """
 
     shape: ArchitectureSpec

@@ -23,7 +23,7 @@ def main() -> None:
     if listed.returncode != 0:
         sys.exit(listed.stderr)
     for name in listed.stdout.split():
-        print(f"switching off the deletion protection of Filestore {name}")  # noqa: T201 - a program of its own
+        print(f"switching off the deletion protection of Filestore {name}")  # noqa: T201 - a separate program
         changed = process.run(
             ("gcloud", "filestore", "instances", "update", name, *place, "--no-deletion-protection"),
             timeout_seconds=600,

@@ -143,5 +143,5 @@ def install(login: Login, extras: Sequence[str] = ()) -> None:
             meaning="ssh can't reach it, or the installation failed there: the lines above say which",
             fix=f"try the connection with: {shlex.join(login.ssh('true'))}"
             if code != _NO_PYTHON
-            else "install uv there (it brings a Python), or ask for a module with Python 3.11",
+            else "install uv there (which includes a Python), or ask for a module with Python 3.11",
         )

@@ -86,7 +86,7 @@ class Request:
         words: the command.
         environment: variables for it, without secrets.
         submission: id of a command that runs exactly once.
-        secrets: variables for it that go through standard input alone.
+        secrets: variables that are passed only through standard input.
         files: by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
         local_files: of the run, for `missing`.
         code: digest of the archive of the run's code; empty if it has none.

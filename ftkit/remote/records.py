@@ -83,7 +83,7 @@ class Records:
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
         """Yield the id of a submission: that of an earlier one of the same command that got no answer, or a new one.
 
-        It is forgotten at the end of the block; if the block raises, the answer is still to come.
+        It is forgotten at the end of the block; if the block raises, the answer is still pending.
         """
         key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
         file = self.folder / "unanswered" / key

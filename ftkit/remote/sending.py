@@ -179,7 +179,7 @@ def _local_files(key: str, path: str) -> list[Path]:
     if not files and fixed_folder(path).is_dir():
         raise NotFoundError(
             f"{key}: there is no {path} on this machine",
-            meaning=f"its folder {fixed_folder(path)} is here, so it was not taken for a path of the cluster",
+            meaning=f"its folder {fixed_folder(path)} exists here, so it was not treated as a path on the cluster",
             fix="correct the path",
         )
     return files
@@ -250,7 +250,7 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
     if code:
         raise PrerequisiteError(
             f"the local files could not be sent to {login.address}: {one_line(said) if said.strip() else code}",
-            meaning="the connection was lost, or there is no room there; nothing was submitted",
+            meaning="the connection was lost, or there is no disk space there; nothing was submitted",
             fix="type the command again: what has arrived is not sent again",
         )
 

@@ -184,7 +184,7 @@ def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
     if wanted == "best":
         raise NotFoundError(
             f"best: no step of {run} that is still there was evaluated (there are {listed})",
-            meaning="validation came at other steps than checkpoints, or there is no validation split",
+            meaning="validation ran at other steps than checkpoints, or there is no validation split",
             fix="give a step, or 'last'",
         )
     if wanted.isdecimal() and int(wanted) in there:

@@ -112,7 +112,7 @@ class CurveComparison:
 
 
 def read_run(layout: RunLayout) -> ComparedRun:
-    """Read a run for a comparison, from its folder alone. Missing or damaged values are unknown."""
+    """Read a run for a comparison, from its folder. Missing or damaged values are unknown."""
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     plan = read_json_if_valid(layout.plan, dict[str, Any]) or _plan_of(manifest)
     history = read_history(layout)
@@ -237,7 +237,7 @@ def _place(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan's values from the manifest alone."""
+    """Return the plan's values from the manifest."""
     return {
         "recipe": manifest.get("resolved_recipe"),
         "engine": {"name": manifest.get("engine")},

@@ -25,7 +25,7 @@ _NUM_CANDIDATES_SHOWN = 8
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run, known by its folder's name alone."""
+    """A run, known only by its folder's name."""
 
     layout: RunLayout
     name: str

@@ -116,7 +116,7 @@ def to_line(sample: NodeSample) -> str:
 
 
 def read_samples(layout: RunLayout) -> list[NodeSample]:
-    """Return the samples of all nodes, oldest first; damaged lines are left out."""
+    """Return the samples of all nodes, oldest first; damaged lines are skipped."""
     found = [sample for path in _files(layout) for sample in _parse(_read(path, None))]
     return sorted(found, key=lambda sample: sample.time)
 
@@ -236,7 +236,7 @@ def _parse(text: str) -> Iterator[NodeSample]:
 
 
 def _sample(line: str) -> NodeSample | None:
-    """Parse one line by hand: there are thousands, and most of them are read for a mean."""
+    """Parse one line without a JSON parser: there are thousands, most of them read for a mean."""
     try:
         values: dict[str, Any] = json.loads(line)
         gpus = tuple(GpuSample(**{**gpu, "throttle": tuple(gpu.get("throttle", ()))}) for gpu in values["gpus"])

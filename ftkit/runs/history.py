@@ -127,7 +127,7 @@ class History:
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read the history of a run from its folder. Missing or damaged records are left out."""
+    """Read the history of a run from its folder. Missing or damaged records are skipped."""
     records = list(read_records(layout.metrics))
     timeline = _Timeline(_start_times(layout))
     starts: list[StartRecord] = []

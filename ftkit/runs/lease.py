@@ -5,7 +5,7 @@ highest number is the valid one. A lease is taken by creating the next number, w
 can do. Its holder touches the file every few seconds; a holder whose file does not change for long is dead, and the
 next number may be taken. A holder that only seemed dead finds the higher number and ends.
 
-Ages are not compared between nodes, whose clocks differ: a process that wants the lease watches whether it is touched.
+Ages are not compared between nodes, whose clocks differ: a process that waits for the lease checks if it is touched.
 On the holder's machine this takes no time, because the process can be looked up there.
 
 A holder from an earlier start of the same Slurm job is not watched. Slurm restarts a job, and the job script starts its
@@ -151,7 +151,7 @@ def last_touch(layout: RunLayout) -> float:
 def _look(folder: Path) -> Lease | None:
     try:
         return _newest(folder)
-    except OSError:  # in somebody else's folder, that may not be allowed
+    except OSError:  # may not be allowed in another user's folder
         return None
 
 

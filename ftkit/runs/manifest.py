@@ -292,7 +292,7 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
     since = began if isinstance(began, float) else 0.0
     last = read_last_record(layout.metrics)
     if isinstance(last, EndRecord) and last.time >= since:
-        return _End({"stopped": "asked to stop", "completed": "completed; more steps were asked for"}[last.outcome])
+        return _End({"stopped": "asked to stop", "completed": "completed; more steps were requested"}[last.outcome])
     error = first_error(layout, since=since)
     if error is None:
         return _End("ended without an error: it was killed, or its node was lost")

@@ -1,7 +1,7 @@
 """Stragglers: nodes that compute more slowly than the others, found from what each rank measures of itself.
 
 In synchronous training all ranks take equally long for a step, because the fast ones wait for the slow one in each
-collective. The times between the collectives tell them apart.
+collective. The times between the collectives distinguish them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document, which alone separates documents.
+        position_ids: int64 [B, T]; they restart at 0 with each document; only this separates documents.
         label_index: int64 [N], indices into the flattened tokens of those whose next token is a label.
         labels: int64 [N], these next tokens.
         cu_seqlens: int32, offset of each document in the flattened tokens, and B * T at the end; with context

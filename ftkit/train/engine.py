@@ -27,7 +27,7 @@ class ShardingOptions:
 
     Attributes:
         reshard_after_forward: whether layers give their gathered weights back between forward and backward.
-        defer_sync: whether gradients are reduced in the last micro-batch of a step alone.
+        defer_sync: whether gradients are reduced only in the last micro-batch of a step.
     """
 
     reshard_after_forward: bool = True
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip the global gradient norm, update the weights and clear the gradients.
 
-        If the norm is not finite, weights and optimizer states stay as they are, on all ranks.
+        If the norm is not finite, weights and optimizer states do not change on any rank.
 
         Returns:
             The norm before clipping: a scalar on the device.

@@ -48,7 +48,7 @@ def _import_trainer() -> bool:
     os.environ[_NVML_CHECK] = "1"
     try:
         importlib.import_module("ftkit.train.trainer")
-    except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it too, and record it
+    except Exception:  # noqa: BLE001 - the ranks will raise the same error and record it
         return False
     finally:
         del os.environ[_NVML_CHECK]

@@ -145,7 +145,7 @@ def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
 
 
 def end_with_launcher() -> int:
-    """Let the system end this process when the one that started it ends; return that one's process id."""
+    """Make the kernel end this process when its parent ends; return the parent's pid."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died just before

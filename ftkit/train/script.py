@@ -37,7 +37,7 @@ _SIGNALS: Final[Mapping[str, signal.Signals]] = {"TERM": signal.SIGTERM, "USR1":
 
 
 class ScriptRank:
-    """One process of the run: what it records, and how it is asked to stop."""
+    """One process of the run: its records, and its stop requests."""
 
     def __init__(self, plan: ScriptPlan) -> None:
         self.plan = plan
@@ -89,7 +89,7 @@ class ScriptRank:
         """Record how the model is spread, once.
 
         Raises:
-            TrainingError: it is not sharded, although this was asked for.
+            TrainingError: it is not sharded, although sharding was requested.
         """
         if self._is_looked_at:
             return
@@ -151,7 +151,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     end_with_launcher()
     plan = read_job_plan(layout)
     if not isinstance(plan, ScriptPlan):
-        raise TypeError("the job script starts this module for scripts alone")
+        raise TypeError("the job script starts this module only for scripts")
     rank = ScriptRank(plan)
     at_end = ExitStack()
     _start_logs(layout, rank.rank)
@@ -168,7 +168,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             rank.watch_optimizer()
             rank.watch_stop_file()
             code = _run(plan)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is left for `ftkit status`
+    except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         rank.look_at_model_of_failure()
         return _fail(layout, rank.rank, error)
     if code == 0:
@@ -177,7 +177,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def _take_signals() -> None:
-    """Undo what the launcher inherits to its processes: the script takes signals as if it was started by hand."""
+    """Reset the signal handlers inherited from the launcher: the script gets signals as if started from a shell."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -242,7 +242,7 @@ def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
 
 
 def _start_logs(layout: RunLayout, rank: int) -> None:
-    """Send the output of all ranks but the first to logs of their own; the first's is the job's log."""
+    """Redirect the output of each rank to its own log, except for the first, which writes to the job's log."""
     layout.logs.mkdir(parents=True, exist_ok=True)
     logging.captureWarnings(False)  # noqa: FBT003 - the script decides
     if rank:

@@ -110,7 +110,7 @@ def run_excluding(cluster: Cluster, image: str, name: str) -> tuple[dict[str, st
     newest = max((run / "preflight").iterdir(), key=lambda path: path.stat().st_mtime)
     excluded = json.loads((run / "manifest.json").read_text())["starts"][-1]["excluded_nodes"]
     for host, reason in excluded.items():
-        assert f"left out {host}: {reason}" in done.stderr
+        assert f"excluded {host}: {reason}" in done.stderr
     return excluded, {path.stem for path in newest.glob("*.out")}
 
 

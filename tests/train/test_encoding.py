@@ -197,7 +197,7 @@ def test_fields_that_a_template_drops_are_rejected(
 ) -> None:
     with_template(chatml, ALTERNATING.replace("<start_of_turn>", "<|im_start|>").replace("<end_of_turn>", "<|im_end|>"),
                   monkeypatch)  # fmt: skip
-    with pytest.raises(DataError, match=f"the chat template leaves out {words}"):
+    with pytest.raises(DataError, match=f"the chat template drops {words}"):
         encode(chatml, [TALK[1], TALK[2] | extra])
 
 

@@ -48,7 +48,7 @@ def test_adapters_that_vllm_would_ignore_are_rejected_by_name(
     name: str, config: dict[str, object], tmp_path: Path
 ) -> None:
     folder = adapters(tmp_path / "bad", (f"{LAYER}.lora_B.weight", name), **config)
-    with pytest.raises(TrainingError, match="vLLM would leave out parts"):
+    with pytest.raises(TrainingError, match="vLLM would ignore parts"):
         verify_vllm_lora(folder)
 
 

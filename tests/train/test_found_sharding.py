@@ -44,7 +44,7 @@ def test_the_sharding_or_replication_of_a_model_is_detected() -> None:
         fully_shard(sharded)
         whole = found(sharded)
         assert (whole.sharding, whole.num_units) == ("fsdp2", 1)
-        assert "gathered at once" in whole.explain_missing(was_asked=True, device="cuda")
+        assert "all-gathered in one piece" in whole.explain_missing(was_asked=True, device="cuda")
         layered = build()
         for layer in layered:
             fully_shard(layer)

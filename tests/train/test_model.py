@@ -490,6 +490,6 @@ def test_a_tokenizer_s_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
     (tmp_path / "own.tiktoken").write_text("aGVsbG8= 0\n")
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
-    with pytest.raises(DataError, match="comes with code of its own"):
+    with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
     assert not (tmp_path / "ran").exists()

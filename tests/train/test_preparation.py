@@ -84,7 +84,7 @@ def test_binaries_too_large_for_a_pack_are_skipped_and_counted(tmp_path: Path) -
     manifest = PreparedData(plan.data_directory).read_manifest()
     assert 0 < manifest.num_too_long < 16
     assert manifest.num_train_documents + manifest.num_validation_documents == 16 - manifest.num_too_long
-    assert f"{manifest.num_too_long} documents longer than a pack: left out" in printed
+    assert f"{manifest.num_too_long} documents longer than a pack: dropped" in printed
 
 
 def source_of(file: Path, **options: object) -> tuple[str, ...]:

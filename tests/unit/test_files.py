@@ -99,7 +99,7 @@ def test_a_missing_file_is_none_and_a_damaged_one_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), os.mkfifo])
 def test_special_files_are_never_read(make: Any, tmp_path: Path) -> None:
     make(tmp_path / "x.json")
-    with pytest.raises(DamagedFileError, match="it is no file"):
+    with pytest.raises(DamagedFileError, match="it is not a regular file"):
         read_json(tmp_path / "x.json", Record)
 
 

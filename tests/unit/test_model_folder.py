@@ -124,7 +124,7 @@ def test_missing_or_unexpectedly_quantized_weights_are_rejected(tmp_path: Path) 
         check_folder(tmp_path)
     file.rename(tmp_path / "pytorch_model.bin")
     index.unlink()
-    with pytest.raises(NotFoundError, match=r"pytorch_model\.bin alone") as caught:
+    with pytest.raises(NotFoundError, match=r"only as pytorch_model\.bin") as caught:
         check_folder(tmp_path)
     assert "save_pretrained" in str(caught.value.fix)
     with pytest.raises(NotFoundError, match="is a file"):

@@ -43,4 +43,4 @@ def command(name: str, *, keep_image: bool, yes: bool) -> None:
         terminal.say("removed nothing")
         return
     destroy(provision, folder, terminal.say, keep_image=keep_image)
-    terminal.say(f"removed {name}" + (", but for its image" if keep_image else ""))
+    terminal.say(f"removed {name}" + (", except its image" if keep_image else ""))

@@ -54,8 +54,8 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
             + (f", {allowed:,} are allowed" if allowed else ""),
             fix=f"correct them, or leave them out: data.skip_bad={num_bad}"
             if num_bad < num_rows
-            else "set data.format as these rows are; 'ftkit data show' tells how they are read",
+            else "set data.format as these rows are; 'ftkit data show' prints how they are read",
         )
     terminal.say(
-        f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are left out"
+        f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped"
     )

@@ -1,4 +1,4 @@
-"""Content of report.html, read from the run's folder alone."""
+"""Content of report.html, read from the run's folder."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RunReport:
 
     @property
     def score_names(self) -> list[str]:
-        """The scores of completions that any evaluation has, beside the accuracy of SQL, which is one of its own."""
+        """Names of the scores of completions in any evaluation, except SQL accuracy, which has its own chart."""
         return sorted({name for each in self.evaluations for name in each.scores} - {"sql"})
 
 

@@ -165,7 +165,7 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     """Send a run's recipe, local files and code; return its arguments with paths on the login node.
 
     Raises:
-        ConfigError: the local files are larger than the profile allows, and nobody can be asked.
+        ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
     """
     from ftkit.cli.arguments import run_args
     from ftkit.cli.run_script import split_script_args

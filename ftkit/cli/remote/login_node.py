@@ -70,7 +70,7 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     if "/" not in name and not any(
         (folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]
     ):
-        return None  # shipped profiles are no one's login node
+        return None  # shipped profiles have no login node
     from ftkit.config.load import load_cluster
     from ftkit.remote.login import login_of
 

@@ -92,7 +92,7 @@ def _short(value: Any) -> str:
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
-    """Return the rows of the result table, one value per run; a row without any value is left out."""
+    """Return the rows of the result table, one value per run; a row without values is omitted."""
     rows = [_result(run) for run in runs]
     known = [title for title in rows[0] if any(row[title] != "-" for row in rows)]
     return [{title: row[title] for title in known} for row in rows]

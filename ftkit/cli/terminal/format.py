@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
     if not seconds < _AGES:
         return "ages"
     whole = max(0, round(seconds))
-    if 0 < seconds < 9.95:  # noqa: PLR2004 - two digits tell more than one
+    if 0 < seconds < 9.95:  # noqa: PLR2004 - two digits are more informative than one
         return f"{seconds:.2g} s"
     if whole < _MINUTE:
         return f"{whole} s"

@@ -130,7 +130,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
         *result_facts(status.summary),
         *_progress_facts(status),
         *_gpu_facts(status.gpus),
-        *((f"left out {host}", Styled(why, "yellow")) for host, why in excluded_nodes(status.folder.layout).items()),
+        *((f"excluded {host}", Styled(why, "yellow")) for host, why in excluded_nodes(status.folder.layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
@@ -186,7 +186,7 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     ]
     if lines:
         facts.append(("restarts", "\n".join([f"{len(status.restarts)}, the newest last", *lines])))
-    kinds = {"nonfinite": ("left out", ", not finite"), "spike": ("spikes", "")}
+    kinds = {"nonfinite": ("skipped", ", not finite"), "spike": ("spikes", "")}
     for kind, (title, what) in kinds.items():
         steps = [str(each.step) for each in status.anomalies if each.kind == kind]
         if steps:

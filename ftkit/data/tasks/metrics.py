@@ -28,7 +28,7 @@ class Answer:
     Attributes:
         tokens: tokens of the completion, without its end token.
         raw: text with special tokens, except the end token.
-        reference: the assistant turn in the data; None for a prompt alone.
+        reference: the assistant turn in the data; None for a prompt without completion.
         raw_reference: with special tokens.
     """
 
@@ -88,7 +88,7 @@ def calls(case: Case, answer: Answer) -> float | None:
 
 
 def call_names(case: Case, answer: Answer) -> float | None:
-    """Compare calls by name alone."""
+    """Compare calls only by name."""
     return _compared(case, answer, at_least=1, by_name=True)
 
 

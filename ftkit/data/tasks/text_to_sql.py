@@ -50,7 +50,7 @@ class TextToSql(NamedTuple):
 
 
 def generate(seed: int, num_train: int, num_heldout: int) -> TextToSql:
-    """Generate the task; its validation split depends on `seed` and `num_heldout` alone."""
+    """Generate the task; its validation split depends only on `seed` and `num_heldout`."""
     heldout = list(islice(_examples(random.Random(f"{seed} heldout")), num_heldout))
     schemas = {example.sql_context for example in heldout}
     train = _examples(random.Random(f"{seed} train"), other_than=schemas)

@@ -99,7 +99,7 @@ class Condition:
 class Query:
     """A SELECT from a schema's main table, joined with the parent where a condition needs it.
 
-    Empty clauses are left out.
+    Empty clauses are omitted.
     """
 
     schema: Schema

@@ -218,7 +218,7 @@ class Connection:
         """Return the error for an answer that breaks the protocol."""
         return ImageError(
             f"{self._reference.host} {what}",
-            meaning="this is no registry, a proxy answers in its place, or it is not to be trusted",
+            meaning="this is not a registry, a proxy responds in its place, or it can't be trusted",
             fix="check the registry's address, and see its log",
         )
 
@@ -244,7 +244,7 @@ class Connection:
         except ValueError:
             host = None
         if not location or not host or target.scheme not in ("http", "https") or target.username is not None:
-            raise self.protocol_error(f"redirects to {shortened(location)}, which is no address")
+            raise self.protocol_error(f"redirects to {shortened(location)}, which is not an address")
         if is_loopback(host) and not self._reference.is_loopback:
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
@@ -297,7 +297,7 @@ class Connection:
         elif kind.lower() == "bearer":
             self._authorization = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
         else:
-            raise self.protocol_error(f"asks for a login that ftkit does not know: {shortened(kind)}")
+            raise self.protocol_error(f"requires an unsupported kind of login: {shortened(kind)}")
 
     def _fetch_token(self, asked: dict[str, str]) -> str:
         realm = self._token_service(asked.get("realm", ""))
@@ -333,11 +333,11 @@ class Connection:
         except ValueError:
             host = None
         if not host or target.scheme not in ("http", "https") or target.username is not None:
-            raise self.protocol_error(f"names a token service that is no address: {shortened(realm)}")
+            raise self.protocol_error(f"has a token service with an invalid address: {shortened(realm)}")
         is_local = is_loopback(host) and self._reference.is_loopback
         if target.scheme == "http" and not is_local:
             raise self.protocol_error(
-                f"wants the login sent to {shortened(host)} without TLS, where anyone could read it"
+                f"requires sending the login to {shortened(host)} without TLS, where anyone could read it"
             )
         return realm
 

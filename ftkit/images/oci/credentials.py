@@ -73,10 +73,10 @@ def access_denied(reference: RegistryImage, credentials: Credentials | None, mes
     host = "docker.io" if reference.host == DOCKER_HUB else reference.host
     if credentials is None:
         what = f"{host} requires a login for {reference.path}, and there are no credentials for it"
-        meaning = "the repository is private, or does not exist: registries don't tell these apart"
+        meaning = "the repository is private, or does not exist: registries don't distinguish these"
     else:
         what = f"{host} refused the credentials of user '{credentials.username}' for {reference.path}"
-        meaning = "the password or token is wrong or has expired, or this user may not do that"
+        meaning = "the password or token is wrong or has expired, or this user lacks permission"
     fix = f"docker login {host}, or give --username and --password-stdin"
     if host == _NGC_HOST:
         fix = f"docker login {host} --username '{_NGC_USER}', with an NGC API key as the password"

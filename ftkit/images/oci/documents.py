@@ -89,7 +89,7 @@ class Configuration(_Answer):
 
 
 class _Kind(_Answer):
-    """Enough of a document to tell its kind."""
+    """The fields that determine the kind of a document."""
 
     schema_version: int | None = Field(default=None, alias="schemaVersion")
     manifests: object = None
@@ -107,8 +107,8 @@ def read_document(body: bytes, whose: str) -> Index | Manifest:
     if kind.manifests is not None and (kind.config is not None or kind.layers is not None):
         raise ImageError(
             f"{whose} has a manifest that is an index as well",
-            meaning="programs would read different images out of it: nobody makes one by accident",
-            fix="don't use this image, and tell whoever runs the registry",
+            meaning="programs would read different images from it; this does not happen by accident",
+            fix="don't use this image, and report it to the registry's administrator",
         )
     if kind.manifests is not None:
         return read_answer(Index, body, f"{whose} has an index that")
@@ -121,14 +121,14 @@ def read_answer(model: type[ModelT], body: bytes, what: str) -> ModelT:
     """Read JSON of a given shape; `what` begins the message when it has another.
 
     Raises:
-        ImageError: it is no JSON, or of another shape.
+        ImageError: it is not JSON, or has another schema.
     """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise ImageError(
             f"{what} can't be read: {_first(error)}",
-            meaning="this is no registry, a proxy answers in its place, or what was pushed there is damaged",
+            meaning="this is not a registry, a proxy responds in its place, or the pushed content is damaged",
             fix="check the registry's address; push the image again if it is yours",
         ) from error
 

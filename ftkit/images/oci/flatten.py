@@ -158,7 +158,7 @@ def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry
         target, links = next(iter(orphans.items()))
         raise ImageError(
             f"a layer of the image is damaged: {shortened(links[0].path)} links to "
-            f"{shortened(target)}, which is no file in it"
+            f"{shortened(target)}, which does not exist in it"
         )
 
 
@@ -174,7 +174,7 @@ class _LayerStream:
         """Read at most `size` bytes.
 
         Raises:
-            ImageError: what it is compressed with ends in the middle, or is damaged.
+            ImageError: the compressed stream is truncated or damaged.
         """
         try:
             data = self._stream.read(size)
@@ -198,13 +198,13 @@ class _LayerStream:
                 f"a layer of the image is not the one that its configuration says: it unpacks to "
                 f"sha256:{self._running.hexdigest()}, not to {diff_id}",
                 meaning="it was pushed by a broken program, or someone put other layers under the image's name",
-                fix="don't use this image; push it again, and tell whoever runs the registry",
+                fix="don't use this image; push it again, and report it to the registry's administrator",
             )
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_LayerStream]:
-    """Open a layer as a tar stream, whatever it is compressed with."""
+    """Open a layer as a tar stream, with any supported compression."""
     with path.open("rb") as file:
         magic = file.read(4)
         file.seek(0)

@@ -59,7 +59,7 @@ class _Listing(_Document):
 
 
 class _Index(_Document):
-    """The same list, whose entries are written again as they are."""
+    """The same list, with entries that are written back unchanged."""
 
     manifests: tuple[dict[str, Any], ...] = Field(default=(), max_length=_MAX_ARTIFACTS)
 

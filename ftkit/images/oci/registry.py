@@ -103,7 +103,7 @@ class Registry:
                 f"{self._reference} is not one image: its manifest has {len(manifest.layers)} layers, its "
                 f"configuration {len(configuration.rootfs.diff_ids)}",
                 meaning="it was pushed by a broken program, or someone put other layers under the image's name",
-                fix="push the image again, and tell whoever runs the registry",
+                fix="push the image again, and report it to the registry's administrator",
             )
         return configuration
 
@@ -195,7 +195,7 @@ class Registry:
             raise ImageError(
                 f"{self._reference.host} sent other content than {digest} of {self._reference.path}",
                 meaning="the download was damaged on its way, the registry's disk is, or someone changed the image",
-                fix="try again; if it stays so, don't use the image, and tell whoever runs the registry",
+                fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
             )
 
 

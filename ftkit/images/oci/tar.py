@@ -66,7 +66,7 @@ class TarReader:
         """Yield the members; content that was not read is skipped.
 
         Raises:
-            ImageError: the stream ends in the middle, or is no tar stream.
+            ImageError: the stream is truncated, or is not a tar stream.
         """
         path, target, size = b"", b"", -1
         while True:
@@ -255,7 +255,7 @@ def _pax_record(key: bytes, value: bytes) -> bytes:
 def _truncated() -> ImageError:
     return ImageError(
         "the image's tar stream ended in the middle",
-        meaning="whoever sent it was stopped or lost the connection",
+        meaning="the sender was stopped or lost the connection",
         fix="try again",
     )
 

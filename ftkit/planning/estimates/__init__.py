@@ -1,1 +1,1 @@
-"""Parameters, memory, FLOPs and step time, from the configuration alone."""
+"""Parameters, memory, FLOPs and step time, computed from the configuration."""

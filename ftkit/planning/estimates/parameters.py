@@ -270,7 +270,7 @@ def _layer(config: Mapping[str, Any], family: Family, experts: Experts | None, i
     layer = _Layer(vectors=family.num_norms * hidden)
     layer += _gated_delta_net(config) if kind == LINEAR else _attention(config, family, index, kind)
     is_sparse = experts is not None and _is_sparse(config, index)
-    has_both = "enable_moe_block" in config  # Gemma 4's experts are beside a dense feed-forward layer
+    has_both = "enable_moe_block" in config  # Gemma 4 has experts in addition to a dense feed-forward layer
     if not is_sparse or has_both:
         layer += _feed_forward(config, index)
     if experts is not None and is_sparse:

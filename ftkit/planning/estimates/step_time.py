@@ -4,7 +4,7 @@ Attention is counted as causal, with its windows; recomputation is not counted. 
 a token forward, as many again for the gradient of its input, and as many for its own if it is trained. A query that
 sees k keys costs 4k operations a dimension and head forward, twice that backward (Dao et al. 2022, appendix B).
 
-Four things can hold a step up: the GPU's arithmetic and memory, the network, and the host that starts the kernels.
+Four resources can limit a step: the GPU's arithmetic and memory, the network, and the host that launches kernels.
 The parts of a peak that are reached were fitted to runs on H200; of other GPUs, measurements of single matmuls and of
 attention say how theirs differ (`ftkit.planning.setup`). docs/reference/benchmarks.md has the runs, and compares with
 what others have published for H100, B200 and A100, to which nothing was fitted.
@@ -111,7 +111,7 @@ DEQUANTIZE_BYTES = 11
 NETWORK_EFFICIENCY = 0.75
 """Part of a link's bandwidth that collectives reach."""
 NCCL_SLOWDOWN = 0.28
-"""Part of the time of FSDP2's collectives over NVLink by NCCL that is lost: matmuls beside them take up to 39 % longer,
+"""Part of the time of FSDP2's collectives over NVLink by NCCL that is lost: overlapping matmuls take up to 39 % longer,
 beside copies no longer (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Taken to go with the bytes that are
 moved: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
@@ -164,7 +164,7 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimeP
 
 
 def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:
-    """Return how long each thing is busy with a micro-batch; the longest of them holds it up."""
+    """Return how long each resource is busy with a micro-batch; the longest time is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
     if setup.engine == "zero3":
@@ -271,4 +271,4 @@ def _optimizer_seconds(setup: Setup, gpu: Gpu) -> float:
     trained = method_counts(setup.shape, setup.training).trained / setup.num_shards
     if setup.training.offload == "none":
         return OPTIMIZER_BYTES * trained / gpu.memory_bandwidth
-    return 2 * 8 * trained / HOST_BANDWIDTH  # the states come and go
+    return 2 * 8 * trained / HOST_BANDWIDTH  # states are fetched and written back

@@ -29,7 +29,7 @@ def copied_beside(plan: RunPlan) -> Iterator[None]:
     """Copy a run to its recipe's `sync` address while the block trains it.
 
     After a completed run, wait for the rest of the copy. After a stop request, don't: the job's time is up, and the
-    next job copies the rest. The process ends by itself if this one is killed.
+    next job copies the rest. The process ends if this one is killed.
     """
     layout, destination = plan.layout, plan.recipe.sync
     if destination is None:

@@ -1,4 +1,4 @@
-"""fsspec's drivers of object stores, opened so that what is missing is said at once and in one place."""
+"""fsspec's drivers of object stores; reports missing packages and credentials immediately, in one way."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def _check_name(host: str) -> None:
     except OSError as error:
         raise PrerequisiteError(
             f"this machine can't find {host}: {error.strerror or one_line(error)}",
-            meaning="it has no network, or reaches the internet through a proxy alone",
+            meaning="it has no network, or reaches the internet only through a proxy",
             fix="set HTTPS_PROXY if there is a proxy, or use a machine with network",
         ) from error

@@ -78,5 +78,5 @@ def _fetch_checkpoint(store: Store, step: int, folder: Path, names: dict[str, in
             raise PrerequisiteError(
                 f"the copy of the checkpoint of step {step} at {store.address} is damaged: {', '.join(damaged[:3])}",
                 meaning="files there were changed or removed",
-                fix="repeat the command; or copy an older checkpoint by hand",
+                fix="repeat the command; or copy an older checkpoint manually",
             )

@@ -39,7 +39,7 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
     """Return what a call returns; it runs in a thread, which is left behind if it hangs.
 
     Args:
-        call: gets what it reports its progress to.
+        call: receives the function to report progress to.
         unseen_bytes: as many are copied at most between two reports.
 
     Raises:

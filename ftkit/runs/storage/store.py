@@ -147,7 +147,7 @@ class Store:
             raise PrerequisiteError(
                 f"can't {verb} {self.address}: {one_line(error) or 'no answer'}",
                 meaning="the store or a proxy takes connections and does not answer, or the file system hangs",
-                fix="see whether others reach it; then repeat the command: what is there already is not copied again",
+                fix="see whether others reach it; then repeat the command: existing files are not copied again",
             ) from error
         except FileNotFoundError as error:
             raise NotFoundError(

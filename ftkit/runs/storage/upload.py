@@ -34,7 +34,7 @@ def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None
             raise PrerequisiteError(
                 f"{store.address}/{name} is not what was written there",
                 meaning="the copy was damaged on its way, somebody else writes there, or the file here was changed",
-                fix="repeat the command: what is there already is not copied again",
+                fix="repeat the command: existing files are not copied again",
             )
         num_copied += 1
     return num_copied

@@ -75,7 +75,7 @@ class AnomalyWatch:
     def _report_nonfinite(self, result: StepResult) -> None:
         packs = self._record(result, "nonfinite")
         self._num_left_out += 1
-        what = f"step {result.step}: loss {result.loss:.4f}, grad norm {result.grad_norm:.2f}; its update was left out"
+        what = f"step {result.step}: loss {result.loss:.4f}, grad norm {result.grad_norm:.2f}; its update was skipped"
         if self._policy == "skip" and self._num_left_out < _MOST_LEFT_OUT:
             log.warning("%s; packs %s", what, packs)
             return
@@ -85,7 +85,7 @@ class AnomalyWatch:
             meaning="examples that no model should learn, too high a learning rate, or too low a precision; "
             "the newest checkpoint is unharmed",
             fix=f"look at its packs: ftkit data show --packs {packs.removesuffix(',…')} {self._run_id}; "
-            + (f"to leave out such steps: {resume} training.on_nonfinite=skip" if self._policy == "stop" else resume),
+            + (f"to skip such steps: {resume} training.on_nonfinite=skip" if self._policy == "stop" else resume),
         )
 
     def _record(self, result: StepResult, kind: Literal["nonfinite", "spike"]) -> str:

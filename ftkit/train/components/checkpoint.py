@@ -125,7 +125,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
     Every rank must call it, where there is a process group.
 
     Args:
-        state: holds nothing but tensors.
+        state: contains only tensors.
         folder: the checkpoint.
     """
     _read(state, _Reader(folder))
@@ -133,7 +133,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
 
 def _read(state: dict[str, Any], reader: _Reader) -> None:
     with warnings.catch_warnings():
-        # One process alone reads a checkpoint to try or export it, and has no process group.
+        # A single process that reads a checkpoint to try or export it has no process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         state_dict_loader.load(state, storage_reader=reader, planner=_TensorsAlone())
 

@@ -306,7 +306,7 @@ def write_shards(
 
 
 def _in_shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of one file after another; no shard is kept once the next one is asked for."""
+    """Yield the tensors of one file after another; no shard is kept once the next one is requested."""
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > shard_bytes:

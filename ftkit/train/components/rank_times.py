@@ -2,7 +2,7 @@
 
 Marks around the decoder layers of a step's first micro-batch: on a GPU, CUDA events on the stream that computes, read
 once the device is past them anyway; on a CPU, the clock. FSDP2 all-gathers a layer's weights in a hook before its
-forward, so what lies between the hooks around that one is waiting, and the forward itself is computing.
+forward, so the time between the hooks around that one is waiting, and the forward itself is computing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RankTimes:
     def __init__(
         self, layout: RunLayout, world: World, layers: Iterable[nn.Module], *, excludes_stragglers: bool
     ) -> None:
-        """Begin to measure; what earlier starts left goes.
+        """Begin to measure; remove files of earlier starts.
 
         Args:
             layout: of the run.

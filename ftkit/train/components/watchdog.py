@@ -155,7 +155,7 @@ def name_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> st
         return f"behind is {_ranks(behind)}"
     if waiting:
         return f"no batch yet for {_ranks(waiting)}"
-    return "all ranks wait for each other in it (the network between them, or ranks that do different things)"
+    return "all ranks wait for each other in it (a network problem, or ranks that execute different code)"
 
 
 def _ranks(words: list[str]) -> str:

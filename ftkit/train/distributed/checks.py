@@ -173,7 +173,7 @@ def _check_num_states(found: int, num_tokens: int) -> None:
     if found != num_tokens:
         raise TrainingError(
             f"the model's class computes hidden states of other tokens too: {found:,} for {num_tokens:,} tokens",
-            meaning="it adds tokens of its own, which ftkit does not know",
+            meaning="it adds special tokens that ftkit does not know",
             fix="choose another model",
         )
 

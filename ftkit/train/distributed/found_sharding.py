@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
 _FEWEST_UNITS = 3
-"""Two decoder layers and the rest: with fewer, the whole model is gathered at once."""
+"""Two decoder layers and the rest: with fewer, the whole model is all-gathered in one piece."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FoundSharding:
         if not self.is_connected:
             return (
                 "the processes do not train together: torch.distributed is not initialized, so each of the "
-                f"{self.world_size} trains a model of its own. Use accelerate or the Trainer, or call "
+                f"{self.world_size} trains a separate model. Use accelerate or the Trainer, or call "
                 "torch.distributed.init_process_group()"
             )
         if self.sharding in {"ddp", "none"}:
@@ -60,7 +60,7 @@ class FoundSharding:
         if self.sharding != "zero3" and self.num_units < _FEWEST_UNITS:
             return (
                 f"FSDP is on, but the model is {self.num_units} unit(s): all {self.num_parameters:,} parameters are "
-                "gathered at once. Check the wrap policy of accelerate's configuration"
+                "all-gathered in one piece. Check the wrap policy of accelerate's configuration"
             )
         return ""
 
@@ -74,13 +74,13 @@ def _reason(*, was_asked: bool, device: str) -> str:
     if was_asked and device == "cpu":
         return ". accelerate does not shard on CPUs; on GPUs this run is refused"
     if was_asked:
-        return ", although accelerate.json asks for it: the script does not prepare its model by it"
+        return ", although accelerate.json asks for it: the script does not prepare its model with it"
     return ". To shard the model, give a recipe or --accelerate-config FILE"
 
 
 def living_modules() -> list[nn.Module]:
     """Return every module of this process. Takes about a second where there are many objects."""
-    # By type, not isinstance: lazy objects of libraries answer isinstance by importing what they stand for.
+    # By type, not isinstance, which would make lazy objects of libraries import their modules.
     return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 

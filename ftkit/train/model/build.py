@@ -185,7 +185,7 @@ def _read_stored(folder: Path) -> PretrainedConfig:
     except Exception as error:  # each architecture and version raises different errors on odd values
         raise TrainingError(
             f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
-            meaning="the file was edited by hand, or is of another version of the architecture",
+            meaning="the file was edited manually, or is of another version of the architecture",
             fix="correct it, or copy or download it again",
         ) from error
 
@@ -199,7 +199,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    except Exception as error:  # each class raises errors of its own on odd values
+    except Exception as error:  # classes raise different errors on invalid values
         raise TrainingError(
             f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
             f"'{attention}': {type(error).__name__}: {one_line(error)}",

@@ -114,7 +114,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
 
 
 def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
-    """Return those of the files' tensors that are in a decoder layer, without those that the class leaves out."""
+    """Return the files' tensors in decoder layers, without those that the class ignores."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
     ignored = [*private_apis.ignored_tensors(model), r"rotary_emb\.inv_freq"]

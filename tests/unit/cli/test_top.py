@@ -149,6 +149,6 @@ def test_infiniband_counters_are_in_units_of_four_bytes(tmp_path: Path) -> None:
 def test_status_shows_the_nodes_excluded_by_the_preflight(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run("picky")
     run.layout.excluded_nodes.write_text("1795316249\t8\tn2\tdriver: CUDA 11.4; the image has CUDA 12.8\n8\tcut sho")
-    assert "left out n2" in ftkit("status", run.id).out
+    assert "excluded n2" in ftkit("status", run.id).out
     expected = {"n2": "driver: CUDA 11.4; the image has CUDA 12.8"}
     assert json.loads(ftkit("status", run.id, "--json").out)["excluded_nodes"] == expected

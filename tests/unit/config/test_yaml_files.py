@@ -20,7 +20,7 @@ MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n -
 
 REFUSED = {
     "a control character": ("a: 1\nb: \x07\n", 2),
-    "a zero byte": ('a: "\\0"\n', 1),
+    "NUL byte": ('a: "\\0"\n', 1),
     "half a character": ('a: "\\ud800"\n', 1),
     "an escape beyond Unicode": ('\na: "\\UFFFFFFFF"\n', 2),
     "a number of 4,300 digits": ("a: 1\nb: " + "9" * 4301, 2),

@@ -120,7 +120,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(make_run: RunMaker) -> None:
     for path in (run.layout.submission, run.layout.metrics):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-    with pytest.raises(DamagedFileError, match="it is no file"):
+    with pytest.raises(DamagedFileError, match="it is not a regular file"):
         read_submission(run.layout)
     assert read_last_step(run.layout.metrics) is None
     assert summarize(run.layout) == TrainingSummary()

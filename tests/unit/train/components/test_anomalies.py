@@ -36,7 +36,7 @@ def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, NAN), (float("inf"), NAN), (1.0, float("inf"))])
 def test_a_non_finite_step_stops_the_run_and_reports_its_packs(loss: float, norm: float) -> None:
     recorder = Recorder()
-    with pytest.raises(TrainingError, match="its update was left out") as caught:
+    with pytest.raises(TrainingError, match="its update was skipped") as caught:
         watch("stop", recorder).check(step(3, loss, norm))
     assert "ftkit data show --packs 20,21,22,23,24,25,26,27 demo-1" in caught.value.fix
     assert "ftkit resume demo-1 training.on_nonfinite=skip" in caught.value.fix

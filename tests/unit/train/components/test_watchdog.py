@@ -37,7 +37,7 @@ HERE = HangReport("n1", 7, waits_for_batch=False)
         ({0: HERE, 2: HERE}, "no sign of life from rank 1"),
         ({0: HERE, 1: HangReport("n2", 6, waits_for_batch=False), 2: HERE}, "behind is rank 1 on n2 in step 6"),
         ({0: HERE, 1: HangReport("n2", 7, waits_for_batch=True), 2: HERE}, "no batch yet for rank 1 on n2"),
-        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (the network"),
+        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (a network"),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangReport], told: str) -> None:
