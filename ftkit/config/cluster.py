@@ -123,7 +123,8 @@ class ClusterProfile(Spec):
     stage: Literal["shared", "local"] = "shared"
     """Where nodes read the image and pretrained weights. `shared`: from the shared file system. `local`: each node
     copies them to its `node_local_dir` once, and verifies the copy at later starts; sbcast passes the image from node
-    to node. If there is no room, they are read from the shared file system, and the log says so."""
+    to node, and on more than 15 nodes ranks read only their shards of the weights from the shared file system, which is
+    faster. If there is no room, they are read from the shared file system, and the log says so."""
     mounts: tuple[str, ...] = ()
     """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)

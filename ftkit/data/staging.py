@@ -29,6 +29,10 @@ STAGED = "FTKIT_STAGED_WEIGHTS"
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
 _MARKER = "ftkit-staged.json"
 _CHUNK = 2**24
+MOST_COPYING_NODES = 15
+"""On more nodes weights are not copied. N copies read the shared file system N times; ranks that read only their shards
+read it about once, however many they are. So a copy pays off after about N starts of the same weights on the same nodes
+(docs/reference/many-nodes.md)."""
 _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
 
@@ -50,7 +54,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
         report: called with progress messages.
 
     Returns:
-        The folder to load from; None: the one on the shared file system.
+        The folder to load from; None: the one on the shared file system, also on many nodes without a copy.
     """
     model = plan.recipe.model
     if plan.cluster.stage != "local" or model.weights == "random":
@@ -65,6 +69,10 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     if found is None:
         report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")
         return folder
+    if (num_nodes := plan.placement.num_nodes) > MOST_COPYING_NODES:
+        if os.environ.get("SLURM_NODEID", "0") == "0":
+            report(f"weights are not copied to {num_nodes} nodes: ranks read their shards from {source}")
+        return None
     if found:
         report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(found)}): copying it again")
     size = sum(path.stat().st_size for path in files)

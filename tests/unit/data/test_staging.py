@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ftkit.config.model import ModelSpec
-from ftkit.data.staging import stage_weights
+from ftkit.data.staging import MOST_COPYING_NODES, stage_weights
 
 
 @dataclass
@@ -34,7 +34,8 @@ def node(tmp_path: Path) -> Node:
     (shared / "model.safetensors").write_bytes(bytes(range(256)) * 100)
     cluster = SimpleNamespace(stage="local")
     recipe = SimpleNamespace(model=ModelSpec(weights=str(shared)))
-    return Node(SimpleNamespace(cluster=cluster, recipe=recipe, workspace=tmp_path), tmp_path / "disk")
+    plan = SimpleNamespace(cluster=cluster, recipe=recipe, workspace=tmp_path, placement=SimpleNamespace(num_nodes=2))
+    return Node(plan, tmp_path / "disk")
 
 
 def test_a_second_start_reuses_the_copy_and_replaces_a_damaged_one(node: Node) -> None:
@@ -70,6 +71,17 @@ def test_weights_are_read_from_the_shared_file_system_if_the_disk_is_full(
     assert node.stage() is None
     assert "they are read from" in node.log[0]
     assert list((node.cache / "weights").iterdir()) == []
+
+
+def test_many_nodes_do_not_copy_weights_but_use_a_copy_that_is_there(node: Node) -> None:
+    node.plan.placement.num_nodes = MOST_COPYING_NODES + 1
+    assert node.stage() is None
+    assert "ranks read their shards from" in node.log[0]
+    node.plan.placement.num_nodes = MOST_COPYING_NODES
+    folder = node.stage()
+    assert folder is not None
+    node.plan.placement.num_nodes = 1024
+    assert node.stage() == folder
 
 
 def test_nothing_is_staged_unless_the_profile_enables_it(node: Node) -> None:
