@@ -168,8 +168,10 @@ def ask(login: Login, request: Request, files: Mapping[str, str]) -> dict[str, A
     output = bytearray()
     code = with_project(login, request, files, lambda: call_through_pipe(login, request, output.extend))
     lines = output.decode(errors="replace").splitlines()
-    if code or not lines:
+    if is_lost(code):
         raise unreachable(login)
+    if code or not lines:
+        raise _not_set_up(login, f"ftkit does not start on {login.address}: the lines above say why")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,14 @@ evaluation: {{sql_execution: null}}
 def test_a_login_node_without_ftkit_or_with_another_version_is_rejected_with_the_command_to_run(laptop: Laptop) -> None:
     done = laptop.ftkit("--cluster", "far", "runs", expect=5)
     assert "ftkit is not set up on" in done.stderr
+    assert "ftkit remote setup far" in done.stderr
+    half = laptop.there / "venv/bin/python"  # an installation that was cut off
+    half.parent.mkdir(parents=True)
+    half.write_text("#!/bin/sh\nexit 1\n")
+    half.chmod(0o755)
+    done = laptop.ftkit("run", "demo", "--cluster", "far", expect=5)
+    shutil.rmtree(laptop.there / "venv")
+    assert "ftkit does not start on" in done.stderr
     assert "ftkit remote setup far" in done.stderr
 
 
@@ -89,5 +98,5 @@ def test_a_script_and_a_package_of_this_machine_go_there_and_run(ready: Laptop) 
 
     (code / "mine/__init__.py").write_text("WORD = 'second'\n")
     (code / "mine/large.bin").write_bytes(random.Random(0).randbytes(2 << 20))
-    refused = ready.ftkit(*words, *place, expect=2)
+    refused = ready.ftkit(*words, *place, expect=3)
     assert "MiB of code would be sent" in refused.stderr
