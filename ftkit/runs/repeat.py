@@ -20,6 +20,7 @@ from ftkit.files import read_json, read_json_if_valid
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
+from ftkit.runs.storage.fetch import missing_copy
 from ftkit.runs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -115,9 +116,16 @@ def opened(place: str) -> Iterator[RunLayout]:
 
 
 def _fetch(address: str, layout: RunLayout) -> None:
-    """Download the small files of a run's copy."""
+    """Download the small files of a run's copy.
+
+    Raises:
+        NotFoundError: there is no copy.
+        PrerequisiteError: it can't be read.
+    """
     store = Store(address)
     names = store.sizes()
+    if layout.manifest.name not in names:
+        raise missing_copy(address)
     layout.root.mkdir(parents=True)
     for path in (layout.manifest, layout.plan, layout.metrics):
         if path.name in names:

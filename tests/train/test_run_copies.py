@@ -14,10 +14,13 @@ from object_storage import BUCKET, KEYS, found_by_programs, s3_server
 from ftkit.cli.main import main
 from ftkit.data.prepare import prepare
 from ftkit.errors import NotFoundError, PrerequisiteError
+from ftkit.files import write_json
 from ftkit.model_folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import find_damage, read_marker
+from ftkit.runs.manifest import build_manifest
+from ftkit.runs.repeat import read_original
 from ftkit.runs.storage import patience
 from ftkit.runs.storage import store as store_module
 from ftkit.runs.storage.fetch import fetch_run
@@ -96,10 +99,13 @@ def test_a_run_resumes_on_another_machine_from_its_copy_with_the_same_result(fin
     stopped = finished_run.copy_to("copied-20260102T030405Z-ab12")
     stopped.forget_after(10)
     layout = stopped._write_plan().parent
+    write_json(stopped.layout.manifest, build_manifest(stopped.plan, ["ftkit", "run"], tmp_path))
     status = RunCopy(RunLayout(layout), f"s3://{BUCKET}/runs", quiet).update()
     assert (status.error, status.done, status.waiting) == (None, ("checkpoints/step-000010",), ())
     again = RunCopy(RunLayout(layout), f"s3://{BUCKET}/runs", pytest.fail).update()  # nothing is copied twice
     assert again.done == status.done
+
+    assert read_original(status.destination).run.id == stopped.plan.id  # as 'ftkit rerun s3://...' does
 
     elsewhere = Workspace(tmp_path / "elsewhere")
     plan = fetch_run(status.destination, elsewhere, quiet)
@@ -134,6 +140,8 @@ def test_a_damaged_copy_is_not_resumed(finished_run: Run, client: Any, tmp_path:
     assert RunLayout(workspace.runs / finished_run.layout.root.name).list_checkpoints() == []
     with pytest.raises(NotFoundError, match="no copy of a run"):
         fetch_run(f"s3://{BUCKET}/nothing", workspace, quiet)
+    with pytest.raises(NotFoundError, match="no copy of a run"):
+        read_original(f"s3://{BUCKET}/damaged")
 
 
 def test_a_failing_store_is_reported_and_retried(finished_run: Run, tmp_path: Path) -> None:

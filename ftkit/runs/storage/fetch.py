@@ -36,11 +36,7 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     store = Store(address)
     names = store.sizes()
     if "plan.json" not in names:
-        raise NotFoundError(
-            f"there is no copy of a run at {address}",
-            meaning="a copy has a plan.json; it is written by 'ftkit sync', under the run's id",
-            fix="give the address with the run's id: s3://bucket/runs/RUN",
-        )
+        raise missing_copy(address)
     layout = RunLayout(workspace.runs / store.address.rpartition("/")[2])
     markers = (re.fullmatch(rf"checkpoints/step-(\d{{1,18}})/{MARKER}", name) for name in names)
     steps = [int(match[1]) for match in markers if match]
@@ -57,6 +53,15 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     plan = replace(plan, workspace=workspace.root, python=_python_here(plan))
     write_file(layout.plan, plan_to_json(plan).encode())
     return plan
+
+
+def missing_copy(address: str) -> NotFoundError:
+    """Return the error for an address without a copy of a run."""
+    return NotFoundError(
+        f"there is no copy of a run at {address}",
+        meaning="a copy has a plan.json; it is written by 'ftkit sync', under the run's id",
+        fix="give the address with the run's id: s3://bucket/runs/RUN",
+    )
 
 
 def _python_here(plan: RunPlan) -> str:
