@@ -26,7 +26,7 @@ SLOW_RANK = "FTKIT_TEST_SLOW_RANK"
 _ANSWERS = 1
 _IMPORTED = ("ftkit.train.trainer", "ftkit.train.self_check", "peft")
 _GRACE_SECONDS = 30
-"""After this long, a rank that is to end is killed, as torchrun does it."""
+"""Seconds after which a rank that does not end is killed, as in torchrun."""
 
 
 @dataclass(frozen=True)

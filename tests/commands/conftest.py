@@ -221,7 +221,7 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterat
         "DOCKER_HOST": docker_host,
         "HTTPS_PROXY": proxy[0],
         "REQUESTS_CA_BUNDLE": str(proxy[1]),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody there: no test asks the real hub
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there: no test contacts the real hub
         "TOKEN": "secret",
         "CUDA_VISIBLE_DEVICES": "",
         "COLUMNS": "80",

@@ -71,7 +71,7 @@ def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections
             assert b"hf_secretsecret" not in path.read_bytes(), path
 
 
-def test_a_script_and_a_package_of_this_machine_go_there_and_run(ready: Laptop) -> None:
+def test_a_local_script_and_package_are_sent_and_run_on_the_cluster(ready: Laptop) -> None:
     code = ready.folder / "code"
     (code / "mine").mkdir(parents=True)
     (code / "mine/__init__.py").write_text("WORD = 'first'\n")

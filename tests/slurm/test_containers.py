@@ -18,7 +18,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture
 def profile(cluster: Cluster, shared_folder: Path) -> str:
-    """A profile whose containers have this machine's programs: an image without any of its own, and mounts."""
+    """A profile whose containers use this machine's programs through mounts, with an empty image."""
     if not (cluster.profiles / "dev-pyxis.yaml").exists():
         pytest.skip("enroot and pyxis are not on this machine")
     mounts = ["/usr", str(CHECKOUT), sys.base_prefix, sysconfig.get_path("purelib")]

@@ -44,7 +44,7 @@ ALTERNATING = (
     "<start_of_turn>{{ turn['role'] }}\n{{ turn['content'] | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 )
-"""A template that takes nothing but user and assistant in turn, as Gemma's and others' do."""
+"""A template that accepts only alternating user and assistant turns, like Gemma's."""
 
 
 @pytest.fixture(scope="module", params=sorted(TEMPLATES))

@@ -22,7 +22,7 @@ COMPILERS = (
     "aot_eager_decomp_partition",
     pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")),
 )
-"""One divides forward and backward as the other does, but generates no code."""
+"""Backends: one partitions forward and backward like the other, but generates no code."""
 
 pytestmark = [
     # Warnings that torch.compile raises in torch 2.13.

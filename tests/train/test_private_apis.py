@@ -228,7 +228,7 @@ def test_deepspeed_has_the_attributes_of_partitions_and_of_the_optimizer() -> No
 
 
 @pytest.mark.oldest
-def test_a_class_lists_the_tensors_that_it_leaves_out() -> None:
+def test_a_class_lists_the_tensors_that_it_ignores() -> None:
     config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
     model = LlamaForCausalLM(config)
     assert hasattr(type(model), "_keys_to_ignore_on_load_unexpected")

@@ -57,7 +57,7 @@ def test_a_comparison_as_json_is_complete(ftkit: Callable[..., Result], make_run
     assert "from 8.19 k tokens on" in ftkit("compare", "one", "two").out
 
 
-def test_power_and_energy_are_compared_where_they_were_sampled(
+def test_power_and_energy_are_compared_if_sampled(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:
     runs = [make_run(name) for name in ("one", "two")]

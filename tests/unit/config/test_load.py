@@ -350,7 +350,7 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
         ("model.trust_remote_code=true", "unknown key. ftkit never runs code that comes with a model: choose one"),
     ],
 )
-def test_the_message_about_a_wrong_value_tells_what_to_write(ctx: Context, override: str, message: str) -> None:
+def test_the_message_about_a_wrong_value_explains_what_to_write(ctx: Context, override: str, message: str) -> None:
     (found,) = problems(ctx, override)
     assert message in found
 

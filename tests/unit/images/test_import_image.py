@@ -351,7 +351,7 @@ def test_a_response_with_an_unexpected_status_is_an_error(internet: Internet, st
         fetch(store)
 
 
-# --- Where we are sent, and what goes along -------------------------------------------------------
+# --- Redirects and credentials --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

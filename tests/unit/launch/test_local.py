@@ -49,7 +49,7 @@ def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
             process.signal_group(int(run.submission.job_id), signal.SIGKILL)
 
 
-def test_a_script_runs_in_its_folder_in_a_session_of_its_own(started: Callable[[str], SubmittedRun]) -> None:
+def test_a_script_runs_in_its_folder_in_a_new_session(started: Callable[[str], SubmittedRun]) -> None:
     run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code")
     wait_until(lambda: observe(run).is_final)
     pid = run.submission.job_id

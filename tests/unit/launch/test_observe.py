@@ -135,7 +135,7 @@ def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(make_run
 @pytest.mark.parametrize(
     ("exit_code", "state"), [("0", RunState.COMPLETED), ("9", RunState.FAILED), (None, RunState.UNKNOWN)]
 )
-def test_the_exit_code_decides_where_slurm_has_forgotten_the_job(
+def test_the_exit_code_decides_if_slurm_has_forgotten_the_job(
     make_run: RunMaker, slurm_says: Callable[..., None], exit_code: str | None, state: RunState
 ) -> None:
     run = make_run()

@@ -72,7 +72,7 @@ def test_scripts_that_cannot_be_started_are_rejected(ctx: Context, words: RunArg
 
 
 @pytest.mark.parametrize("recipe", [None, "olmo3-7b-full"])
-def test_a_folder_that_containers_cannot_mount_is_refused(
+def test_a_folder_that_containers_cannot_mount_is_rejected(
     ctx: Context, monkeypatch: pytest.MonkeyPatch, recipe: str | None
 ) -> None:
     for name in ("a,b", "a\nb"):

@@ -118,7 +118,7 @@ def start_as(monkeypatch: pytest.MonkeyPatch, job_id: str, restarts: int, step: 
 
 
 @pytest.mark.parametrize(("restarts", "step"), [(1, 0), (0, 2)])
-def test_a_later_start_of_the_same_job_takes_over_at_once_and_gives_the_holder_the_time_to_notice(
+def test_a_later_start_of_the_same_job_takes_over_after_the_holder_had_time_to_notice(
     restarts: int, step: int, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []

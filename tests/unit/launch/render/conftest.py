@@ -119,7 +119,7 @@ class Machine:
         return str(self.root / "local-disk")
 
     def start(self, plan: RunPlan, *, with_image: bool = True, prepares: bool = True) -> subprocess.Popen[str]:
-        """Start the script of a plan as a process group of its own, as schedulers do."""
+        """Start the script of a plan in a new process group, as schedulers do."""
         layout = plan.layout
         layout.logs.mkdir(parents=True, exist_ok=True)
         if plan.container_image and with_image:

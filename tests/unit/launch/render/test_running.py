@@ -161,7 +161,7 @@ def test_a_job_that_fails_is_not_held_in_the_queue(is_expedited: bool, slurm_pla
 
 
 @pytest.mark.parametrize("why_not", ["completed", "failed", "cancelled", "SIGTERM"])
-def test_a_job_is_not_requeued_when_there_is_no_reason_to(why_not: str, slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_job_is_not_requeued_without_a_reason(why_not: str, slurm_plan: RunPlan, machine: Machine) -> None:
     outcome = _end("completed" if why_not == "completed" else "stopped")
     cancel = "touch cancelled; " if why_not == "cancelled" else ""
     code = 7 if why_not == "failed" else 0
@@ -376,7 +376,7 @@ def test_a_completed_run_that_is_extended_is_requeued(slurm_plan: RunPlan, machi
     assert _requeued(machine)
 
 
-def test_a_refused_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
+def test_a_rejected_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped"), "FAKE_REQUEUE_CODE": "1"}
     code, said = _signal_while_training(machine, slurm_plan, signal.SIGUSR1)
     assert code == 1
