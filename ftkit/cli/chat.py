@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
+from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_into_engine, model_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import NotFoundError
@@ -75,7 +75,7 @@ def command(
     options = target.data.template_options if target.data else {}
     tools = _read_tools(tools_file)
     sessions = {
-        name: ChatSession(load_for_generation(source, engine, terminal), Decoding(**decoding), options, system, tools)
+        name: ChatSession(load_into_engine(source, engine, terminal), Decoding(**decoding), options, system, tools)
         for name, source in sources.items()
     }
     if tools:

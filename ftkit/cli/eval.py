@@ -12,7 +12,14 @@ import click
 
 from ftkit.cli.arguments import get_run, json_option
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.model_arguments import MODEL_HELP, find_model, load_model, model_argument
+from ftkit.cli.model_arguments import (
+    MODEL_HELP,
+    engine_option,
+    find_model,
+    load_into_engine,
+    load_model,
+    model_argument,
+)
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
     from ftkit.evaluate.measure import Example, Measurements, Result
     from ftkit.evaluate.source import Target
+    from ftkit.evaluate.vllm import EngineName
 
 _LONGEST = 300
 
@@ -91,13 +99,14 @@ _LONGEST = 300
     help="GPUs of one node that share the rows; each loads the whole model: leave this out for one that needs several. "
     "Without GPUs, processes (default 1).",
 )  # fmt: skip
+@engine_option
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit for --as-job; default: the profile's.")
 @click.option("--dry-run", is_flag=True, help="Print the script of --as-job and submit nothing.")
 @json_option
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
     max_new_tokens: int, batch_size: int, seed: int, harness: str, harness_tasks: Path | None, as_job: bool, gpus: int,
-    time_limit: str | None, dry_run: bool, as_json: bool,
+    engine: EngineName, time_limit: str | None, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a model."""
     names = tuple(name for name in metrics.split(",") if name)
@@ -106,6 +115,11 @@ def command(  # noqa: PLR0913 - one for each option
         raise click.UsageError(
             "--harness has its own data and metrics, and runs here in one process: leave --data, --metrics, --gpus and "
             "--as-job out; --harness-tasks goes with --harness",
+            click.get_current_context(),
+        )
+    if engine == "vllm" and (harness or as_job or gpus > 1):
+        raise click.UsageError(
+            "--engine vllm runs here, and uses all GPUs of this machine: leave --harness, --as-job and --gpus out",
             click.get_current_context(),
         )
     if as_job:
@@ -130,26 +144,36 @@ def command(  # noqa: PLR0913 - one for each option
     if gpus > 1 and not is_a_rank():
         click.get_current_context().exit(run_ranks(gpus, click.get_current_context().obj))
     with joined_ranks() as ranks:
+        target = target if with_before else replace(target, before=None)
+        engine = _engine_of(target, engine, gpus)
         found = measure_target(
-            target if with_before else replace(target, before=None),
-            MeasureSettings(*settings),
-            lambda source: load_model(source, terminal),
-            terminal.say,
+            target, MeasureSettings(*settings), lambda source: load_into_engine(source, engine, terminal), terminal.say,
             ranks,
-        )
+        )  # fmt: skip
     if ranks.is_first:
-        _report(found, target, seed, num_examples, terminal, as_json=as_json)
+        _report(found, target, engine, seed, num_examples, terminal, as_json=as_json)
 
 
-def _report(
-    found: Measurements, target: Target, seed: int, num_examples: int, terminal: Terminal, *, as_json: bool
-) -> None:
+def _engine_of(target: Target, engine: EngineName, num_ranks: int) -> EngineName:
+    """Return the engine of both models, which must be the same: engines round differently."""
+    from ftkit.evaluate.vllm import takes_vllm
+
+    if num_ranks > 1:
+        return "transformers"
+    sources = [target.source, *([target.before] if target.before else [])]
+    return "vllm" if all(takes_vllm(source, engine) for source in sources) else "transformers"
+
+
+def _report(  # noqa: PLR0913 - what to report, and how
+    found: Measurements, target: Target, engine: EngineName, seed: int, num_examples: int, terminal: Terminal, *,
+    as_json: bool,
+) -> None:  # fmt: skip
     from ftkit.evaluate.measure import changed_examples, compare
 
     results = compare(found.data, found.metrics, found.after, found.before, seed)
     examples = []
     if found.metrics and found.before:
-        examples = changed_examples(found.model, found.data, found.metrics[0], found.after, found.before)
+        examples = changed_examples(found.tokenizer, found.data, found.metrics[0], found.after, found.before)
     best = [example for example in examples if example.change > 0][:num_examples]
     worst = [example for example in reversed(examples) if example.change < 0][:num_examples]
     if as_json:
@@ -157,6 +181,7 @@ def _report(
             {
                 "model": target.source.label,
                 "before": target.before.label if found.before and target.before else None,
+                "engine": engine,
                 "num_rows": len(found.data.rows),
                 "seed": seed,
                 "metrics": [asdict(result) for result in results],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_for_generation, model_argument
+from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_into_engine, model_argument
 from ftkit.cli.terminal.console import Terminal
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def command(
     left = rows[num_done:]
     if not left:
         return
-    model = load_for_generation(target.source, engine, terminal)
+    model = load_into_engine(target.source, engine, terminal)
     data = target.plan.recipe.data if target.plan else None
     batches = generate_rows(
         model,

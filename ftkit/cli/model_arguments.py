@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.evaluate.load import GeneratingModel, LoadedModel
+    from ftkit.evaluate.load import LoadedModel, MeasurableModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -29,6 +29,12 @@ MODEL_HELP = (
 )
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["auto", "transformers", "vllm"]),
+    default="auto",
+    help="auto, the default: vLLM for exports and hub models on GPUs where it is installed, else transformers.",
+)
 _DECODING_OPTIONS = (
     click.option(
         "--max-new-tokens",
@@ -45,12 +51,7 @@ _DECODING_OPTIONS = (
         help="Sampling temperature; 0, the default, decodes greedily.",
     ),
     click.option("--seed", metavar="N", type=int, default=0, help="Sampling seed (default 0)."),
-    click.option(
-        "--engine",
-        type=click.Choice(["auto", "transformers", "vllm"]),
-        default="auto",
-        help="auto, the default: vLLM for exports and hub models on GPUs where it is installed, else transformers.",
-    ),
+    engine_option,
 )
 
 
@@ -82,7 +83,7 @@ def find_model(reference: str) -> Target:
     return find_target(reference, current_workspace())
 
 
-def load_for_generation(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
+def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> MeasurableModel:
     """Load a model into the engine that was chosen, and say so.
 
     Raises:
@@ -92,7 +93,7 @@ def load_for_generation(source: ModelSource, engine: EngineName, terminal: Termi
 
     if takes_vllm(source, engine):
         terminal.say(f"loading {source.label} with vLLM")
-        return load_with_vllm(cast("Any", source))
+        return load_with_vllm(source)
     return load_model(source, terminal)
 
 

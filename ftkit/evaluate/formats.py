@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from importlib.util import find_spec
@@ -121,27 +122,46 @@ def find_converter() -> Path:
 
 
 def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> None:
-    """Convert a whole model, and check that the result has its chat template and end token.
+    """Convert a whole model, and check that the result has its chat template, special tokens, and end token.
 
     Raises:
         TrainingError: the converter failed, or dropped something.
     """
     converter = find_converter()
     report(f"converting to GGUF by {converter}")
+    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
-        words = [sys.executable, str(converter), str(export), "--outfile", str(temporary)]
-        done = process.run_stoppable(
-            [*words, "--outtype", {"fp32": "f32"}.get(precision, precision)], timeout_seconds=_CONVERSION_SECONDS
+        words = [sys.executable, str(converter), str(export), "--outtype", {"fp32": "f32"}.get(precision, precision)]
+        name = ["--model-name", str(record.get("run") or export.name)]
+        _run("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
+        _set_end_of_turn(temporary, record.get("end_tokens") or [], file)
+        _check_gguf(temporary, export, record.get("end_tokens") or [])
+
+
+def _run(program: str, words: list[str], output: Path, file: Path) -> None:
+    done = process.run_stoppable([*words, str(output)], timeout_seconds=_CONVERSION_SECONDS)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise TrainingError(
+            f"{program} failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
+            meaning="it does not know this model or this tokenizer, or it is of another version",
+            fix=f"see all it says: {shlex.join([*words, file.name])}",
         )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            raise TrainingError(
-                f"llama.cpp's converter failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
-                meaning="it does not know this model or this tokenizer, or it is of another version",
-                fix=f"see all it says: {' '.join([*words[:3], '--outfile', 'model.gguf'])}",
-            )
-        _check_gguf(temporary, export)
+
+
+def _set_end_of_turn(converted: Path, ends: list[int], file: Path) -> None:
+    """Name the trained end token in a file that has another one, with gguf's own program, which copies the file.
+
+    The converter takes the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
+    """
+    from gguf import GGUFReader  # noqa: PLC0415 - see below
+
+    if not ends or ends[0] in _end_tokens(GGUFReader(converted).fields):
+        return
+    words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot", str(ends[0])]
+    with atomic_file(converted) as named:
+        _run("gguf's gguf_new_metadata", [*words, str(converted)], named, file)
 
 
 def read_precision(export: Path) -> str:
@@ -150,19 +170,19 @@ def read_precision(export: Path) -> str:
     return str(record.get("precision", "bf16"))
 
 
-def _check_gguf(file: Path, export: Path) -> None:
+def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:
     from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
     from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
 
     fields = GGUFReader(file).fields
     tokenizer = AutoTokenizer.from_pretrained(export)
-    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
-    ends = record.get("end_tokens") or []
     missing = []
     if tokenizer.chat_template and _field(fields, "tokenizer.chat_template") != tokenizer.chat_template:
         missing.append("the chat template")
-    kept = {_field(fields, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-    if ends and ends[0] not in kept:
+    tokens = dict(enumerate(_field(fields, "tokenizer.ggml.tokens") or ()))
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    missing += [f"the token {text}" for number, text in special.items() if tokens.get(number) != text]
+    if ends and ends[0] not in _end_tokens(fields):
         missing.append(f"the end token {ends[0]}")
     if missing:
         raise TrainingError(
@@ -170,6 +190,10 @@ def _check_gguf(file: Path, export: Path) -> None:
             meaning="llama.cpp's converter dropped it: prompts would differ from training, or never stop",
             fix="take a newer llama.cpp",
         )
+
+
+def _end_tokens(fields: Any) -> set[Any]:
+    return {_field(fields, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
 
 
 def _field(fields: Any, name: str) -> Any:

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
+from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig
 
+    from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
 
 
@@ -58,6 +61,26 @@ class GeneratingModel(Protocol):
         """Return whether a completion has its end token."""
 
 
+class MeasurableModel(GeneratingModel, Protocol):
+    """A model that also computes losses.
+
+    Attributes:
+        schedules: whether the engine forms its own batches, so that it gets all requests at once.
+    """
+
+    schedules: ClassVar[bool]
+
+    @property
+    def input(self) -> ModelInput:
+        """Limits of the model's inputs."""
+
+    def losses(self, documents: Sequence[Document]) -> list[list[float]]:
+        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
+
+    def close(self) -> None:
+        """Free what other processes hold for the model."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready for inference.
@@ -66,6 +89,7 @@ class LoadedModel:
         autocast: creates the autocast context if adapters have another dtype than the weights.
     """
 
+    schedules: ClassVar[bool] = False
     label: str
     hf_model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -89,6 +113,30 @@ class LoadedModel:
         with self.inference() as model:
             generate = cast("Callable[..., torch.Tensor]", model.generate)
             return self.generation.complete(generate, prompts, config, self.device, **options)
+
+    def losses(self, documents: Sequence[Document]) -> list[list[float]]:
+        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
+        length = max(len(document.tokens) for document in documents)
+        inputs = np.zeros((len(documents), length), np.int64)
+        labels = np.full((len(documents), length), IGNORED, np.int64)
+        mask = np.zeros((len(documents), length), np.int64)
+        for row, document in enumerate(documents):
+            inputs[row, : len(document.tokens)] = document.tokens
+            labels[row, : len(document.tokens)] = document.labels
+            mask[row, : len(document.tokens)] = 1
+        on_device = [torch.from_numpy(array).to(self.device) for array in (inputs, mask, labels)]
+        with self.inference() as hf_model:
+            logits = hf_model(input_ids=on_device[0], attention_mask=on_device[1], use_cache=False).logits
+            sums = []
+            for own, wanted in zip(logits, on_device[2], strict=True):
+                counts = wanted != IGNORED
+                picked, targets = own[counts].float(), wanted[counts]
+                total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
+                sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
+        return sums
+
+    def close(self) -> None:
+        """Do nothing: the model is in this process."""
 
     def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
@@ -180,7 +228,7 @@ def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
 def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedModel:
     """Build the model like the trainer, and load the trained weights of a checkpoint."""
     recipe, training = source.plan.recipe, source.plan.recipe.training
-    tokenizer = _tokenizer_of(source)
+    tokenizer = tokenizer_of(source)
     folder = find_base(source.plan)
     # A large model is built on the CPU, from where it can be spread; random weights are drawn where training drew them.
     device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
@@ -215,7 +263,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0], autocast)
 
 
-def _tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
+def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run's training, from the prepared data or the export."""
     for folder in (PreparedData(source.plan.data_directory).tokenizer, source.layout.export):
         if (folder / "tokenizer_config.json").is_file():

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
-from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.data.tasks.metrics import Answer, Metric, choose_metrics
 from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
-from ftkit.evaluate.load import LoadedModel
 from ftkit.evaluate.ranks import Ranks
 from ftkit.runs.records import EvaluationRecord, SourceLoss
 
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.data.encoding import Document
+    from ftkit.evaluate.load import MeasurableModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan
 
@@ -69,9 +68,9 @@ class MeasureSettings:
 
 @dataclass(frozen=True)
 class Measurements:
-    """A model, its data, and the measurements; `before` are those of the model before training."""
+    """The tokenizer of a model, its data, and the measurements; `before` are those of the model before training."""
 
-    model: LoadedModel
+    tokenizer: PreTrainedTokenizerBase
     data: EvaluationSet
     metrics: list[Metric]
     after: Measured
@@ -113,7 +112,7 @@ class Example:
 
 
 def evaluation_set(
-    model: LoadedModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
+    model: MeasurableModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
     """Read and encode the rows of an evaluation, and select the metrics of completions.
 
@@ -136,7 +135,7 @@ def evaluation_set(
 def measure_target(
     target: Target,
     settings: MeasureSettings,
-    load: Callable[[ModelSource], LoadedModel],
+    load: Callable[[ModelSource], MeasurableModel],
     report: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> Measurements:
@@ -147,19 +146,24 @@ def measure_target(
         NotFoundError: there is no such metric.
     """
     model = load(target.source)
+    tokenizer = model.tokenizer
     data, metrics = evaluation_set(model, target.plan, settings, report)
     report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if metrics else ""))
     after, before = measure(model, data, metrics, settings, ranks), None
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):
             report(f"{metric.name} applies to none of these rows")
+    model.close()
     if target.before and target.before != target.source:
-        before = measure(load(target.before), data, metrics, settings, ranks)
-    return Measurements(model, data, metrics, after, before)
+        del model  # one model at a time is in memory
+        model = load(target.before)
+        before = measure(model, data, metrics, settings, ranks)
+        model.close()
+    return Measurements(tokenizer, data, metrics, after, before)
 
 
 def measure(
-    model: LoadedModel,
+    model: MeasurableModel,
     data: EvaluationSet,
     metrics: Sequence[Metric],
     settings: MeasureSettings,
@@ -173,8 +177,8 @@ def measure(
         DataError: a metric failed.
     """
     loss = np.zeros((len(data.rows), 3))
-    batches = list(_batches(data.documents))
-    own = [_losses(model, [document for _, document in batch]) for batch in ranks.share(batches)]
+    batches = [data.documents] if model.schedules else list(_batches(data.documents))
+    own = [model.losses([document for _, document in batch]) for batch in ranks.share(batches)]
     for batch, sums in zip(batches, ranks.merge(own), strict=True):
         for (number, _), of_document in zip(batch, sums, strict=True):
             loss[number] += of_document
@@ -198,31 +202,10 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _losses(model: LoadedModel, documents: Sequence[Document]) -> list[list[float]]:
-    """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
-    length = max(len(document.tokens) for document in documents)
-    inputs = np.zeros((len(documents), length), np.int64)
-    labels = np.full((len(documents), length), IGNORED, np.int64)
-    mask = np.zeros((len(documents), length), np.int64)
-    for row, document in enumerate(documents):
-        inputs[row, : len(document.tokens)] = document.tokens
-        labels[row, : len(document.tokens)] = document.labels
-        mask[row, : len(document.tokens)] = 1
-    on_device = [torch.from_numpy(array).to(model.device) for array in (inputs, mask, labels)]
-    with model.inference() as hf_model:
-        logits = hf_model(input_ids=on_device[0], attention_mask=on_device[1], use_cache=False).logits
-        sums = []
-        for own, wanted in zip(logits, on_device[2], strict=True):
-            counts = wanted != IGNORED
-            picked, targets = own[counts].float(), wanted[counts]
-            total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
-            sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
-    return sums
-
-
-def _answer(model: LoadedModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Answer]:
-    config, batch_size = model.generation.greedy(model.tokenizer, settings.max_new_tokens), settings.batch_size
+def _answer(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Answer]:
+    config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
+    batch_size = max(1, len(order)) if model.schedules else settings.batch_size
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     own = [model.complete([data.cases[number].prompt for number in batch], config) for batch in ranks.share(batches)]
     completions = {
@@ -311,7 +294,7 @@ def _result(column: _Column, seed: int) -> Result:
 
 
 def changed_examples(
-    model: LoadedModel, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
+    tokenizer: PreTrainedTokenizerBase, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
 ) -> list[Example]:
     """Return the cases whose score changed, largest gains first."""
     sign = -1 if metric.is_lower_better else 1
@@ -321,7 +304,7 @@ def changed_examples(
         if new is None or old is None or new == old:
             continue
         answer = after.answers[number]
-        prompt = str(model.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
+        prompt = str(tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
         earlier = before.answers[number].raw if metric.name.startswith("call") else before.answers[number].text
         later = answer.raw if metric.name.startswith("call") else answer.text
         where = data.rows[case.number].where

@@ -6,26 +6,31 @@ vLLM is not an extra of ftkit, because it pins its own torch. It is in the servi
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
+import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from ftkit.data.cases import ModelInput
+from ftkit.data.encoding import IGNORED
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.load import find_generation
-from ftkit.evaluate.source import ModelFolder
+from ftkit.evaluate.load import find_generation, tokenizer_of
+from ftkit.evaluate.source import ModelFolder, find_base
 from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from transformers import GenerationConfig
 
+    from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
 
 EngineName = Literal["auto", "transformers", "vllm"]
@@ -37,19 +42,29 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
     Raises:
         PrerequisiteError: vLLM was requested, and is missing here or can't load a checkpoint.
     """
-    is_installed, is_folder = find_spec("vllm") is not None, isinstance(source, ModelFolder)
+    is_installed, has_files = find_spec("vllm") is not None, _has_files(source)
     if engine == "vllm" and not is_installed:
         raise PrerequisiteError(
             "--engine vllm: vLLM is not installed here",
             meaning="it pins its own torch, and so is in no training image",
             fix="type the same command in the serving image (vllm:0.33), or omit --engine",
         )
-    if engine == "vllm" and not is_folder:
+    if engine == "vllm" and not has_files:
         raise PrerequisiteError(
-            f"--engine vllm: {source.label} is a checkpoint, and vLLM loads Hugging Face's layout",
-            fix="export it first (ftkit export), or omit --engine",
+            f"--engine vllm: {source.label} is not in Hugging Face's layout, which vLLM loads",
+            meaning="it is a checkpoint, or a model before training that differs from the pretrained files",
+            fix="export it first (ftkit export), or omit --engine; with ftkit eval, --no-before leaves out RUN@0",
         )
-    return engine == "vllm" or (engine == "auto" and is_installed and is_folder and torch.cuda.is_available())
+    return engine == "vllm" or (engine == "auto" and is_installed and has_files and torch.cuda.is_available())
+
+
+def _has_files(source: ModelSource) -> bool:
+    """Return whether a model is in Hugging Face's layout: an export, or the unchanged model before training."""
+    if isinstance(source, ModelFolder):
+        return True
+    model = source.plan.recipe.model
+    is_unchanged = model.weights != "random" and model.adapter is None and model.vocab_size_of_weights is None
+    return source.step == 0 and is_unchanged
 
 
 @dataclass(frozen=True)
@@ -58,14 +73,22 @@ class VllmModel:
 
     Attributes:
         engine: vLLM's `LLM`.
+        base: the folder of the whole weights.
         adapter: vLLM's `LoRARequest` for adapters; None for a whole model.
     """
 
+    schedules: ClassVar[bool] = True
     label: str
     engine: Any
     tokenizer: PreTrainedTokenizerBase
     generation: Generation
+    base: Path
     adapter: Any = None
+
+    @property
+    def input(self) -> ModelInput:
+        """Limits of the model's inputs."""
+        return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.base))
 
     def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
         """Return the completion of each prompt in tokens, with its end token if it has one.
@@ -92,6 +115,29 @@ class VllmModel:
             streamer.end()
         return completions
 
+    def losses(self, documents: Sequence[Document]) -> list[list[float]]:
+        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable.
+
+        From the log-probability and the rank that the engine gives each token of a prompt.
+        """
+        from vllm import SamplingParams  # noqa: PLC0415 - see above
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
+        outputs = self.engine.generate(given, params, use_tqdm=False, lora_request=self.adapter)
+        sums = []
+        for document, output in zip(documents, outputs, strict=True):
+            flat = output.prompt_logprobs
+            # The target of a token is the next one; the first one of the prompt has no log-probability.
+            places = [flat.start_indices[number + 1] for number in np.flatnonzero(document.labels != IGNORED).tolist()]
+            loss = -math.fsum(flat.logprobs[place] for place in places)
+            sums.append([loss, float(len(places)), float(sum(flat.ranks[place] == 1 for place in places))])
+        return sums
+
+    def close(self) -> None:
+        """End the engine's processes, which hold the memory of the GPUs."""
+        self.engine.llm_engine.engine_core.shutdown()
+
     def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
         return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
@@ -101,24 +147,30 @@ class VllmModel:
         return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
-def load_with_vllm(source: ModelFolder) -> VllmModel:
-    """Load an export or a model of the hub into vLLM's engine, sharded over the GPUs of this machine.
+def load_with_vllm(source: ModelSource) -> VllmModel:
+    """Load what `takes_vllm` accepts into vLLM's engine, sharded over the GPUs of this machine.
 
     Raises:
         NotFoundError: files are missing.
         TrainingError: vLLM can't load it.
     """
-    base, tokenizer, generation = find_generation(source)
+    if isinstance(source, ModelFolder):
+        base, tokenizer, generation = find_generation(source)
+        folder, weights = source.folder, base.folder
+    else:  # the pretrained model, with the tokenizer of training
+        weights = cast("Path", find_base(source.plan))
+        folder, tokenizer = weights, tokenizer_of(source)
+        generation = Generation.of(tokenizer, weights)
     try:
         # "vllm": only the settings of each request apply, not those of the folder.
-        engine, adapter = start_engine(source.folder, base.folder, generation_config="vllm")
+        engine, adapter = start_engine(folder, weights, generation_config="vllm")
     except Exception as error:  # vLLM and its workers may raise any exception
         raise TrainingError(
             f"vLLM can't load {source.label}: {one_line(error)}",
             meaning="it does not know the model, or has too little memory for it",
             fix="leave --engine out, or try --engine transformers",
         ) from error
-    return VllmModel(source.label, engine, tokenizer, generation, adapter)
+    return VllmModel(source.label, engine, tokenizer, generation, weights, adapter)
 
 
 def start_engine(folder: Path, base: Path, **options: Any) -> tuple[Any, Any]:

@@ -6,6 +6,8 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -196,16 +198,21 @@ def test_a_harness_task_runs_before_and_after_training_without_network(
     assert main(["eval", "tried", "--harness", "nonesuch"]) == 4
 
 
+@dataclass(kw_only=True)
 class _SamplingParams:
     """The subset of vLLM's parameters that ftkit sets."""
 
-    def __init__(
-        self, *, max_tokens: int, temperature: float, seed: int | None, stop_token_ids: list[int], detokenize: bool
-    ) -> None:
-        assert temperature == 0
-        assert seed is None
-        assert not detokenize
-        self.max_tokens, self.ends = max_tokens, stop_token_ids
+    max_tokens: int
+    temperature: float
+    detokenize: bool
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.temperature, self.seed, self.detokenize) == (0, None, False)
+        assert self.flat_logprobs == (self.prompt_logprobs == 0)
 
 
 class _Llm:
@@ -216,6 +223,7 @@ class _Llm:
     ) -> None:
         assert (tokenizer, tensor_parallel_size, generation_config, enforce_eager) == (model, 1, "vllm", True)
         self.model = AutoModelForCausalLM.from_pretrained(model)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
 
     def generate(
         self, prompts: list[dict[str, list[int]]], params: _SamplingParams, *, use_tqdm: bool, lora_request: object
@@ -226,23 +234,29 @@ class _Llm:
         for prompt in prompts:
             tokens = list(prompt["prompt_token_ids"])
             completion: list[int] = []
-            while len(completion) < params.max_tokens and not (completion and completion[-1] in params.ends):
+            while len(completion) < params.max_tokens and not (completion and completion[-1] in params.stop_token_ids):
                 with torch.inference_mode():
                     logits = self.model(input_ids=torch.tensor([[*tokens, *completion]])).logits
                 completion.append(int(logits[0, -1].argmax()))
-            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(completion))]))
+            answer = SimpleNamespace(token_ids=tuple(completion))
+            scored = self._score(tokens) if params.flat_logprobs else None
+            outputs.append(SimpleNamespace(outputs=[answer], prompt_logprobs=scored))
         return outputs
 
+    def _score(self, tokens: list[int]) -> SimpleNamespace:
+        """Return log-probability and rank of each token but the first, which has none."""
+        with torch.inference_mode():
+            found = self.model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        own = [(row[token], (row >= row[token]).sum()) for row, token in zip(found, tokens[1:], strict=False)]
+        return SimpleNamespace(
+            start_indices=[0, *range(len(own))],
+            logprobs=[float(value) for value, _ in own],
+            ranks=[int(rank) for _, rank in own],
+        )
 
-def test_generate_and_chat_with_vllm_match_transformers(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    words = ["generate", "tried", "--input", QUESTION, "--max-new-tokens", "8"]
-    assert main([*words, "--engine", "vllm"]) == 5
-    assert "vLLM is not installed here" in capfd.readouterr().err
-    assert main(words) == 0
-    expected = json.loads(capfd.readouterr().out)
+
+@pytest.fixture
+def stand_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in (
         ("vllm", {"LLM": _Llm, "SamplingParams": _SamplingParams}),
         ("vllm.lora", {}),
@@ -252,6 +266,43 @@ def test_generate_and_chat_with_vllm_match_transformers(
         module.__spec__ = ModuleSpec(name, None)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_missing_vllm_is_reported_with_the_image_that_has_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    assert main(["generate", "tried", "--input", QUESTION, "--engine", "vllm"]) == 5
+    assert "vLLM is not installed here" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("stand_in_vllm")
+def test_evaluations_with_vllm_and_transformers_agree(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    words = ("tried", "--no-before", "--limit", "6", "--max-new-tokens", "8")
+    by_transformers = evaluated(capfd, *words, "--engine", "transformers")
+    by_vllm = evaluated(capfd, *words, "--engine", "vllm")
+    assert (by_transformers.pop("engine"), by_vllm.pop("engine")) == ("transformers", "vllm")
+    for one, other in zip(by_vllm.pop("metrics"), by_transformers.pop("metrics"), strict=True):
+        for key, value in other.items():
+            is_measured = key in ("after", "interval")
+            assert one[key] == (pytest.approx(value, rel=1e-4) if is_measured else value), other["metric"]
+    assert by_vllm == by_transformers
+    assert main(["eval", "tried", "--engine", "vllm"]) == 5  # random weights are in no file
+    assert "--no-before leaves out RUN@0" in capfd.readouterr().err.replace("\n  ", " ")
+    assert main(["eval", "tried", "--engine", "vllm", "--gpus", "2"]) == 2
+
+
+@pytest.mark.usefixtures("stand_in_vllm")
+def test_generate_and_chat_with_vllm_match_transformers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    words = ["generate", "tried", "--input", QUESTION, "--max-new-tokens", "8"]
+    assert main(words) == 0
+    expected = json.loads(capfd.readouterr().out)
     assert main([*words, "--engine", "vllm"]) == 0
     captured = capfd.readouterr()
     assert json.loads(captured.out) == expected

@@ -19,7 +19,11 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.evaluate.load import load_model
+from ftkit.evaluate.measure import MeasureSettings, measure_target
+from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
+from ftkit.evaluate.vllm import load_with_vllm
 from ftkit.launch.serving import serve_words
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
@@ -93,6 +97,22 @@ def leave_out(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_an_export_computes_the_same_in_vllm(method: str, runs: dict[str, Run]) -> None:
     assert failed_checks(runs[method].layout.export) == []
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_evaluations_with_vllm_and_transformers_agree(method: str, runs: dict[str, Run]) -> None:
+    run = runs[method]
+    target = Target(ModelFolder(run.layout.export, "it"), run.plan, TrainedStep(run.layout, run.plan, 0))
+    settings = MeasureSettings(limit=6, max_new_tokens=8)
+    by_vllm = measure_target(target, settings, load_with_vllm, print)
+    expected = measure_target(target, settings, lambda source: load_model(source, torch.device("cpu")), print)
+    for one, other in ((by_vllm.after, expected.after), (by_vllm.before, expected.before)):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(torch.tensor(one.loss), torch.tensor(other.loss), rtol=1e-3, atol=1e-3)
+        assert one.answers == other.answers
+        assert one.scores == other.scores
+    assert not torch.equal(torch.tensor(by_vllm.after.loss), torch.tensor(by_vllm.before.loss))
 
 
 @pytest.mark.parametrize("change", [rename, clear, leave_out])

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WINDOW, _LEAST, _SIGMAS = 128, 32, 6.0
-"""Standard deviations above the mean of the last steps that make a spike (OLMo-core's SkipStepOptimizer)."""
+"""Standard deviations above the mean of the last steps that make a spike (OLMo-core's SkipStepOptimizer), here of
+logarithms: losses and gradient norms are positive and skewed, and single batches often multiply a norm near zero."""
+_FLOOR = 1e-3
+"""Smaller values count as this one: of a loss of nearly nothing, a multiple is nothing too."""
 _MOST_LEFT_OUT = 10
 """Consecutive skipped steps after which the cause is not single batches."""
 _SHOWN = 8
@@ -96,4 +99,7 @@ class AnomalyWatch:
 
 
 def _is_spike(value: float, before: deque[float]) -> bool:
-    return len(before) >= _LEAST and value > fmean(before) + _SIGMAS * pstdev(before)
+    if len(before) < _LEAST:
+        return False
+    usual = [math.log(max(each, _FLOOR)) for each in before]
+    return math.log(max(value, _FLOOR)) > fmean(usual) + _SIGMAS * pstdev(usual)

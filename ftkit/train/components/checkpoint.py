@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,7 +174,7 @@ def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
 class CheckpointTensors(Mapping[str, torch.Tensor]):
     """The trained weights of a checkpoint, by their names in the model; each is read on access.
 
-    In one process, for any engine and world size of the run: ZeRO-3 writes flat tensors.
+    In one process, for any engine and world size of the run: ZeRO-3 writes flat tensors. Threads may share it.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -186,7 +187,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         Raises:
             DamagedCheckpointError: the index is damaged, or belongs to another model.
         """
-        self._reader = _Reader(folder)
+        self._reader, self._lock = _Reader(folder), Lock()
         stored = self._reader.read_metadata().state_dict_metadata
         self._stored = {
             name.removeprefix(_MODEL): each
@@ -207,7 +208,8 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
         whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-        _read({_MODEL + name: whole}, self._reader)
+        with self._lock:
+            _read({_MODEL + name: whole}, self._reader)
         return whole.view(self._shapes[name])
 
     def __iter__(self) -> Iterator[str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+import shutil
 from collections import ChainMap, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,9 +20,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
+from ftkit.data.workers import num_usable_cpus
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, mode_of_new_files, sync, write_json
-from ftkit.model_folder import EXPORT_RECORD, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.card import read_license, write_card
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, make_prompts, streamed_logits
@@ -48,7 +54,8 @@ _SHARD_BYTES = 2 * 2**30
 """Maximum size of a file, which is held in memory until it is written."""
 _FILES_IN_FLIGHT = 2
 """Files that are being written while the next one is computed: one is synced or hashed, and one goes to disk."""
-
+_LENGTH_BYTES = 8
+"""Bytes of the little-endian length of a header in a safetensors file (its format's specification)."""
 
 _MOST_RECORDED = 4 * 10**9
 """Parameters of the largest model whose logits are recorded after training, on a CPU: GPUs are idle meanwhile."""
@@ -165,6 +172,7 @@ class Exporter:
         write = self._write_adapters if record.kind == "adapters" else self._write_model
         files = write(dtype, folder)
         self._parts.tokenizer.save_pretrained(folder)
+        self._write_sentencepiece(folder)
         self._parts.generation.save(folder)
         known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
         write_card(folder, layout, self._parts.recipe, record.step, record.kind, known)
@@ -216,6 +224,19 @@ class Exporter:
         config.save_pretrained(str(folder))
         return {ADAPTER_FILE: SavedFile.of(folder / ADAPTER_FILE)}
 
+    def _write_sentencepiece(self, folder: Path) -> None:
+        """Copy the SentencePiece model of the pretrained tokenizer, if it has one, and list the added tokens.
+
+        transformers has both in `tokenizer.json`; llama.cpp's converter reads these files, for Gemma no others.
+        """
+        model, pretrained = self._parts.recipe.model, self._parts.pretrained
+        if model.tokenizer.source != "model" or pretrained is None or not (pretrained / SENTENCEPIECE_FILE).is_file():
+            return
+        shutil.copyfile(pretrained / SENTENCEPIECE_FILE, folder / SENTENCEPIECE_FILE)
+        if added := model.added_tokens:
+            tokens = {token: self._parts.tokenizer.convert_tokens_to_ids(token) for token in added}
+            write_json(folder / ADDED_TOKENS_FILE, tokens)
+
     def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Add tensors of the pretrained files that no checkpoint has: buffers; in older ones also frozen parameters."""
         if self._base is None:
@@ -238,15 +259,31 @@ class Exporter:
 def _as_stored(
     model: PreTrainedModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in the layout of files on the hub, one decoder layer at a time."""
+    """Yield tensors in the layout of files on the hub, one decoder layer at a time.
+
+    The tensors of a layer are computed in parallel, each by one thread. Several threads for each operation take three
+    times as long in all: the operations are short, and threads spin while they wait for each other.
+    """
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
     units = defaultdict(list)
     for name in weights:
         units[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)].append(name)
-    for unit in units.values():
-        whole = {name: _rounded(weights[name], dtype) for name in unit}
-        yield from split_as_stored(model, whole).items()
+    with one_thread_per_operation(), ThreadPoolExecutor(num_usable_cpus()) as threads:
+        for unit in units.values():
+            tensors = threads.map(lambda name: _rounded(weights[name], dtype), unit)
+            yield from split_as_stored(model, dict(zip(unit, tensors, strict=True))).items()
+
+
+@contextmanager
+def one_thread_per_operation() -> Iterator[None]:
+    """Have torch compute each operation on a CPU by the thread that asks for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _RoundedTensors(Mapping[str, torch.Tensor]):
@@ -274,8 +311,8 @@ def write_shards(
 ) -> dict[str, SavedFile]:
     """Write safetensors files with an index; return their sizes and digests.
 
-    Complete files are written, synced and read back for their digests by threads, while the tensors of the next one are
-    computed. So the tensors of `1 + _FILES_IN_FLIGHT` files are in memory.
+    Complete files are written, hashed and synced by threads, while the tensors of the next one are computed. So the
+    tensors of `1 + _FILES_IN_FLIGHT` files are in memory.
 
     Args:
         tensors: contiguous, by their names in the files.
@@ -317,10 +354,23 @@ def _in_shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) ->
 
 
 def _save(shard: dict[str, torch.Tensor], file: Path) -> SavedFile:
+    """Write a file; return its size and digest, computed from the tensors in memory in the file's order.
+
+    The format is a length, a JSON header of that length, and the tensors at the header's offsets, without gaps.
+    """
     save_file(shard, file, metadata={"format": "pt"})
+    with file.open("rb") as written:
+        # Linux writes dirty pages to disk when told that they are not needed: while the digest is computed.
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        length = written.read(_LENGTH_BYTES)
+        header = written.read(int.from_bytes(length, "little"))
+    digest = hashlib.sha256(length + header)
+    places = {name: each["data_offsets"] for name, each in json.loads(header).items() if name in shard}
+    for name in sorted(places, key=places.__getitem__):
+        digest.update(memoryview(shard[name].flatten().view(torch.uint8).numpy()))
     shard.clear()
     sync(file)
-    return SavedFile.of(file)
+    return SavedFile(file.stat().st_size, digest.hexdigest())
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,3 +68,15 @@ def test_a_spike_is_recorded_once_typical_values_are_known(what: str) -> None:
         looks.check(step(number, loss=1 + 0.01 * (number % 7), norm=0.5 + 0.01 * (number % 5)))
     looks.check(step(200, **{what: 2.0}))
     assert [(record.kind, record.step) for record in recorder.records] == [("spike", 200)]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(0.0066, 0.08), (0.003, 0.64), (0.0, 0.0)])
+def test_a_multiple_of_values_near_zero_that_vary_as_much_is_no_spike(loss: float, norm: float) -> None:
+    recorder, random = Recorder(), Random(1)
+    looks = watch("stop", recorder)
+    for number in range(1, 200):
+        looks.check(step(number, loss=0.003 * random.lognormvariate(0, 0.3), norm=0.06 * random.lognormvariate(0, 0.6)))
+    looks.check(step(200, loss=loss, norm=norm))
+    assert recorder.records == []
+    looks.check(step(201, loss=2.0))
+    assert [record.step for record in recorder.records] == [201]
