@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.config.execution import ParameterCounts
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, one_line
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
@@ -153,9 +153,8 @@ class Trainer:
         if outcome == "completed":
             step = self._load_best(engine, loop.state)
             self._evaluate(evaluator, engine, step, "after")
-            self._stage("exporting the model")
             parts = ExportedParts(self.plan.recipe, built.config, self.tokenizer, built.generation, built.pretrained)
-            export(engine, parts, self.plan.layout, step, self.world)
+            self._export(engine, parts, step)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
         best = loop.state.best
@@ -165,6 +164,18 @@ class Trainer:
         )  # fmt: skip
         self.recorder.write(record)
         return outcome, loop.state.step
+
+    def _export(self, engine: Engine, parts: ExportedParts, step: int) -> None:
+        """Export the model; an error says that the checkpoint has it."""
+        self._stage("exporting the model")
+        try:
+            export(engine, parts, self.plan.layout, step, self.world)
+        except Exception as error:  # the disk, a library, or the model's own code
+            raise TrainingError(
+                f"training is complete, but the export failed: {one_line(error)}",
+                meaning=f"nothing trained is lost: the checkpoint of step {step} is complete",
+                fix=f"once the cause is gone, export it without training: ftkit export {self.plan.id} --step {step}",
+            ) from error
 
     def _rank_times(self, engine: Engine) -> RankTimes:
         layers = find_decoder_layers(engine.model.hf_model)

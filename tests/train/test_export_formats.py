@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate.formats import CONVERTER, find_converter, verify_vllm_lora, write_gguf
+from ftkit.files import read_json
+from ftkit.model_folder import EXPORT_RECORD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +72,8 @@ from pathlib import Path
 from gguf import GGUFWriter
 folder, file = Path(sys.argv[1]), sys.argv[sys.argv.index("--outfile") + 1]
 writer = GGUFWriter(file, "qwen3")
+numbers = {each["content"]: each["id"] for each in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]}
+writer.add_token_list(sorted(numbers, key=numbers.get))
 writer.add_chat_template((folder / "chat_template.jinja").read_text())
 end = json.loads((folder / "ftkit-export.json").read_text())["end_tokens"][0]
 writer.add_eos_token_id(end)
@@ -77,19 +81,27 @@ writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.close()
 """
 
 
-def test_a_gguf_file_without_template_or_end_token_is_rejected(
+def test_a_gguf_file_has_the_template_special_tokens_and_end_token_of_the_export(
     finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("gguf", reason="needs the extra gguf")
+    gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
     converter, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "out" / "model.gguf"
     monkeypatch.setenv(CONVERTER, str(converter))
     said: list[str] = []
+
+    def without(line: str) -> str:
+        return "\n".join(each for each in WRITE.splitlines() if not each.startswith(line))
+
     converter.write_text(WRITE)
     write_gguf(finished_run.layout.export, file, "fp32", said.append)
-    assert file.is_file()
+    assert "tokenizer.ggml.eot_token_id" not in gguf.GGUFReader(file).fields
+    converter.write_text(without("writer.add_eos"))
+    write_gguf(finished_run.layout.export, file, "fp32", said.append)
+    end = (read_json(finished_run.layout.export / EXPORT_RECORD, dict) or {})["end_tokens"][0]
+    assert gguf.GGUFReader(file).fields["tokenizer.ggml.eot_token_id"].contents() == end
     file.unlink()
-    for left_out, missing in (("writer.add_chat", "the chat template"), ("writer.add_eos", "the end token")):
-        converter.write_text("\n".join(line for line in WRITE.splitlines() if not line.startswith(left_out)))
+    for line, missing in (("writer.add_chat", "the chat template"), ("writer.add_token", "the token <pad> and")):
+        converter.write_text(without(line))
         with pytest.raises(TrainingError, match=missing):
             write_gguf(finished_run.layout.export, file, "fp32", said.append)
     converter.write_text("raise SystemExit('BPE pre-tokenizer was not recognized')")
