@@ -367,7 +367,7 @@ def _save(shard: dict[str, torch.Tensor], file: Path) -> SavedFile:
     digest = hashlib.sha256(length + header)
     places = {name: each["data_offsets"] for name, each in json.loads(header).items() if name in shard}
     for name in sorted(places, key=places.__getitem__):
-        digest.update(memoryview(shard[name].flatten().view(torch.uint8).numpy()))
+        digest.update(shard[name].flatten().view(torch.uint8).numpy().data)
     shard.clear()
     sync(file)
     return SavedFile(file.stat().st_size, digest.hexdigest())
