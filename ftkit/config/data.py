@@ -1,7 +1,5 @@
 """The data: its sources, its format, the chat template, and the trained tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator

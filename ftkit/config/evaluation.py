@@ -1,7 +1,5 @@
 """The recipe's `evaluation`: metrics on the validation split, the best checkpoint, and early stopping."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

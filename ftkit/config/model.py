@@ -1,7 +1,5 @@
 """The model: its weights, its architecture and its tokenizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -229,7 +227,7 @@ class ArchitecturePlan(ArchitectureSpec):
     """None: they follow from the other fields."""
 
     @classmethod
-    def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> ArchitecturePlan:
+    def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> "ArchitecturePlan":
         """Add the counts to a shape."""
         fields = {name: getattr(shape, name) for name in ArchitectureSpec.model_fields}
         return cls.model_construct(**fields, counts=counts)
@@ -348,13 +346,13 @@ class ModelPlan(ModelSpec):
     """Rows of the embedding in the weights' files, if added tokens need more."""
 
     @property
-    def architecture_of_weights(self) -> ArchitecturePlan:
+    def architecture_of_weights(self) -> "ArchitecturePlan":
         """The shape in the weights' files."""
         rows = self.vocab_size_of_weights
         return self.architecture if rows is None else self.architecture.model_copy(update={"vocab_size": rows})
 
     @classmethod
-    def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> ModelPlan:
+    def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> "ModelPlan":
         """Combine a recipe's model, its complete shape and the counts."""
         fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
         return cls.model_construct(**fields | {"architecture": ArchitecturePlan.of(shape, counts)})

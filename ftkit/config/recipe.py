@@ -1,10 +1,9 @@
 """A recipe, with its profiler and experiment trackers: everything that defines a run, except where it runs."""
 
-from __future__ import annotations
-
+from collections.abc import Container, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -15,9 +14,6 @@ from ftkit.config.model import ModelPlan, ModelSpec
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec
 from ftkit.config.training import ResourcesSpec, TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -188,7 +184,7 @@ class RecipePlan(RecipeSpec):
     """The optimization."""
 
     @classmethod
-    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> RecipePlan:
+    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> "RecipePlan":
         """Combine a recipe with the resolved values."""
         fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
         return cls.model_construct(**fields | {"model": model, "training": training})

@@ -3,8 +3,6 @@
 Recipes combine columns in format strings and Jinja templates, which are validated here.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from functools import lru_cache

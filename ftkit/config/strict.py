@@ -25,7 +25,8 @@ class Spec(BaseModel):
     """A frozen model whose attribute docstrings are the descriptions in its JSON schema.
 
     Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them:
-    both at import would take longer than planning a run.
+    both at import would take longer than planning a run. The modules of recipes don't postpone the evaluation of
+    annotations, since pydantic takes far longer for each than Python does.
     A spec that is the default of a field is created by `model_construct()`, which needs no validator.
     """
 

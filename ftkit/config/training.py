@@ -1,7 +1,5 @@
 """Training settings, and the resources to request."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -326,7 +324,7 @@ class TrainingPlan(TrainingSpec):
     @classmethod
     def of(
         cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
-    ) -> TrainingPlan:
+    ) -> "TrainingPlan":
         """Resolve a specification."""
         resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
         return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
