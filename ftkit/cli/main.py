@@ -33,7 +33,7 @@ _SECTIONS = {
         LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("rerun", "ftkit.cli.rerun", "Repeat a run, and compare its losses with the original's."),
-        LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run."),
+        LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run, or all runs of a sweep."),
         LazyCommand("rm", "ftkit.cli.rm", "Remove a run's folder."),
         LazyCommand("prune", "ftkit.cli.prune", "Remove failed runs and unused prepared data."),
     ),
