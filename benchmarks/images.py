@@ -81,7 +81,7 @@ def enroot_way(image: str, folder: Path, root: Path) -> Row:
         return Row("enroot import, defaults", seconds, output.stat().st_size)
     unpack(image, root)
     run("mksquashfs", str(root), str(output), "-all-root", "-comp", "lzo", "-noD", "-no-progress", "-quiet")
-    return Row("enroot's steps by hand, its defaults", time.monotonic() - started, output.stat().st_size)
+    return Row("enroot's steps run manually, its defaults", time.monotonic() - started, output.stat().st_size)
 
 
 def unpack(image: str, root: Path) -> None:
