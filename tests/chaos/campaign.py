@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import count, cycle
 from random import Random
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -73,13 +74,13 @@ class Campaign:
         """Train the reference, and other runs with faults of these kinds until the limit is reached."""
         reference = self.site.start("reference")
         wait_for(reference, lambda: reference.is_completed() or reference.is_over())
-        groups = [[kind for kind in kinds if kind != RESIZED], [kind for kind in kinds if kind == RESIZED]]
-        sources = [shuffled_forever(group, self.chance) for group in groups if group]
-        number = 0
-        while not self.is_enough:
-            tolerance = TOLERANCE if groups[not groups[0] or number % len(sources)] == [RESIZED] else 0.0
-            source = sources[number % len(sources)]
-            number += 1
+        same_size = [kind for kind in kinds if kind != RESIZED]
+        groups = ((same_size, 0.0), ([RESIZED] if RESIZED in kinds else [], TOLERANCE))
+        sources = cycle([(shuffled_forever(group, self.chance), tolerance) for group, tolerance in groups if group])
+        for number in count(1):
+            if self.is_enough:
+                break
+            source, tolerance = next(sources)
             run = self.site.start(f"disturbed-{number}")
             self._disturb_until_completed(run, source)
             found = differences(run, reference, tolerance=tolerance)

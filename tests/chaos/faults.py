@@ -32,6 +32,7 @@ def kill(pids: Iterable[int]) -> None:
 
 def kill_rank(run: Run, chance: Random) -> None:
     """Kill a rank at random."""
+    wait_for(run, run.ranks)
     ranks = run.ranks()
     kill([ranks[chance.choice(sorted(ranks))]])
 
@@ -47,7 +48,7 @@ def die_while_saving(phase: str, run: Run, _: Random) -> None:
 
     def has_come() -> bool:
         for partial_save in (run.folder / "checkpoints").glob(".step-*.partial"):
-            files = {path.name for path in partial_save.iterdir()} if partial_save.is_dir() else set()
+            files = {path.name for path in partial_save.glob("*")}  # none if it has just got its final name
             wanted = {"index": ".metadata", "marker": "COMPLETE.json"}
             if phase == "begun" or (phase == "data" and files) or wanted.get(phase) in files:
                 return True
