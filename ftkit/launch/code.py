@@ -30,8 +30,8 @@ _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
 """Folders without code, for projects without a .gitignore. Hidden folders are skipped, too."""
-_DOTENV: Final = ".env"
-"""A file of secrets: never copied, even if git tracks it."""
+_NEVER_COPIED: Final = {".env", "__pycache__"}
+"""Secrets and Python's bytecode: never copied, even if git tracks them."""
 _PLANS: Final = "code.json"
 DEV_CODE: Final = "ftkit"
 """Name of the copy of the working tree's ftkit."""
@@ -208,7 +208,7 @@ def _list_files(folder: Path, needs: str) -> list[Path]:
         return _walk(folder)
     paths = [Path(name) for name in sorted(set(listed.stdout.split("\0"))) if name]
     # Deleted ones are still in the index.
-    found = [path for path in paths if path.name != _DOTENV and (folder / path).is_file()]
+    found = [path for path in paths if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
     is_listed = listed.returncode == 0 and (Path(needs) in found if needs else found)
     return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder
 

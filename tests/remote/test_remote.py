@@ -84,12 +84,12 @@ def test_a_local_script_and_package_are_sent_and_run_on_the_cluster(ready: Lapto
     (ready.project / "accelerate.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\n")
     words = ("run", "--script=scripts/train.py", "--with-code", "../code/mine", "--dev", "--accelerate-config")
     place = ("accelerate.yaml", "--cluster", "far", "--no-follow", "--gpus-per-node", "1", "--name", "code")
-    done = ready.ftkit(*words, *place, "resources.time_limit=1:00:00", "--", "--lr", "1")
+    done = ready.ftkit(*words, *place, "resources.time_limit=1:00:00", "--", "--follow", "1")
     assert "sending code (" in done.stderr
     run = done.stdout.strip()
     there = next(ready.there.glob(f"projects/*/work/runs/{run}"))
     log = ready.ftkit("logs", "code", "-f").stdout
-    assert f"said first beside ['--lr', '1'] {there}/code/ftkit/ftkit/__init__.py" in log, log
+    assert f"said first beside ['--follow', '1'] {there}/code/ftkit/ftkit/__init__.py" in log, log
     manifest = json.loads((there / "manifest.json").read_text())
     assert {name: copy["source"] for name, copy in manifest["code"].items()} == {
         "script": str(ready.project / "scripts"), "with-mine": str(code / "mine"), "ftkit": str(CHECKOUT / "ftkit"),

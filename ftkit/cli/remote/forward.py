@@ -292,9 +292,12 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) ->
 
 
 def _without_own_options(typed: Sequence[str]) -> list[str]:
-    """Remove options about following and about a file of this machine."""
-    kept, skips = [], False
-    for word in typed:
+    """Remove options about following and about a file of this machine; what follows `--` is the script's."""
+    kept: list[str] = []
+    skips = False
+    for number, word in enumerate(typed):
+        if word == "--":
+            return [*kept, *typed[number:]]
         if skips:
             skips = False
         elif word == "--hf-token-file":

@@ -10,7 +10,17 @@ import pytest
 
 from ftkit.errors import ConfigError
 from ftkit.launch import code
-from ftkit.launch.code import copies_of_run, copy_code, copy_own_package, copy_packages, digest_of, files_of
+from ftkit.launch.code import (
+    copies_of_run,
+    copy_code,
+    copy_own_package,
+    copy_packages,
+    digest_of,
+    files_of,
+    pack_copies,
+    read_unpacked,
+    unpack_copies,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +39,7 @@ def test_a_checkout_is_copied_as_git_tracks_it_with_its_commit(tmp_path: Path) -
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         subprocess.run([*git, *words], check=True)
     (tmp_path / "deleted.py").unlink()
-    write(tmp_path, "new.py")
+    write(tmp_path, "new.py", ".env", "lib/__pycache__/part.pyc")
     copy = copy_code(tmp_path, "script", "--script", needs="train.py")
     assert sorted(copy.files) == [".gitignore", "helper.py", "new.py", "train.py"]
     assert (len(copy.plan.commit or ""), copy.plan.has_uncommitted_changes) == (40, True)
@@ -45,6 +55,19 @@ def test_a_plain_folder_is_copied_without_hidden_files_and_ftkits_output(tmp_pat
     copy = copy_code(tmp_path, "script", "--script", but=[tmp_path / "runs"])
     assert sorted(copy.files) == ["lib/part.py", "train.py"]
     assert sorted(files_of([copy])) == ["code/script/lib/part.py", "code/script/train.py"]
+
+
+def test_copies_reach_another_machine_unchanged_or_not_at_all(tmp_path: Path) -> None:
+    write(tmp_path, "a/train.py", "mine/__init__.py")
+    copies = [copy_code(tmp_path / "a", "script", "--script"), *copy_packages([tmp_path / "a" / ".." / "mine"])]
+    packed = pack_copies(copies)
+    assert pack_copies(copies) == packed
+    unpack_copies(packed, tmp_path / "there")
+    assert read_unpacked(tmp_path / "there") == copies
+    assert copies[1].plan.source == str(tmp_path / "mine")
+    write(tmp_path, "there/script/more.py")
+    with pytest.raises(ConfigError, match="was changed"):
+        read_unpacked(tmp_path / "there")
 
 
 def test_the_digest_distinguishes_names_from_contents() -> None:
