@@ -1,4 +1,4 @@
-"""Private names of libraries are used in the modules `private_apis` alone, each with its versions and a way out."""
+"""Private names of libraries are used only in the modules `private_apis`, with their versions and alternatives."""
 
 from __future__ import annotations
 

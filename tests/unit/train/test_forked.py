@@ -1,4 +1,4 @@
-"""Which ranks torchrun forks. That forked ranks train, end and obey is shown by tests/train/test_one_trainer.py."""
+"""Which ranks torchrun forks. tests/train/test_one_trainer.py tests training and termination of forked ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_INITIALIZED, SUCCESS = 3, 0
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Stand in for the trainer, which imports torch, and for CUDA's driver, which answers with a code or is missing."""
+    """Fake the trainer, which imports torch, and CUDA's driver, which returns a code or is missing."""
     monkeypatch.setitem(sys.modules, "ftkit.train.trainer", ModuleType("ftkit.train.trainer"))
 
     def install(code: int | None) -> None:
