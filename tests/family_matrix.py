@@ -108,6 +108,9 @@ ODD: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Additional settings of a family."""

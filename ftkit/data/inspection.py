@@ -109,7 +109,8 @@ class DataStats:
     Attributes:
         num_renderings: documents before any is dropped, truncated or split; more than rows if the template rewrites
         turns.
-        num_documents: documents after that.
+        num_documents: documents to train on, after that.
+        num_validation: documents of the validation split, after that.
         num_duplicates: documents with the same tokens as an earlier one.
         fill_ratio: fraction of the packs that is not padding.
         longest: tokens of the longest document, before truncation.
@@ -120,6 +121,7 @@ class DataStats:
     num_bad: int
     num_renderings: int
     num_documents: int
+    num_validation: int
     num_tokens: int
     num_trained: int
     num_too_long: int
@@ -252,11 +254,12 @@ class DataInspector:
         lengths: Counter[int] = Counter()
         digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
         packer = Packer(length)
-        num_renderings = num_packs = longest = num_bad = 0
+        num_renderings = num_validation = num_packs = longest = num_bad = 0
         for encoded in self._encode(encoder):
             num_bad += len(skip_bad(encoded.bad, data.skip_bad - num_bad))
             sources = [_added(source, number, encoded) for number, source in enumerate(sources)]
             num_renderings += encoded.num_documents
+            num_validation += len(encoded.validation.lengths)
             longest = max(longest, encoded.longest)
             lengths.update(encoded.train.lengths.tolist())
             ends = np.cumsum(encoded.train.lengths)
@@ -272,6 +275,7 @@ class DataInspector:
             num_bad=num_bad,
             num_renderings=num_renderings,
             num_documents=num_documents,
+            num_validation=num_validation,
             num_tokens=num_tokens,
             num_trained=sum(source.num_targets for source in sources),
             num_too_long=sum(source.num_too_long for source in sources),

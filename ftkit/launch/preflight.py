@@ -18,6 +18,7 @@ from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
+from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
@@ -227,7 +228,7 @@ def _has_turns(data: DataSpec) -> bool:
         return False  # the check of the rows says why
 
 
-def _check_tokenizer(recipe: RecipeSpec, folder: Path) -> list[str]:
+def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
     needs_template = recipe.data.chat_template != "model" or _has_turns(recipe.data)
     added = recipe.model.added_tokens
     check_tokenizer_folder(folder, recipe.data.chat_template, added_tokens=added, needs_template=needs_template)
@@ -236,7 +237,16 @@ def _check_tokenizer(recipe: RecipeSpec, folder: Path) -> list[str]:
 
         own = recipe.model.tokenizer.model_copy(update={"source": str(folder)})
         load_tokenizer(recipe.model.model_copy(update={"tokenizer": own}), None)
-    return []
+    known, rows = read_vocabulary(folder), recipe.model.architecture.vocab_size
+    num_tokens = 1 + max(known.ids.values(), default=-1) if known else 0
+    return [_warn_of_vocabulary(folder, num_tokens, rows)] if num_tokens > rows else []
+
+
+def _warn_of_vocabulary(folder: Path, num_tokens: int, rows: int) -> str:
+    return (
+        f"the tokenizer of {folder} has {num_tokens:,} tokens, the model's embedding {rows:,} rows: examples with "
+        "other tokens are refused; usually the tokenizer is another model's (model.tokenizer.source)"
+    )
 
 
 def _as_list(warning: str | None) -> list[str]:

@@ -36,10 +36,12 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
     allowed = plan.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = 0
     listed: list[dict[str, str]] = []
+    fixes: set[str] = set()
     for num, bad in inspector.check():
         num_rows, num_bad = num_rows + num, num_bad + len(bad)
         for error in bad:
             where, reason = error.what.split(": ", 1)
+            fixes.add(error.fix)
             if as_json:
                 listed.append({"where": where, "reason": reason, "fix": error.fix})
                 continue
@@ -54,6 +56,8 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
             + (f", {allowed:,} are allowed" if allowed else ""),
             fix=f"correct them, or leave them out: data.skip_bad={num_bad}"
             if num_bad < num_rows
+            else next(iter(fixes))
+            if len(fixes) == 1
             else "set data.format as these rows are; 'ftkit data show' prints how they are read",
         )
     terminal.say(

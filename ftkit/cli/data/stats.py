@@ -50,11 +50,13 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
 def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     length = plan.recipe.training.sequence_length
     num_rows = sum(source.num_rows for source in stats.sources)
-    rewritten = f", from {stats.num_renderings:,} renderings" if stats.num_renderings != stats.num_documents else ""
+    validation = f" to train on, {stats.num_validation:,} to validate on" if stats.num_validation else ""
+    is_other = stats.num_renderings != stats.num_documents + stats.num_validation
+    rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
     facts: list[tuple[str, Cell]] = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
         ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} bad ones are skipped" if stats.num_bad else "")),
-        ("documents", f"{stats.num_documents:,}{rewritten}"),
+        ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {stats.longest:,} tokens"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
         ("duplicates", f"{stats.num_duplicates:,}"),

@@ -222,6 +222,14 @@ def test_a_missing_tokenizer_or_template_stops_a_run_before_submission(
             check_sources(here, {})
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_a_warning(plan: RunPlan, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 2000000}}}')
+    (tmp_path / "chat_template.jinja").write_text("")
+    overrides = [f"model.tokenizer={{source: {tmp_path}, vocab_size: null}}", "data.chat_template=model"]
+    (warning,) = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
+    assert "has 2,000,001 tokens, the model's embedding 1,280 rows" in warning
+
+
 def test_a_template_with_tokens_missing_from_a_cached_hub_tokenizer_stops_a_run(plan: RunPlan, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--x--y" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
