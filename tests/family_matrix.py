@@ -108,6 +108,8 @@ ODD: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_embds": False},
+    "roc_bert": {"shape_vocab_size": 64, "pronunciation_vocab_size": 64},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
@@ -271,7 +273,7 @@ def _adapters(model: Any) -> LoraSpec:
     names = {name.rpartition(".")[2] for name, _ in _linears(model)} - {"out_proj"}
     names = {name for name in names if name.isidentifier()}
     if not names:
-        raise ValueError("it has no layers of torch's nn.Linear class that can be named")
+        raise ValueError("its layers are of classes of its own, such as Conv1D, not torch's nn.Linear")
     every = LoraSpec(rank=4, targets=tuple(sorted(names)))
     return every.model_copy(update={"targets": tuple(sorted(names - targets_of_experts(model, every)))})
 
