@@ -27,11 +27,12 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document; only this separates documents.
+        position_ids: int64 [B, T]; they restart at 0 with each document; only this separates documents. With tensor
+            parallelism, those of the whole packs.
         label_index: int64 [N], indices into the flattened tokens of those whose next token is a label.
         labels: int64 [N], these next tokens.
-        cu_seqlens: int32, offset of each document in the flattened tokens, and B * T at the end; with context
-            parallelism those of the whole packs, of which this process has a part.
+        cu_seqlens: int32, offset of each document in the flattened tokens, and B * T at the end; with context or
+            tensor parallelism those of the whole packs, of which this process has a part.
         max_seqlen: upper bound of the documents' lengths.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its place in `data.source`; None for a single source.

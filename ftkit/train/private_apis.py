@@ -41,6 +41,9 @@ sums gradients where NCCL averages them. Stream methods are missing too, which i
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 
+FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+"""Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
+
 CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
 """Whether transformers stores some tensors in another form than files on the hub."""
 

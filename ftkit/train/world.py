@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,13 @@ class ContextGroup:
         rank: of this process in the group.
         size: number of its processes.
         group: their process group; None for a rank that is alone.
+        gathers_tokens: whether attention gets the hidden states of whole packs, so that it needs all positions.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    gathers_tokens: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,9 @@ class World:
         device: of this process.
         mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
         host_mesh: the same, for tensors in host memory.
-        context: this process in its context-parallel group, whose ranks are consecutive.
+        context: this process in its context-parallel or tensor-parallel group, whose ranks are consecutive.
+        tensor_mesh: all processes as they share decoder layers with tensor parallelism, [shards, tensor]; None without.
+        host_tensor_mesh: the same, for tensors in host memory.
     """
 
     rank: int
@@ -72,6 +76,8 @@ class World:
     mesh: DeviceMesh
     host_mesh: DeviceMesh
     context: ContextGroup = ContextGroup()
+    tensor_mesh: DeviceMesh | None = None
+    host_tensor_mesh: DeviceMesh | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -84,13 +90,33 @@ class World:
         return self.size // self.num_replicas
 
     @property
+    def layer_mesh(self) -> DeviceMesh:
+        """The processes that FSDP2 shards a decoder layer over: with tensor parallelism, this process's part of it."""
+        return self.mesh if self.tensor_mesh is None else self.tensor_mesh["shard"]
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of processes that divide the matrices of decoder layers."""
+        return 1 if self.tensor_mesh is None else self.tensor_mesh.size(1)
+
+    @property
+    def num_layer_shards(self) -> int:
+        """Number of processes that FSDP2 shards a decoder layer over."""
+        return self.num_shards // self.tensor_parallel
+
+    @property
+    def num_layer_ranks(self) -> int:
+        """Number of processes with the same part of the layers' matrices: all without tensor parallelism."""
+        return self.size // self.tensor_parallel
+
+    @property
     def data_rank(self) -> int:
         """Index of this process's part of a batch's packs, of `data_size` parts."""
         return self.rank // self.context.size
 
     @property
     def data_size(self) -> int:
-        """Number of context-parallel groups, each with different packs."""
+        """Number of groups with different packs."""
         return self.size // self.context.size
 
     @property
@@ -123,13 +149,16 @@ class World:
 
 
 @contextmanager
-def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
+def init_world(
+    placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1, tensor_parallel: int = 1
+) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Args:
         placement: where the processes are.
         context_parallel: processes that divide the tokens of a pack; a divisor of all.
         num_replicas: copies of the model, each on neighboring processes; a divisor of all.
+        tensor_parallel: processes that divide the matrices of decoder layers; not with either of the others.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.
@@ -153,9 +182,20 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
         shape, names = tuple(dimensions.values()), tuple(dimensions)
         mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (device.type, "cpu"))
         context = _context_group(device, size, context_parallel)
-        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
+        world = World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
+        yield with_tensor_parallel(world, tensor_parallel)
     finally:
         dist.destroy_process_group()
+
+
+def with_tensor_parallel(world: World, size: int) -> World:
+    """Return a world whose processes divide the matrices of decoder layers in groups of `size`. Collective."""
+    if size == 1:
+        return world
+    shape, names = (world.size // size, size), ("shard", "tensor")
+    mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (world.device.type, "cpu"))
+    group = ContextGroup(mesh.get_local_rank("tensor"), size, mesh.get_group("tensor"), gathers_tokens=True)
+    return replace(world, context=group, tensor_mesh=mesh, host_tensor_mesh=host_mesh)
 
 
 def _context_group(device: torch.device, size: int, context_parallel: int) -> ContextGroup:

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from ftkit.data.encoding import IGNORED
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import (
     ALL_PROJECTIONS,
@@ -36,17 +37,19 @@ from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.causal_lm import MicroBatch
+from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.tensor_parallel import whole_pack_attention
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis import CONVERTS_WEIGHTS
-from ftkit.train.world import World, init_world
+from ftkit.train.world import World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,11 +74,12 @@ class Case(NamedTuple):
     reduced: Precision = "fp32"
     weights: Literal["resharded", "unsharded"] = "resharded"
     collectives: Literal["auto", "copied"] = "auto"
+    layers: Literal["whole", "divided"] = "whole"
 
     @property
     def name(self) -> str:
         """The non-default fields, as a name."""
-        return " ".join(word for word in self if word not in {"none", "fp32", "resharded", "auto"})
+        return " ".join(word for word in self if word not in {"none", "fp32", "resharded", "auto", "whole"})
 
 
 class FileMemory:
@@ -119,6 +123,7 @@ def cases() -> Iterator[Case]:
     yield from (Case("gemma3_text", method, "fsdp2", collectives="copied") for method in get_args(Method))
     for reduced in get_args(Precision):
         yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
+    yield from (Case(family, "full", "fsdp2", layers="divided") for family in MEASURED)
 
 
 def architecture(family: str) -> ArchitectureSpec:
@@ -138,13 +143,15 @@ def checkpointing(family: str, engine: EngineName) -> ActivationCheckpointing:
     return "full" if family in {"olmo3", "qwen3"} else "none"
 
 
-def batch(step: int, accumulation: int, world: World) -> MicroBatch:
-    generator = torch.Generator().manual_seed(100 * step + 10 * accumulation + world.rank)
-    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
-    positions = torch.arange(LENGTH).remainder(15).repeat(2, 1)  # two documents in each pack
-    index = torch.arange(2 * LENGTH - 1)
-    borders = torch.cat([torch.nonzero(positions.flatten() == 0)[:, 0], torch.tensor([tokens.numel()])]).int()
-    return MicroBatch(tokens, positions, index, tokens.flatten()[1:], borders, tokens.numel())
+def batch(step: int, number: int, world: World) -> MicroBatch:
+    """Return a micro-batch of a step; those of all ranks are the same, whoever has them."""
+    accumulation, rank = divmod(number * world.data_size + world.data_rank, world.size)
+    generator = torch.Generator().manual_seed(100 * step + 10 * accumulation + rank)
+    tokens = torch.randint(0, VOCABULARY, (2 * LENGTH,), generator=generator)
+    labels = torch.cat([tokens[1:], torch.tensor([IGNORED])])
+    positions = torch.arange(LENGTH).remainder(15).repeat(2)  # two documents in each pack
+    packs = torch.stack([part.view(2, LENGTH) for part in (tokens, labels, positions)], dim=1)
+    return to_micro_batch(packs.int().numpy(), world.device, context=world.context)
 
 
 @contextmanager
@@ -160,7 +167,12 @@ def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
 
 
 def train(case: Case, world: World) -> dict[str, Any]:
-    family, method, engine_name, offload, precision, reduced, weights, collectives = case
+    family, method, engine_name, offload, precision, reduced, weights, collectives, layers = case
+    own_attention = {}
+    if layers == "divided":
+        world = with_tensor_parallel(world, world.size)
+        own_attention = {"attn_implementation": whole_pack_attention("sdpa")}
+    passes = world.size // world.data_size
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None
     training = TrainingPlan(
@@ -173,7 +185,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     config = make_config(shape, ids)
     if family == "qwen3_moe":
         config.update(MIXTURE)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, **own_attention)
     model.config.use_cache = False
     expected = count_method(model, training)
     if family in MEASURED:
@@ -193,14 +205,14 @@ def train(case: Case, world: World) -> dict[str, Any]:
     for step in range(STEPS):
         with Gathers() as gathers:
             loss = 0.0
-            for number in range(ACCUMULATION):
+            for number in range(last := ACCUMULATION * passes):
                 summed = engine.forward(batch(step, number, world))
-                engine.backward(summed, num_targets, is_last=number == ACCUMULATION - 1)
+                engine.backward(summed, num_targets, is_last=number == last - 1)
                 loss += float(summed.detach())
         losses.append(world.sum([loss])[0] / num_targets)
         norms.append(float(engine.step(1e-2, max_norm=0.5)))
     with engine.inference() as trained:
-        held_out = world.sum([float(trained(batch=batch(STEPS, 0, world)))])[0]
+        held_out = world.sum([sum(float(trained(batch=batch(STEPS, number, world))) for number in range(passes))])[0]
     trained_weights = engine.trained_weights().items()
     length = sum(float(weight.double().square().sum()) for name, weight in trained_weights if name != "lm_head.weight")
     unharmed = family != "llama" or world.sum([float(leaves_out_a_step(engine, world))])[0] == world.size

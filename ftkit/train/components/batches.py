@@ -125,6 +125,7 @@ def to_micro_batch(
     positions = packs[:, 2]
     borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     own = packs[:, :, context.part(packs.shape[2])]
+    own_positions = positions if context.gathers_tokens else own[:, 2]
     labels = own[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
@@ -133,7 +134,7 @@ def to_micro_batch(
 
     batch = MicroBatch(
         input_ids=tensor(own[:, 0], np.int64),
-        position_ids=tensor(own[:, 2], np.int64),
+        position_ids=tensor(own_positions, np.int64),
         label_index=tensor(index, np.int64),
         labels=tensor(labels[index], np.int64),
         cu_seqlens=tensor(borders, np.int32),

@@ -88,7 +88,7 @@ class Checkpointer:
         # The order of two threads' collectives in one group could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_take_device, initargs=(world.device,))
-        self._snapshot = HostSnapshot(world.host_mesh)
+        self._snapshot = HostSnapshot(world)
         self._has_room: bool | None = None
         self._save: _Save | None = None
         self._num_failed = 0

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ftkit.train.private_apis import zero3_partition
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ftkit.config.training import TrainingPlan
+
+T = TypeVar("T", bound=torch.Tensor)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of a parameter's states in torch's AdamW."""
 
 
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
-    """Return the trained parameters in two groups: matrices with weight decay, vectors and scalars without."""
+    """Return the trained parameters in groups: matrices with weight decay, vectors and scalars without.
+
+    Each group is of one mesh: torch's fused update takes no others together.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if _num_dimensions(parameter) >= 2]  # noqa: PLR2004
-    vectors = [parameter for parameter in trained if _num_dimensions(parameter) < 2]  # noqa: PLR2004
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = []
+    for is_matrix, weight_decay in ((True, training.weight_decay), (False, 0.0)):
+        chosen = [parameter for parameter in trained if (_num_dimensions(parameter) >= 2) == is_matrix]  # noqa: PLR2004
+        groups += [{"params": each, "weight_decay": weight_decay} for each in by_mesh(chosen)]
+    return groups
+
+
+def by_mesh(parameters: Iterable[T]) -> list[list[T]]:
+    """Group parameters or gradients by the mesh that they are sharded over; unsharded ones are a group too."""
+    groups: dict[DeviceMesh | None, list[T]] = {}
+    for each in parameters:
+        groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+    return list(groups.values())
 
 
 def _num_dimensions(parameter: torch.Tensor) -> int:

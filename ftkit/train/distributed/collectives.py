@@ -197,6 +197,7 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
         "there are no GPUs": world.device.type != "cuda",
         f"the processes are on {world.num_hosts} hosts": world.num_hosts > 1,
         f"there are {world.num_replicas} replicas of the model": world.num_replicas > 1,
+        "decoder layers are divided by tensor parallelism": world.tensor_parallel > 1,
         "gradients are reduced once a step": training.sync_gradients == "last_micro_batch",
         "weights are offloaded to host memory": training.offload == "all",
         f"torch {torch.__version__} is older than 2.11": not CUSTOM_COLLECTIVES,

@@ -22,9 +22,10 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
 from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
-from ftkit.train.components.optimizer import HostStateAdamW, parameter_groups
+from ftkit.train.components.optimizer import HostStateAdamW, by_mesh, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
+from ftkit.train.distributed.tensor_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import USUAL_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
@@ -35,7 +36,7 @@ from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from transformers import PreTrainedModel
@@ -91,12 +92,26 @@ class Fsdp2Engine:
         return collect_sharding_stats(
             hf_model,
             lambda parameter: ParameterShard(
-                parameter.numel(), _local(parameter).numel(), _even_share(parameter, self._world.num_shards)
+                parameter.numel(), _local(parameter).numel(), self._even_share(parameter)
             ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
             is_unsharded=self._is_unsharded,
         )
+
+    def _even_share(self, parameter: torch.Tensor) -> int:
+        """Return the maximum number of elements of a parameter on one rank, split along its rows.
+
+        Tensor parallelism divides the matrices of decoder layers by rows or columns before that.
+        """
+        world = self._world
+        if not (isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh):
+            return _share_of_rows(parameter.shape, world.num_shards)
+        if parameter.ndim < 2:  # noqa: PLR2004 - a norm
+            return _share_of_rows(parameter.shape, world.num_layer_shards)
+        rows, columns = parameter.shape
+        parts = ((rows // world.tensor_parallel, columns), (rows, columns // world.tensor_parallel))
+        return max(_share_of_rows(torch.Size(part), world.num_layer_shards) for part in parts)
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
@@ -116,8 +131,8 @@ class Fsdp2Engine:
         if self._sharding.defer_sync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last or self._sharding.reshard_after_forward)
-        # FSDP2 averages gradients over the ranks; the loss is a mean over the labels of all of them.
-        torch.autograd.backward(loss * (self._world.size / num_labels))
+        # FSDP2 averages gradients over the ranks that share a layer; the loss is a mean over the labels of all ranks.
+        torch.autograd.backward(loss * (self._world.num_layer_ranks / num_labels))
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
@@ -148,8 +163,7 @@ class Fsdp2Engine:
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = _clip_gradients(self.model.parameters(), max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         leave_out_step(self.optimizer, 1.0 - norm.isfinite().float())
@@ -263,6 +277,8 @@ def parallelize(
     """
     complete_cpu_streams()
     layers = find_decoder_layers(hf_model)
+    if world.tensor_mesh is not None:
+        divide_layers(layers, hf_model.config, world.tensor_mesh["tensor"])
     apply_activation_checkpointing(
         layers,
         training.activation_checkpointing,
@@ -279,15 +295,18 @@ def parallelize(
         return model
     collectives = choose_collectives(training, world)
     options: dict[str, Any] = {
-        "mesh": world.mesh,
         "mp_policy": _mixed_precision(training, is_reduced_by_ftkit=collectives is not None),
         "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
         if training.offload == "all"
         else OffloadPolicy(),
     }
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=world.num_shards > 1 and reshard_after_forward, **options)
-    fully_shard(model, **options)
+        reshards = world.num_layer_shards > 1 and reshard_after_forward
+        fully_shard(layer, mesh=world.layer_mesh, reshard_after_forward=reshards, **options)
+    sharded = fully_shard(model, mesh=world.mesh, **options)
+    if world.tensor_parallel > 1:  # the rest is sharded over more ranks: gradients are divided by the same number
+        sharded.set_force_sum_reduction_for_comms(True)  # noqa: FBT003 - torch's other way is NCCL's alone
+        sharded.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:
         for module in (*layers, model):
             collectives.install(cast("FSDPModule", module))
@@ -325,7 +344,18 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _even_share(parameter: torch.Tensor, num_shards: int) -> int:
-    """Return the maximum number of elements of a parameter on one of `num_shards` ranks, split along its rows."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return -(-rows // num_shards) * (parameter.numel() // max(1, rows))
+def _clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clip the norm of all gradients, of one or several meshes; return it, a scalar on the device."""
+    groups = by_mesh(each for each in parameters if each.grad is not None)
+    norms = [nn.utils.get_total_norm([each.grad for each in group if each.grad is not None]) for group in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _share_of_rows(shape: torch.Size, num_shards: int) -> int:
+    """Return the maximum number of elements on one of `num_shards` ranks, split along the rows."""
+    rows = shape[0] if shape else 1
+    return -(-rows // num_shards) * (shape.numel() // max(1, rows))

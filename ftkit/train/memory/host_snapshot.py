@@ -12,7 +12,7 @@ from ftkit.train.memory.host_staging import empty_pinned_like
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.distributed.device_mesh import DeviceMesh
+    from ftkit.train.world import World
 
 
 class HostSnapshot:
@@ -21,8 +21,10 @@ class HostSnapshot:
     There is one at a time: the next one reuses the buffers.
     """
 
-    def __init__(self, host_mesh: DeviceMesh) -> None:
-        self._mesh = host_mesh
+    def __init__(self, world: World) -> None:
+        self._meshes = {world.mesh: world.host_mesh}
+        if world.tensor_mesh is not None and world.host_tensor_mesh is not None:
+            self._meshes[world.tensor_mesh] = world.host_tensor_mesh
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -41,7 +43,7 @@ class HostSnapshot:
         if isinstance(value, DTensor):
             local = self._copy(value.to_local(), path)
             return DTensor.from_local(
-                local, self._mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+                local, self._meshes[value.device_mesh], value.placements, run_check=False, shape=value.shape, stride=value.stride()
             )
         if isinstance(value, torch.Tensor):
             return self._buffer(value, path).copy_(value, non_blocking=True)

@@ -28,17 +28,19 @@ def rows_at_once(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A rank's shard of a parameter: elements `begin` to `end` of the flattened whole.
+    """A rank's shard of a parameter: elements `begin` to `end` of the flattened whole, or of some of its columns.
 
     Attributes:
         shape: shape of the whole parameter.
         values: flat view of the shard; writing to it changes the parameter.
         begin: offset of the shard's first element.
+        columns: of the whole, of which the shard has rows; None for all.
     """
 
     shape: torch.Size
     values: torch.Tensor
     begin: int
+    columns: range | None = None
 
     @property
     def end(self) -> int:
@@ -48,27 +50,30 @@ class LocalShard:
     @torch.no_grad()
     def copy_from(self, whole: torch.Tensor) -> None:
         """Copy this shard from a whole tensor."""
-        self.values.copy_(whole.reshape(-1)[self.begin : self.end])
+        self.values.copy_(self._own_columns(whole).reshape(-1)[self.begin : self.end])
 
     @torch.no_grad()
     def copy_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
         """Copy this shard from a tensor, a few rows at a time; `read(first, last)` returns a range of its rows."""
-        width = self.shape[1:].numel()
+        width = self.shape[1:].numel() if self.columns is None else len(self.columns)
         first, last = self.begin // width, -(-self.end // width)
         step = rows_at_once(self.shape)
         for top, bottom in pairwise([first, *range((first // step + 1) * step, last, step), last]):
             begin, end = max(self.begin, top * width), min(self.end, bottom * width)
-            rows = read(top, bottom).reshape(-1)[begin - top * width : end - top * width]
+            rows = self._own_columns(read(top, bottom)).reshape(-1)[begin - top * width : end - top * width]
             self.values[begin - self.begin : end - self.begin].copy_(rows)
+
+    def _own_columns(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.columns is None else rows[:, self.columns.start : self.columns.stop]
 
 
 def local_shard(parameter: torch.Tensor) -> LocalShard:
     """Return this rank's shard of a parameter, which may be sharded by FSDP2, by ZeRO-3 or not at all."""
     if isinstance(parameter, DTensor):
-        width = parameter.shape[1:].numel()
-        first, last = _local_rows(parameter)
+        rows, columns = _local_part(parameter)
+        width = parameter.shape[1:].numel() if columns is None else len(columns)
         local = parameter.to_local().detach().view(-1)
-        return LocalShard(parameter.shape, local[: (last - first) * width], first * width)
+        return LocalShard(parameter.shape, local[: len(rows) * width], rows.start * width, columns)
     if (partition := zero3_partition(parameter)) is not None:
         return _local_shard_of_zero3(partition)
     return LocalShard(parameter.shape, parameter.detach().view(-1), 0)
@@ -87,12 +92,31 @@ def num_shards(parameter: torch.Tensor) -> int:
 
 
 def _shard_dimension(parameter: DTensor) -> int:
-    """Return the dimension of the mesh that shards: the last one; replicas are along the one before it."""
-    return parameter.device_mesh.ndim - 1
+    """Return the dimension of the mesh that FSDP2 shards over: replicas are before it, tensor parallelism after it."""
+    return parameter.device_mesh.ndim - (2 if _is_tensor_parallel(parameter) else 1)
 
 
-def _local_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return the rows of this rank's shard, divided as by `torch.chunk`, like FSDP2's."""
-    rows, rank = parameter.shape[0], parameter.device_mesh.get_local_rank(_shard_dimension(parameter))
-    share = -(-rows // num_shards(parameter))
-    return min(rank * share, rows), min((rank + 1) * share, rows)
+def _is_tensor_parallel(parameter: DTensor) -> bool:
+    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _local_part(parameter: DTensor) -> tuple[range, range | None]:
+    """Return the rows and columns of this rank's shard; None for all columns.
+
+    Tensor parallelism divides rows or columns, then FSDP2 divides the rows.
+    """
+    mesh, rows, columns = parameter.device_mesh, range(parameter.shape[0]), None
+    if _is_tensor_parallel(parameter):
+        placement, rank, size = parameter.placements[-1], mesh.get_local_rank("tensor"), mesh.size(mesh.ndim - 1)
+        if placement.is_shard(0):
+            rows = _chunk(rows, rank, size)
+        elif placement.is_shard(1):
+            columns = _chunk(range(parameter.shape[1]), rank, size)
+    dimension = _shard_dimension(parameter)
+    return _chunk(rows, mesh.get_local_rank(dimension), mesh.size(dimension)), columns
+
+
+def _chunk(whole: range, rank: int, size: int) -> range:
+    """Return a rank's part, as `torch.chunk` divides."""
+    share = -(-len(whole) // size)
+    return whole[min(rank * share, len(whole)) : min((rank + 1) * share, len(whole))]

@@ -1,0 +1,166 @@
+"""Tensor parallelism: the ranks of a group divide the matrices of each decoder layer, and the tokens of each pack.
+
+Between matrices, a rank has its part of each pack's tokens, as with context parallelism: embedding, norms, residuals,
+output projection and loss are computed token by token. Before attention and before the feed-forward layer, an
+all-gather gives it all tokens, for its share of the heads and of the inner dimension; after them a reduce-scatter sums
+the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022). So attention kernels see whole packs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import AttentionInterface
+
+from ftkit.errors import TrainingError
+from ftkit.families import MEASURED
+from ftkit.train.model.attention import implementation_of, masked_attention, refuse_changed_scores
+from ftkit.train.private_apis import FSDP2_SETS_DIVISORS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig
+
+    from ftkit.train.model.attention import Kernel
+
+_NAME = "ftkit_whole_packs"
+"""transformers' name of attention by SDPA that finds documents by `cu_seqlens`."""
+_TOKENS = Shard(1)
+"""Layout of hidden states, [B, T, H], between matrices."""
+
+
+def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
+    """Check that the decoder layers of a model can be divided among `size` ranks.
+
+    Raises:
+        TrainingError: they can't, or this version of torch can't train them.
+    """
+    numbers = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "numbers of its feed-forward layers": config.intermediate_size,
+    }
+    undivided = next((f"its {number:,} {name}" for name, number in numbers.items() if number % size), None)
+    if config.model_type not in MEASURED:
+        reason = f"ftkit divides the layers of {', '.join(MEASURED)}"
+    elif undivided:
+        reason = f"{undivided} can't be divided among {size} GPUs"
+    elif kernel not in {"flash4", "sdpa"}:
+        reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
+    elif not FSDP2_SETS_DIVISORS:
+        reason = f"torch {torch.__version__} can't combine it with FSDP2, versions from 2.9 on can"
+    else:
+        return
+    raise TrainingError(
+        f"training.tensor_parallel={size} can't train a '{config.model_type}': {reason}",
+        fix="leave training.tensor_parallel out, or choose a divisor of these numbers",
+    )
+
+
+def whole_pack_attention(kernel: Kernel) -> str:
+    """Register attention over whole packs with transformers, whose own masks are for a rank's tokens; return its name.
+
+    The heads are those of this rank.
+    """
+    if kernel == "flash4":
+        return implementation_of(kernel)
+    AttentionInterface.register(_NAME, _attention)
+    return _NAME
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within documents.
+
+    Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
+    """
+    refuse_changed_scores(module, others)
+    del attention_mask
+    batch, _, length, width = query.shape
+    flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
+    output = masked_attention(*flat, cu_seq_lens_q, scaling if scaling is not None else 1 / math.sqrt(width), sliding_window)
+    return output.view(batch, length, -1, width), None
+
+
+def divide_layers(layers: nn.ModuleList, config: PretrainedConfig, mesh: DeviceMesh) -> None:
+    """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
+
+    Parameters may be on the meta device. Norms are whole on each rank, and their gradients are summed over the ranks;
+    OLMo 3's norms of all heads are divided with the heads.
+    """
+    for layer in layers:
+        norms = {name: SequenceParallel(use_local_output=True) for name, module in layer.named_children() if _is_norm(module)}
+        parallelize_module(layer, mesh, norms | _attention_styles(config.model_type) | _MLP)
+
+
+_GATHERED = {"hidden_states": _TOKENS}, {"hidden_states": Replicate()}
+_SUMMED = RowwiseParallel(output_layouts=_TOKENS)
+_MLP: dict[str, ParallelStyle] = {
+    "mlp": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": _SUMMED,
+}
+
+
+def _attention_styles(family: str) -> dict[str, ParallelStyle]:
+    """Return the styles of attention by the modules' names, including its norms of queries and keys."""
+    norms: dict[str, ParallelStyle] = {
+        "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, T, heads, D]
+        "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # [B, heads, T, D]
+        "olmo3": _DividedNorm(),
+    }
+    given, gathered = _GATHERED
+    return {
+        "self_attn": PrepareModuleInput(input_kwarg_layouts=given, desired_input_kwarg_layouts=gathered),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **({f"self_attn.{name}_norm": norms[family] for name in "qk"} if family in norms else {}),
+        "self_attn.o_proj": _SUMMED,
+    }
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
+
+
+class _DividedNorm(ParallelStyle):
+    """An RMS norm over all heads, of which each rank has some: the mean square is summed over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._divide, self._as_part, self._as_local)
+
+    @staticmethod
+    def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = module.weight
+        divided = distribute_tensor(weight, mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(divided, requires_grad=weight.requires_grad))
+
+    @staticmethod
+    def _as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
+
+    @staticmethod
+    def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> torch.Tensor:
+        return output.redistribute(placements=[Shard(2)]).to_local()
