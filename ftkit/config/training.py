@@ -87,6 +87,10 @@ class TrainingSpec(Spec):
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
     They exchange tokens for heads around attention, so it must divide the attention heads."""
+    tensor_parallel: PositiveInt = 1
+    """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
+    (llama, qwen3, gemma3_text, olmo3; method full, engine fsdp2). It must divide the attention heads, the key-value
+    heads, and the intermediate size."""
     engine: EngineChoice = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
@@ -195,6 +199,11 @@ class TrainingSpec(Spec):
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
+    def gpus_per_pack(self) -> int:
+        """GPUs that divide the tokens of each pack."""
+        return self.context_parallel * self.tensor_parallel
+
+    @property
     def quantization(self) -> Quantization:
         """How frozen linear layers of decoder layers are stored, if not in the compute precision."""
         if self.method == "qlora":
@@ -219,6 +228,7 @@ class TrainingSpec(Spec):
             "sync_gradients": self.sync_gradients == "last_micro_batch",
             "collectives": self.collectives == "copy_engine",
             "context_parallel": self.context_parallel > 1,
+            "tensor_parallel": self.tensor_parallel > 1,
         }
         return tuple(setting for setting, is_needed in needed.items() if is_needed)
 
@@ -265,6 +275,29 @@ class TrainingSpec(Spec):
             )
         if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
             raise ValueError(f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_divided_as_fsdp2_shards_them(self) -> Self:
+        if self.tensor_parallel == 1:
+            return self
+        if self.sequence_length % self.tensor_parallel:
+            raise ValueError(
+                f"sequence_length {self.sequence_length} can't be divided evenly among tensor_parallel "
+                f"{self.tensor_parallel} GPUs"
+            )
+        unsupported = {
+            "method": self.method != "full",
+            "precision": self.precision == "fp8",
+            "context_parallel": self.context_parallel > 1,
+            "optimizer": self.optimizer == "adamw8bit",
+            "offload": self.offload != "none",
+            "shard_degree": self.shard_degree != "auto",
+            "collectives": self.collectives == "copy_engine",
+            "attention": self.attention in {"flex", "eager"},
+        }
+        if wrong := next((key for key, is_so in unsupported.items() if is_so), None):
+            raise ValueError(f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet: leave one of them out")
         return self
 
     @model_validator(mode="after")

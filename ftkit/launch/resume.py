@@ -55,6 +55,7 @@ _HARMLESS = (
             "micro_batch_size",
             "on_nonfinite",
             "reshard_after_forward",
+            "tensor_parallel",
         )
     ),
 )

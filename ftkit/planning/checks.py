@@ -43,6 +43,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
         *check_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
+        *_tensor_parallel(recipe, shape, processes_per_node),
         *_shard_degree(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
@@ -84,11 +85,11 @@ def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
 def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     training = recipe.training
     micro = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
-    num = max(1, world_size // training.context_parallel)
+    num = max(1, world_size // training.gpus_per_pack)
     at_once = micro * num
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
-    owners = f"{num} {'processes' if training.context_parallel == 1 else 'groups of processes'}"
+    owners = f"{num} {'processes' if training.gpus_per_pack == 1 else 'groups of processes'}"
     up = -(-training.global_batch_size // at_once) * at_once
     down = up - at_once
     yield Problem(
@@ -109,15 +110,50 @@ def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int
     if size == 1:
         return
     where, key = f"recipe {recipe.name}", "training.context_parallel"
-    if per_node % size:
-        yield Problem(
-            where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
-            f"Take a divisor of {per_node}, or another --gpus-per-node.",
-        )  # fmt: skip
+    yield from _groups(recipe, key, size, per_node)
     if heads % size:
         yield Problem(
             where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
             f"Take a divisor of {heads}.",
+        )  # fmt: skip
+
+
+def _tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
+    size = recipe.training.tensor_parallel
+    if size == 1:
+        return
+    where, key = f"recipe {recipe.name}", "training.tensor_parallel"
+    yield from _groups(recipe, key, size, per_node)
+    if shape.family not in MEASURED:
+        yield Problem(
+            where, key, f"the layers of a '{shape.family}' can't be divided, only those of {', '.join(MEASURED)}.",
+            "Leave it out.",
+        )  # fmt: skip
+        return
+    divided = {
+        "attention heads": shape.num_attention_heads,
+        "key-value heads": shape.num_key_value_heads,
+        "numbers of the model's feed-forward layers": shape.intermediate_size,
+    }
+    for name, number in divided.items():
+        if number % size:
+            yield Problem(
+                where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Take a divisor of {number:,}."
+            )
+    if recipe.evaluation.completions is not None:
+        yield Problem(
+            where, key, "a model that is divided computes losses, but can't generate for the evaluation.",
+            "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
+        )  # fmt: skip
+
+
+def _groups(recipe: RecipeSpec, key: str, size: int, per_node: int) -> Iterator[Problem]:
+    """Yield problems of GPUs that divide packs."""
+    where = f"recipe {recipe.name}"
+    if per_node % size:
+        yield Problem(
+            where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
+            f"Take a divisor of {per_node}, or another --gpus-per-node.",
         )  # fmt: skip
     if recipe.data.packing == "off":
         yield Problem(

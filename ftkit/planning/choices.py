@@ -53,6 +53,7 @@ class EnginePlan:
         """Return the plan with how a setup shards, and why."""
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
+            f"layers are divided among {setup.training.tensor_parallel} GPUs": setup.training.tensor_parallel > 1,
             "layers stay unsharded": setup.keeps_weights,
             "gradients are reduced once a step": setup.defers_sync,
         }
@@ -128,7 +129,7 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
     replicas = [1]
     if training.shard_degree != "auto":
         replicas = [num_processes // training.shard_degree]
-    elif has_network:
+    elif has_network and training.tensor_parallel == 1:
         replicas = [num for num in range(1, setup.num_nodes + 1) if setup.num_nodes % num == 0 and num < num_processes]
     keeps = {"always": (False,), "never": (True,), "auto": (True, False) if is_known else (False,)}
     defers = {"every_micro_batch": (False,), "last_micro_batch": (True,), "auto": (False, True)[: 1 + has_network]}
@@ -250,5 +251,5 @@ def micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
     """Return the micro-batches that divide the global batch, smallest first."""
     training = setup.training
     per_process = training.global_batch_size // setup.num_data_ranks
-    most = max(1, min(per_process, most_tokens * training.context_parallel // training.sequence_length))
+    most = max(1, min(per_process, most_tokens * training.gpus_per_pack // training.sequence_length))
     return [size for size in range(1, most + 1) if per_process % size == 0]

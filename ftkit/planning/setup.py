@@ -120,13 +120,18 @@ class Setup:
 
     @property
     def num_data_ranks(self) -> int:
-        """Groups of processes with different packs: context parallelism divides a pack within a group."""
-        return self.num_processes // self.training.context_parallel
+        """Groups of processes with different packs: a pack is divided within a group."""
+        return self.num_processes // self.training.gpus_per_pack
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one process."""
-        return self.training.micro_batch_size * self.training.sequence_length // self.training.context_parallel
+        return self.training.micro_batch_size * self.training.sequence_length // self.training.gpus_per_pack
+
+    @property
+    def num_layer_shards(self) -> int:
+        """Processes that a layer's matrices are sharded over, after tensor parallelism has divided them."""
+        return self.num_shards // self.training.tensor_parallel
 
     def with_training(self, **changes: Any) -> Setup:
         """Return the setup with some fields of `training` changed."""

@@ -148,7 +148,7 @@ class _Run:
         yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
         yield self._more_nodes()
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
-        yield [{"method": value} for value in lighter]
+        yield [{"method": value} for value in lighter if training.tensor_parallel == 1]
 
     def _checkpointing(self) -> list[Change]:
         training = self.training
@@ -173,6 +173,8 @@ class _Run:
         of adapters are too small to matter.
         """
         training = self.training
+        if training.tensor_parallel > 1:
+            return []
         stays = training.optimizer == "adamw" and training.offload == "none"
         does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
         stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]

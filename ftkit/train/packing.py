@@ -64,9 +64,9 @@ def choose_packing(
         if packed is not None and reason is None:
             return PackingChoice(is_packed=True, reason=None, probe=packed)
     if world.context.size > 1:
+        key = "context_parallel" if world.tensor_mesh is None else "tensor_parallel"
         raise TrainingError(
-            f"training.context_parallel={world.context.size} needs packs, but this model is trained on padded rows: "
-            f"{reason}",
-            fix="leave training.context_parallel out, or choose another model",
+            f"training.{key}={world.context.size} needs packs, but this model is trained on padded rows: {reason}",
+            fix=f"leave training.{key} out, or choose another model",
         )
     return PackingChoice(is_packed=False, reason=reason, probe=probe(is_packed=False))

@@ -44,6 +44,7 @@ from ftkit.train.distributed.checks import (
     verify_targets,
 )
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import Outcome, TrainingLoop
 from ftkit.train.memory.oom import out_of_memory_explained
@@ -63,10 +64,13 @@ from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
-from ftkit.train.world import World
+from ftkit.train.world import World, with_tensor_parallel
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from ftkit.train.engine import Engine
+    from ftkit.train.model.attention import Kernel
 
 log = logging.getLogger(__name__)
 
@@ -223,12 +227,7 @@ class Trainer:
         generation = Generation.of(self.tokenizer, folder)
         kernel, reason = choose_kernel(recipe.training, config.text, self.world)
         log.info("attention: %s (%s)", kernel, reason)
-        implementation = implementation_of(kernel)
-        if self.world.context.size > 1:
-            check_context_parallel(config.text, kernel, self.world.context.size)
-            implementation = context_parallel_attention(kernel, self.world.context)
-            log.info("context parallelism: %d GPUs divide the tokens of a pack", self.world.context.size)
-        model = build_empty(config.text, implementation)
+        model = build_empty(config.text, self._attention(config.text, kernel))
         check_positions(model, recipe.model.architecture)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
@@ -266,6 +265,19 @@ class Trainer:
             ShardingOptions(reshard_after_forward=not engine.keeps_weights, defer_sync=engine.defers_sync),
         )
         return made, built
+
+    def _attention(self, config: PretrainedConfig, kernel: Kernel) -> str:
+        """Return transformers' name of the attention, over the tokens of all ranks that divide a pack."""
+        context, tensor_parallel = self.world.context, self.world.tensor_parallel
+        if tensor_parallel > 1:
+            check_tensor_parallel(config, kernel, tensor_parallel)
+            log.info("tensor parallelism: %d GPUs divide each layer, and the tokens of a pack", tensor_parallel)
+            return whole_pack_attention(kernel)
+        if context.size > 1:
+            check_context_parallel(config, kernel, context.size)
+            log.info("context parallelism: %d GPUs divide the tokens of a pack", context.size)
+            return context_parallel_attention(kernel, context)
+        return implementation_of(kernel)
 
     def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
         """Run the checks before step 1; return whether documents are trained in packs."""
@@ -330,6 +342,7 @@ def run_training(plan: RunPlan, world: World) -> None:
         DataError: the data is not prepared.
         PrerequisiteError: a package, or a tracker's key or address, is missing.
     """
+    world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
     data = PreparedData(plan.data_directory)
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)

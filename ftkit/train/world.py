@@ -149,16 +149,13 @@ class World:
 
 
 @contextmanager
-def init_world(
-    placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1, tensor_parallel: int = 1
-) -> Iterator[World]:
+def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Args:
         placement: where the processes are.
         context_parallel: processes that divide the tokens of a pack; a divisor of all.
         num_replicas: copies of the model, each on neighboring processes; a divisor of all.
-        tensor_parallel: processes that divide the matrices of decoder layers; not with either of the others.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.
@@ -182,8 +179,7 @@ def init_world(
         shape, names = tuple(dimensions.values()), tuple(dimensions)
         mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (device.type, "cpu"))
         context = _context_group(device, size, context_parallel)
-        world = World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
-        yield with_tensor_parallel(world, tensor_parallel)
+        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
     finally:
         dist.destroy_process_group()
 

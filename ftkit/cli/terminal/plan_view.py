@@ -124,9 +124,9 @@ def describe_placement(plan: JobPlan) -> str:
 
 def _batch(plan: RunPlan) -> str:
     batch = plan.batch
-    context = plan.recipe.training.context_parallel
-    num = plan.placement.world_size // context
-    owners = plural(num, "process") if context == 1 else f"{plural(num, 'group')} of {context} processes"
+    together = plan.recipe.training.gpus_per_pack
+    num = plan.placement.world_size // together
+    owners = plural(num, "process") if together == 1 else f"{plural(num, 'group')} of {together} processes"
     return (
         f"{plural(batch.micro_batch_size, 'pack')} × {owners} × "
         f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "

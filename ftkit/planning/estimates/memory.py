@@ -94,7 +94,10 @@ class _Sizes:
 
     def __init__(self, setup: Setup) -> None:
         shape, training = setup.shape, setup.training
-        self.keeps_weights, self.defers_sync = setup.keeps_weights, setup.defers_sync
+        self.divided = setup.training.tensor_parallel
+        # A layer that is divided among all GPUs stays as it is.
+        self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.divided
+        self.defers_sync = setup.defers_sync
         self.shape, self.training, self.num_shards, self.engine = shape, training, setup.num_shards, setup.engine
         self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
         self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
@@ -138,13 +141,15 @@ class _Sizes:
         adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
         saved = self._saved_by_quantization() / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
-        return self.width * self.counts.largest_layer + adapter_width * adapters - saved
+        return self.width * self.counts.largest_layer / self.divided + adapter_width * adapters - saved
 
     def around(self) -> float:
         return self.width * self.counts.around
 
     def trained_layer(self) -> float:
-        return self.trained / self.shape.num_hidden_layers if self.training.adapters else self.counts.largest_layer
+        if self.training.adapters:
+            return self.trained / self.shape.num_hidden_layers
+        return self.counts.largest_layer / self.divided
 
     def trained_around(self) -> float:
         return self.counts.around if self.trains_table else 0
@@ -203,6 +208,8 @@ class _Sizes:
         size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
+        # The tokens of the other GPUs: inputs of attention and of the feed-forward layer, and an output to be summed.
+        size += 3 * (self.divided - 1) * self.width * self.shape.hidden_size
         return self.tokens * size
 
     def hidden(self) -> float:

@@ -169,7 +169,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
     if setup.engine == "zero3":
         gpu_seconds += ZERO3_EXPOSED * max(links, network)
-    elif setup.num_nodes > 1 or setup.training.collectives == "nccl":
+    elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
         gpu_seconds += NCCL_SLOWDOWN * links
     return {
         "gpu": gpu_seconds,
@@ -194,7 +194,8 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
     counts = method_counts(shape, training)
-    weights = CAST_BYTES * counts.trained + DEQUANTIZE_BYTES * counts.quantized
+    around, layers = _parts_of_weights(setup)
+    weights = CAST_BYTES * (around + layers) * counts.trained + DEQUANTIZE_BYTES * counts.quantized
     return tokens * seconds + weights / gpu.memory_bandwidth
 
 
@@ -230,13 +231,22 @@ def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float
     nodes = max(1, setup.num_nodes // setup.num_replicas)  # of a replica
     gradients = reduce_width(setup.training) * method_counts(setup.shape, setup.training).trained
     carried = _gathered_bytes(setup, is_last=is_last) + (gradients if is_last or not setup.defers_sync else 0)
-    links, network = (1 - 1 / setup.num_shards) * carried, (1 - 1 / nodes) * carried
+    around, layers = _parts_of_weights(setup)
+    received = (1 - 1 / setup.num_shards) * around + (1 - 1 / setup.num_layer_shards) * layers
+    links, network = received * carried, (1 - 1 / nodes) * carried
     if is_last and setup.num_nodes > nodes:
         network += 2 * (1 - nodes / setup.num_nodes) * gradients / nodes
     elif is_last:
         links += 2 * (1 - 1 / setup.num_replicas) * gradients / setup.num_shards
     between = 0.0 if setup.node_bandwidth is None else network / (NETWORK_EFFICIENCY * setup.node_bandwidth)
     return links / (NETWORK_EFFICIENCY * gpu.link_bandwidth), between
+
+
+def _parts_of_weights(setup: Setup) -> tuple[float, float]:
+    """Return the parts of all weights that a process computes with: around the layers, and in its part of these."""
+    counts = count_model(setup.shape)
+    around = counts.around / counts.total
+    return around, (1 - around) / setup.training.tensor_parallel
 
 
 def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
@@ -248,10 +258,14 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how long tokens are traded for heads: nothing else can be done meanwhile."""
+    """Return how long tokens are exchanged within layers: nothing else can be done meanwhile.
+
+    Context parallelism trades them for heads. Tensor parallelism gathers all tokens twice, and sums and scatters twice.
+    """
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, size)
-    moved = setup.tokens * heads * shape.head_dim * compute_width(training) * (size - 1) / size
+    numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
+    moved = setup.tokens * numbers * compute_width(training)
     passes = 2 if training.activation_checkpointing == "none" else 3
     return shape.num_hidden_layers * passes * moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
