@@ -297,7 +297,9 @@ class TrainingSpec(Spec):
             "attention": self.attention in {"flex", "eager"},
         }
         if wrong := next((key for key, is_so in unsupported.items() if is_so), None):
-            raise ValueError(f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet: leave one of them out")
+            raise ValueError(
+                f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet: leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.data.encoding import IGNORED
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import (
     ALL_PROJECTIONS,
@@ -33,10 +32,10 @@ from ftkit.config.training import (
     Precision,
     TrainingPlan,
 )
+from ftkit.data.encoding import IGNORED
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.job import PlacementPlan
-from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
@@ -54,6 +53,7 @@ from ftkit.train.world import World, init_world, with_tensor_parallel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.engine import Engine
 
 LENGTH, VOCABULARY, STEPS, ACCUMULATION = 24, 320, 3, 2

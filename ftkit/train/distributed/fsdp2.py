@@ -91,9 +91,7 @@ class Fsdp2Engine:
         hf_model = self.model.hf_model
         return collect_sharding_stats(
             hf_model,
-            lambda parameter: ParameterShard(
-                parameter.numel(), _local(parameter).numel(), self._even_share(parameter)
-            ),
+            lambda parameter: ParameterShard(parameter.numel(), _local(parameter).numel(), self._even_share(parameter)),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
             is_unsharded=self._is_unsharded,
@@ -278,7 +276,7 @@ def parallelize(
     complete_cpu_streams()
     layers = find_decoder_layers(hf_model)
     if world.tensor_mesh is not None:
-        divide_layers(layers, hf_model.config, world.tensor_mesh["tensor"])
+        divide_layers(layers, hf_model.config.model_type, world.tensor_mesh["tensor"])
     apply_activation_checkpointing(
         layers,
         training.activation_checkpointing,
@@ -305,7 +303,7 @@ def parallelize(
         fully_shard(layer, mesh=world.layer_mesh, reshard_after_forward=reshards, **options)
     sharded = fully_shard(model, mesh=world.mesh, **options)
     if world.tensor_parallel > 1:  # the rest is sharded over more ranks: gradients are divided by the same number
-        sharded.set_force_sum_reduction_for_comms(True)  # noqa: FBT003 - torch's other way is NCCL's alone
+        sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(world.num_layer_ranks)
     if collectives is not None:
         for module in (*layers, model):

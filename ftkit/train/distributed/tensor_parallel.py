@@ -3,7 +3,7 @@
 Between matrices, a rank has its part of each pack's tokens, as with context parallelism: embedding, norms, residuals,
 output projection and loss are computed token by token. Before attention and before the feed-forward layer, an
 all-gather gives it all tokens, for its share of the heads and of the inner dimension; after them a reduce-scatter sums
-the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022). So attention kernels see whole packs.
+the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022). Attention kernels see whole packs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _NAME = "ftkit_whole_packs"
 """transformers' name of attention by SDPA that finds documents by `cu_seqlens`."""
-_TOKENS = Shard(1)
+_TOKENS: Placement = Shard(1)
 """Layout of hidden states, [B, T, H], between matrices."""
 
 
@@ -80,7 +80,7 @@ def whole_pack_attention(kernel: Kernel) -> str:
     return _NAME
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 - the interface is transformers'
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -99,50 +99,50 @@ def _attention(
     refuse_changed_scores(module, others)
     del attention_mask
     batch, _, length, width = query.shape
-    flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
-    output = masked_attention(*flat, cu_seq_lens_q, scaling if scaling is not None else 1 / math.sqrt(width), sliding_window)
+    query, key, value = (each.transpose(1, 2).reshape(batch * length, -1, width) for each in (query, key, value))
+    scale = scaling if scaling is not None else 1 / math.sqrt(width)
+    output = masked_attention(query, key, value, cu_seq_lens_q, scale, sliding_window)
     return output.view(batch, length, -1, width), None
 
 
-def divide_layers(layers: nn.ModuleList, config: PretrainedConfig, mesh: DeviceMesh) -> None:
+def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh) -> None:
     """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
 
     Parameters may be on the meta device. Norms are whole on each rank, and their gradients are summed over the ranks;
     OLMo 3's norms of all heads are divided with the heads.
     """
     for layer in layers:
-        norms = {name: SequenceParallel(use_local_output=True) for name, module in layer.named_children() if _is_norm(module)}
-        parallelize_module(layer, mesh, norms | _attention_styles(config.model_type) | _MLP)
-
-
-_GATHERED = {"hidden_states": _TOKENS}, {"hidden_states": Replicate()}
-_SUMMED = RowwiseParallel(output_layouts=_TOKENS)
-_MLP: dict[str, ParallelStyle] = {
-    "mlp": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": _SUMMED,
-}
+        names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
+        norms = dict.fromkeys(names, SequenceParallel(use_local_output=True))
+        parallelize_module(layer, mesh, norms | _attention_styles(family) | _mlp_styles())
 
 
 def _attention_styles(family: str) -> dict[str, ParallelStyle]:
-    """Return the styles of attention by the modules' names, including its norms of queries and keys."""
+    """Return the styles of attention by the modules' names, with those of its norms of queries and keys."""
     norms: dict[str, ParallelStyle] = {
-        "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, T, heads, D]
-        "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # [B, heads, T, D]
+        "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, heads, D]
+        "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # of [B, heads, T, D]
         "olmo3": _DividedNorm(),
     }
-    given, gathered = _GATHERED
+    gathered = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": _TOKENS}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    )
     return {
-        "self_attn": PrepareModuleInput(input_kwarg_layouts=given, desired_input_kwarg_layouts=gathered),
+        "self_attn": gathered,
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
         **({f"self_attn.{name}_norm": norms[family] for name in "qk"} if family in norms else {}),
-        "self_attn.o_proj": _SUMMED,
+        "self_attn.o_proj": RowwiseParallel(output_layouts=_TOKENS),
     }
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Norm")
+def _mlp_styles() -> dict[str, ParallelStyle]:
+    """Return the styles of the feed-forward layer by the modules' names."""
+    return {
+        "mlp": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=_TOKENS),
+    }
 
 
 class _DividedNorm(ParallelStyle):
@@ -153,14 +153,14 @@ class _DividedNorm(ParallelStyle):
 
     @staticmethod
     def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        weight = module.weight
+        weight = module.get_parameter("weight")
         divided = distribute_tensor(weight, mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(divided, requires_grad=weight.requires_grad))
 
     @staticmethod
-    def _as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> DTensor:
+    def _as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> Any:
         return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
 
     @staticmethod
-    def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> torch.Tensor:
+    def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
         return output.redistribute(placements=[Shard(2)]).to_local()

@@ -43,7 +43,12 @@ class HostSnapshot:
         if isinstance(value, DTensor):
             local = self._copy(value.to_local(), path)
             return DTensor.from_local(
-                local, self._meshes[value.device_mesh], value.placements, run_check=False, shape=value.shape, stride=value.stride()
+                local,
+                self._meshes[value.device_mesh],
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
             )
         if isinstance(value, torch.Tensor):
             return self._buffer(value, path).copy_(value, non_blocking=True)

@@ -407,6 +407,58 @@ def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
     assert "context_parallel" in problems(demo("training.context_parallel=2", "training.engine=zero3"), on_gpus(2))
 
 
+def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forward_layers() -> None:
+    one, alone = "training.micro_batch_size=1", "evaluation.sql_execution=null"
+    divided = plan(demo("training.tensor_parallel=2", one, alone), on_gpus(4))
+    assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
+    assert (divided.engine.name, "layers are divided among 2 GPUs" in divided.engine.reason) == ("fsdp2", True)
+    whole = plan(demo(one, alone), on_gpus(4))
+    assert divided.memory.activations < whole.memory.activations
+    assert divided.memory.parameters == whole.memory.parameters
+    for words, problem in {
+        ("training.tensor_parallel=8", alone): "4 GPUs of a node can't be divided into groups of 8",
+        ("training.tensor_parallel=4", "model.architecture.num_key_value_heads=2", alone): "2 key-value heads can't be",
+        ("training.tensor_parallel=2", alone, "data.packing=off"): "data.packing is 'off'",
+        ("training.tensor_parallel=2", alone, "training.engine=zero3"): "not supported by engine 'zero3'",
+        ("training.tensor_parallel=2",): "can't generate for the evaluation",
+        (
+            "training.tensor_parallel=2",
+            alone,
+            "model.architecture.family=qwen2",
+        ): "layers of a 'qwen2' can't be divided",
+    }.items():
+        assert problem in problems(demo(*words), on_gpus(4))
+    for other in ("method=lora", "context_parallel=2", "offload=optimizer", "optimizer=adamw8bit", "shard_degree=2"):
+        with pytest.raises(ConfigError, match=f"tensor_parallel does not support {other.partition('=')[0]}"):
+            demo("training.tensor_parallel=2", f"training.{other}")
+    with pytest.raises(ConfigError, match="can't be divided evenly among tensor_parallel 2"):
+        demo("training.tensor_parallel=2", "training.sequence_length=511")
+
+
+def test_divided_layers_take_less_memory_and_exchange_tokens_in_proportion_to_their_gpus() -> None:
+    words = ("model.architecture=llama3-8b", "training.sequence_length=8192", "evaluation.sql_execution=null")
+    setups = [
+        plan(
+            demo(
+                *words,
+                f"training.tensor_parallel={size}",
+                "training.micro_batch_size=1",
+                "training.global_batch_size=8",
+            ),
+            on_gpus(8),
+        )
+        for size in (1, 2, 8)
+    ]
+    communication, activations = (
+        [getattr(each.memory, part) for each in setups] for part in ("communication", "activations")
+    )
+    assert communication == sorted(communication, reverse=True)
+    assert activations == sorted(activations, reverse=True)
+    seconds = [each.speed.step_seconds for each in setups if each.speed is not None]
+    assert len(seconds) == 3
+    assert seconds == sorted(seconds)
+
+
 def test_copy_engines_need_several_gpus_of_one_node() -> None:
     recipe = demo("training.collectives=copy_engine")
     assert "this run has 1 x 2 processes with device 'cpu'" in problems(recipe)
