@@ -94,6 +94,12 @@ class World:
         """The processes that FSDP2 shards a decoder layer over: with tensor parallelism, this process's part of it."""
         return self.mesh if self.tensor_mesh is None else self.tensor_mesh["shard"]
 
+    def on_host(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh with the same processes, for tensors in host memory."""
+        if self.host_tensor_mesh is not None and mesh == self.tensor_mesh:
+            return self.host_tensor_mesh
+        return self.host_mesh
+
     @property
     def tensor_parallel(self) -> int:
         """Number of processes that divide the matrices of decoder layers."""

@@ -22,9 +22,7 @@ class HostSnapshot:
     """
 
     def __init__(self, world: World) -> None:
-        self._meshes = {world.mesh: world.host_mesh}
-        if world.tensor_mesh is not None and world.host_tensor_mesh is not None:
-            self._meshes[world.tensor_mesh] = world.host_tensor_mesh
+        self._world = world
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -44,7 +42,7 @@ class HostSnapshot:
             local = self._copy(value.to_local(), path)
             return DTensor.from_local(
                 local,
-                self._meshes[value.device_mesh],
+                self._world.on_host(value.device_mesh),
                 value.placements,
                 run_check=False,
                 shape=value.shape,
