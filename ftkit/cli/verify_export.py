@@ -41,10 +41,13 @@ def command(folder: Path, *, engine: EngineName, as_json: bool) -> None:
     """
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
     silence_torchao()
+    from transformers.utils import logging
+
     from ftkit.evaluate.source import ModelFolder
     from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
     from ftkit.evaluate.vllm import takes_vllm
 
+    logging.disable_progress_bar()
     terminal = Terminal()
     has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # an error before anything is loaded
     checks = verify_export(folder, terminal.say)

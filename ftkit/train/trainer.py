@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.config.execution import ParameterCounts
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.errors import TrainingError, one_line
+from ftkit.errors import FtkitError, TrainingError, one_line
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
@@ -174,11 +174,13 @@ class Trainer:
         self._stage("exporting the model")
         try:
             export(engine, parts, self.plan.layout, step, self.world)
-        except Exception as error:  # the disk, a library, or the model's own code
+        except (OSError, FtkitError) as error:  # others are defects, or tell of another rank
+            where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
             raise TrainingError(
-                f"training is complete, but the export failed: {one_line(error)}",
+                f"training is complete, but the export failed: {one_line(error)}{where}",
                 meaning=f"nothing trained is lost: the checkpoint of step {step} is complete",
-                fix=f"once the cause is gone, export it without training: ftkit export {self.plan.id} --step {step}",
+                fix=f"once the cause is gone: ftkit export {self.plan.id} --step {step}, or ftkit resume "
+                f"{self.plan.id}, which exports it without training",
             ) from error
 
     def _rank_times(self, engine: Engine) -> RankTimes:

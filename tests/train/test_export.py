@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ftkit.train.world import World
+
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 
 
@@ -156,3 +158,21 @@ def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
     assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
     with pytest.raises(NotFoundError, match="its steps: 3;"):
         choose_checkpoint(run.layout, "2")
+
+
+def test_a_failed_export_after_training_names_the_checkpoint_and_the_command_that_exports_it(
+    make_run: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run("not-exported", "training.max_steps=1", "evaluation.sql_execution=null", processes=1)
+
+    def fail(*_: object) -> None:
+        raise FileExistsError(17, "File exists", "export")
+
+    monkeypatch.setattr("ftkit.train.trainer.export", fail)
+    with pytest.raises(TrainingError, match="training is complete, but the export failed") as caught:
+        run.train_here(world)
+    assert "the checkpoint of step 1 is complete" in caught.value.meaning
+    assert f"ftkit export {run.plan.id} --step 1" in caught.value.fix
+    assert caught.value.can_resume
+    assert [step for step, _ in run.layout.list_checkpoints()] == [1]
+    assert not run.layout.export.exists()
