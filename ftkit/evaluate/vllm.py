@@ -124,7 +124,13 @@ class VllmModel:
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
-        outputs = self.engine.generate(given, params, use_tqdm=False, lora_request=self.adapter)
+        # With adapters, vLLM 0.32 takes the tokens of several prompts for those of one, and fails.
+        batches = [[each] for each in given] if self.adapter else [given]
+        outputs = [
+            output
+            for batch in batches
+            for output in self.engine.generate(batch, params, use_tqdm=False, lora_request=self.adapter)
+        ]
         sums = []
         for document, output in zip(documents, outputs, strict=True):
             flat = output.prompt_logprobs
