@@ -261,8 +261,8 @@ def _as_stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors in the layout of files on the hub, one decoder layer at a time.
 
-    The tensors of a layer are computed in parallel, each by one thread. Several threads for each operation take three
-    times as long in all: the operations are short, and threads spin while they wait for each other.
+    The tensors of a layer are computed in parallel, each by one thread. The operations are short: on a loaded
+    machine, several threads for each of them spend most of their time waiting for each other.
     """
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
