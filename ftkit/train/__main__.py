@@ -20,7 +20,6 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
-from ftkit.train.forked import begin_session, is_forked
 from ftkit.train.launcher import follow_launcher
 from ftkit.train.quiet import silence_torchao
 
@@ -31,8 +30,6 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run this rank; write its error next to its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
-    if is_forked():
-        begin_session(rank)
     at_end = ExitStack()  # closed by whichever comes first: the end of training, or torchrun's SIGTERM
     follow_launcher(at_end.close)
     _start_logs(layout, rank)
@@ -126,5 +123,4 @@ if __name__ == "__main__":
     sys.stdout.flush()
     # Only exit handlers of the interpreter and of libraries would follow; gloo's threads can abort in them, and turn a
     # success into a failure.
-    if code or not is_forked():  # torchrun waits for a forked rank's return, after which it ends in the same way
-        os._exit(code)
+    os._exit(code)

@@ -64,14 +64,9 @@ def main(arguments: list[str]) -> int:
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
     _stage_weights(layout)
     # After the mask: their threads inherit it.
-    from ftkit.train.forked import fork_trainer  # noqa: PLC0415
-
-    arguments = fork_trainer(arguments)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
-    # It logs a traceback of torchrun's own for each failed rank; the error below says which one failed.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         torchrun(arguments)
     except ChildFailedError as error:

@@ -148,8 +148,8 @@ class SlurmRun(Run):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 if str(self.folder / "plan.json").encode() not in words or b"bash" in words[0] or b"srun" in words[0]:
                     continue
-                rank = (entry / "comm").read_text().strip().partition("ftkit rank ")[2]  # of a forked one
-                if not rank and b"ftkit.train.launcher" not in words:
+                rank = ""
+                if b"ftkit.train.launcher" not in words:
                     variables = (entry / "environ").read_bytes().split(b"\0")
                     rank = next(each[5:].decode() for each in variables if each.startswith(b"RANK="))
                 if (kind == "rank") == bool(rank):
