@@ -37,7 +37,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
     with SlurmSite(asked.nodes, asked.steps) as site:
-        campaign = Campaign(site, random.Random(seed), asked.faults, time.monotonic() + 60 * asked.minutes)
+        campaign = Campaign(site, random.Random(seed), asked.faults, asked.minutes * 60 + time.monotonic())
         try:
             campaign.run(asked.only)
         finally:
