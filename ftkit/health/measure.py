@@ -11,6 +11,7 @@ import re
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -112,7 +113,8 @@ class DeviceProcesses:
             self._start()
         deadline = time.monotonic() + timeout
         for (_, connection), question in zip(self._running, questions, strict=True):
-            connection.send(question)
+            with suppress(BrokenPipeError):  # it died: there will be no answer
+                connection.send(question)
         answers = []
         for index, (_, connection) in enumerate(self._running):
             answer = _receive(connection, index, deadline)
@@ -137,7 +139,7 @@ def _receive(connection: Connection, index: int, deadline: float) -> Any:
     try:
         if connection.poll(max(0.0, deadline - time.monotonic())):
             return connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return f"process {index} died"
     return f"process {index} did not answer in time"
 
@@ -159,17 +161,15 @@ def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
         # NCCL reads these once, on first use. A level that the site or the user has set stays.
         os.environ.setdefault("NCCL_DEBUG", "INFO")
         os.environ.setdefault("NCCL_DEBUG_FILE", f"{logs}/%h.%p")
-        if device == "cpu":
-            os.environ["OMP_NUM_THREADS"] = "1"
-        else:
-            import torch  # noqa: PLC0415
-
-            torch.cuda.set_device(index)
+        failure = _select_device(device, index)
         while True:
             try:
                 question = connection.recv()
             except EOFError:
                 return
+            if failure is not None:
+                connection.send(failure)
+                continue
             try:
                 if question[0] == "rates":
                     connection.send(_measure_rates(device, is_short=question[1]))
@@ -177,6 +177,21 @@ def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
                     connection.send(_measure_collectives(device, question[1], question[2], Path(logs)))
             except Exception as error:  # noqa: BLE001 - any exception of torch, CUDA or NCCL is a finding
                 connection.send(f"{type(error).__name__}: {one_line(error)}")
+
+
+def _select_device(device: MeasuredDevice, index: int) -> str | None:
+    """Make a device this process's; return the reason if it can't be used."""
+    if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
+        return None
+    try:
+        import torch  # noqa: PLC0415
+
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(index)
+    except Exception as error:  # noqa: BLE001 - a torch without CUDA, a missing or old driver, a broken GPU
+        return f"torch can't use GPU {index}: {type(error).__name__}: {one_line(error)}"
+    return None
 
 
 def _seconds(function: Any, device: MeasuredDevice, repeats: int) -> float:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.errors import PrerequisiteError
 from ftkit.evaluate.devices import place, split_layers, weight_bytes
+from ftkit.health.measure import DeviceProcesses, MeasureError
 
 pytestmark = pytest.mark.train
 
@@ -61,3 +62,13 @@ def test_hooks_between_devices_do_not_change_generation(monkeypatch: pytest.Monk
     place(model, [torch.device("cuda", number) for number in range(2)])
     assert any(hasattr(module, "_hf_hook") for module in model.modules())
     assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has GPUs here")
+def test_the_checks_of_a_node_say_why_torch_cannot_use_its_gpus() -> None:
+    processes = DeviceProcesses("cuda", 1)
+    try:
+        with pytest.raises(MeasureError, match=r"torch can't use GPU 0: .*(CUDA|NVIDIA)"):
+            processes.rates(is_short=True)
+    finally:
+        processes.close()
