@@ -22,6 +22,16 @@ ZERO3_BUCKET: Final = 10**8
 """Gradient elements per ZeRO-3 reduce bucket. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 
 
+def indivisible_sizes(num_heads: int, num_key_value_heads: int, intermediate_size: int, parts: int) -> dict[str, int]:
+    """Return the sizes of a decoder layer, by name, that tensor parallelism can't divide into equal parts."""
+    sizes = {
+        "attention heads": num_heads,
+        "key-value heads": num_key_value_heads,
+        "intermediate dimensions": intermediate_size,
+    }
+    return {name: size for name, size in sizes.items() if size % parts}
+
+
 def logits_rows(num_targets: int, vocabulary: int) -> int:
     """Return the tokens per chunk of the loss: equal chunks, as close to `CHUNK_LOGITS` as possible."""
     num_chunks = max(1, round(num_targets * vocabulary / CHUNK_LOGITS))

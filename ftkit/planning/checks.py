@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
+from ftkit.config.execution import indivisible_sizes
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
@@ -130,16 +131,11 @@ def _tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int)
             "Leave it out.",
         )  # fmt: skip
         return
-    divided = {
-        "attention heads": shape.num_attention_heads,
-        "key-value heads": shape.num_key_value_heads,
-        "numbers of the model's feed-forward layers": shape.intermediate_size,
-    }
-    for name, number in divided.items():
-        if number % size:
-            yield Problem(
-                where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Take a divisor of {number:,}."
-            )
+    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
+    for name, number in indivisible_sizes(*sizes, size).items():
+        yield Problem(
+            where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Take a divisor of {number:,}."
+        )
     if recipe.evaluation.completions is not None:
         yield Problem(
             where, key, "a model that is divided computes losses, but can't generate for the evaluation.",

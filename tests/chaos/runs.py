@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Run:
+class Run(ABC):
     """A run, given by its folder; subclasses know its processes.
 
     Attributes:
@@ -29,17 +30,17 @@ class Run:
     folder: Path
     num_steps: int
 
+    @abstractmethod
     def ranks(self) -> dict[str, int]:
         """Return the process ids of the ranks that are here, by rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether it has ended, and nothing will restart it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output(self) -> str:
         """Return the end of what it printed."""
-        raise NotImplementedError
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """Return its records of a kind; none while the file can't be read."""

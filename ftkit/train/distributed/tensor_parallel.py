@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AttentionInterface
 
+from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.train.model.attention import implementation_of, masked_attention, refuse_changed_scores
@@ -47,16 +48,13 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
     Raises:
         TrainingError: they can't, or this version of torch can't train them.
     """
-    numbers = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "numbers of its feed-forward layers": config.intermediate_size,
-    }
-    undivided = next((f"its {number:,} {name}" for name, number in numbers.items() if number % size), None)
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    indivisible = indivisible_sizes(*sizes, size)
     if config.model_type not in MEASURED:
         reason = f"ftkit divides the layers of {', '.join(MEASURED)}"
-    elif undivided:
-        reason = f"{undivided} can't be divided among {size} GPUs"
+    elif indivisible:
+        name, number = next(iter(indivisible.items()))
+        reason = f"its {number:,} {name} can't be divided among {size} GPUs"
     elif kernel not in {"flash4", "sdpa"}:
         reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
     elif not FSDP2_SETS_DIVISORS:
