@@ -24,7 +24,6 @@ from ftkit.errors import ConfigError, Problem
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import RunPlan
-from ftkit.planning.script import ScriptPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from jinja2.bccache import Bucket
 
     from ftkit.config.cluster import NcclSpec
+    from ftkit.planning.script import ScriptPlan
 
 _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
@@ -162,7 +162,7 @@ def _image_to_start(*, is_staged: bool) -> dict[str, object]:
 
 
 def _script_folders(plan: RunPlan | ScriptPlan) -> Sequence[str]:
-    return (plan.script.folder,) if isinstance(plan, ScriptPlan) else ()
+    return () if isinstance(plan, RunPlan) else (plan.script.folder,)
 
 
 @dataclass(frozen=True)
