@@ -40,7 +40,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             at_end.enter_context(held)
             record_start(layout.manifest, num_restarts=num_restarts)
         with at_end:
-            from ftkit.train.private_apis import record_collectives  # noqa: PLC0415
+            from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415
             from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
             from ftkit.train.world import init_world  # noqa: PLC0415
 

@@ -47,7 +47,7 @@ from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 from ftkit.train.world import World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:

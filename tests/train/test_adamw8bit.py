@@ -12,10 +12,10 @@ from torch import nn
 
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.runs.records import StartRecord
-from ftkit.train import private_apis
 from ftkit.train.components import adamw8bit
 from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
-from ftkit.train.private_apis import leave_out_step
+from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
+from ftkit.train.private_apis.torch import leave_out_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def dequantized(optimizer: AdamW8bit, value: nn.Parameter, name: str) -> torch.T
 
 def in_shards(whole: torch.Tensor, absmax: torch.Tensor, num_shards: int, code: torch.Tensor) -> Any:
     """Return the full parameter of 140 rows as bytes and the scales of its shards, each with its own blocks."""
-    library = private_apis.import_bitsandbytes("a test")
+    library = import_bitsandbytes("a test")
     size = -(-140 // num_shards) * (whole.numel() // 140)
     shards = [library.quantize_blockwise(part, code=code, blocksize=256) for part in whole.split(size)]
     scales = absmax.new_zeros(num_shards, -(-size // 256))
@@ -143,7 +143,7 @@ def test_scales_are_resized_to_those_of_a_checkpoint_and_older_states_are_reject
 
 
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    private_apis.import_bitsandbytes.cache_clear()
+    import_bitsandbytes.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(PrerequisiteError, match="adamw8bit") as caught:
         AdamW8bit(parameters(), lr=1e-2, betas=(0.9, 0.95))

@@ -32,7 +32,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

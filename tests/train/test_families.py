@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from family_matrix import try_family
 
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from ftkit.train.world import World

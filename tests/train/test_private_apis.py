@@ -18,7 +18,30 @@ from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
 
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.train import private_apis
+from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
+from ftkit.train.private_apis.flash_attn import flash_attention
+from ftkit.train.private_apis.peft import compute_in_input_dtype
+from ftkit.train.private_apis.torch import (
+    GROUPED_MM,
+    checkpoint_index_names,
+    compile_failures,
+    complete_cpu_streams,
+    dump_collectives,
+    leave_out_step,
+    process_group,
+    raise_recompile_limit,
+    scaled_mm,
+    set_collectives,
+    symmetric_memory,
+)
+from ftkit.train.private_apis.transformers import (
+    CONVERTS_WEIGHTS,
+    WeightConversions,
+    attention_backends,
+    attention_implementation,
+    ignored_tensors,
+    revert_weight_conversion,
+)
 
 if TYPE_CHECKING:
     from ftkit.train.world import World
@@ -30,14 +53,14 @@ needs_custom_collectives = pytest.mark.skipif(
 
 @pytest.mark.oldest
 def test_cpu_streams_have_what_fsdp2_calls() -> None:
-    private_apis.complete_cpu_streams()
+    complete_cpu_streams()
     torch.cpu.Stream().record_event()
     torch.cpu.Stream().wait_event(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.oldest
 def test_a_graph_break_raises_the_first_listed_exception() -> None:
-    unsupported, recompile_limit = private_apis.compile_failures()
+    unsupported, recompile_limit = compile_failures()
     assert issubclass(recompile_limit, Exception)
 
     def broken(values: torch.Tensor) -> torch.Tensor:
@@ -51,7 +74,7 @@ def test_a_graph_break_raises_the_first_listed_exception() -> None:
 @pytest.mark.oldest
 def test_a_process_group_is_found_by_its_name(world: World) -> None:
     group = world.mesh.get_group()
-    assert private_apis.process_group(group.group_name) is group
+    assert process_group(group.group_name) is group
 
 
 @pytest.mark.oldest
@@ -59,15 +82,15 @@ def test_the_recompile_limit_rises_with_the_layers_and_never_falls() -> None:
     from torch._dynamo import config
 
     with config.patch(cache_size_limit=8):
-        private_apis.raise_recompile_limit(30)
+        raise_recompile_limit(30)
         assert config.cache_size_limit == 38
-        private_apis.raise_recompile_limit(2)
+        raise_recompile_limit(2)
         assert config.cache_size_limit == 38
 
 
 @pytest.mark.oldest
 def test_symmetric_memory_can_be_allocated_and_shared() -> None:
-    module = private_apis.symmetric_memory()
+    module = symmetric_memory()
     assert callable(module.empty)
     assert callable(module.rendezvous)
 
@@ -77,14 +100,14 @@ def test_fsdp2_accepts_custom_collectives(world: World) -> None:
     from torch.distributed.fsdp import fully_shard
 
     module = fully_shard(nn.Linear(2, 2), mesh=world.mesh)
-    private_apis.set_collectives(module, "gather", "reduce")
+    set_collectives(module, "gather", "reduce")
     group = module._get_fsdp_state()._fsdp_param_group
     assert (group._all_gather_comm, group._reduce_scatter_comm) == ("gather", "reduce")
 
 
 @pytest.mark.oldest
 def test_an_index_refers_only_to_allowed_names() -> None:
-    names = private_apis.checkpoint_index_names()
+    names = checkpoint_index_names()
     assert [each.__name__ for each in names] == ["_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout"]
     properties = TensorProperties.create_from_tensor(torch.zeros(2))
     assert type(properties.__getstate__()[3]) is names[0]
@@ -100,34 +123,34 @@ def test_memory_history_accepts_ftkits_arguments() -> None:
 def test_fp8_matrices_are_multiplied_if_the_operator_exists() -> None:
     assert torch.ops.aten._scaled_mm.default is not None
     assert callable(torch._scaled_mm)
-    assert "_scaled_mm" in inspect.getsource(private_apis.scaled_mm)
+    assert "_scaled_mm" in inspect.getsource(scaled_mm)
 
 
 def test_the_matmuls_of_experts_are_an_operator() -> None:
-    assert private_apis.GROUPED_MM is not None
-    assert private_apis.GROUPED_MM.default.name() == "aten::_grouped_mm"
+    assert GROUPED_MM is not None
+    assert GROUPED_MM.default.name() == "aten::_grouped_mm"
 
 
 @pytest.mark.oldest
 def test_the_attention_implementation_of_a_configuration_is_known() -> None:
-    assert private_apis.attention_implementation(LlamaConfig(attn_implementation="eager")) == "eager"
+    assert attention_implementation(LlamaConfig(attn_implementation="eager")) == "eager"
 
 
 def test_the_attention_backends_of_a_model_class_are_known() -> None:
-    assert private_apis.attention_backends(LlamaForCausalLM) == {"custom", "flex", "sdpa"}
-    assert private_apis.attention_backends(BloomForCausalLM) == set()
+    assert attention_backends(LlamaForCausalLM) == {"custom", "flex", "sdpa"}
+    assert attention_backends(BloomForCausalLM) == set()
 
 
-@pytest.mark.skipif(not private_apis.CONVERTS_WEIGHTS, reason="this transformers stores weights as files do")
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="this transformers stores weights as files do")
 def test_transformers_reports_its_weight_conversions() -> None:
     config = MixtralConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=16, num_local_experts=2,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
-    conversions = private_apis.WeightConversions.of(model)
+    conversions = WeightConversions.of(model)
     held = model.state_dict()
-    stored = private_apis.revert_weight_conversion(model, held)
+    stored = revert_weight_conversion(model, held)
     assert "model.layers.0.block_sparse_moe.experts.1.w1.weight" in stored.keys() - held.keys()
     assert {conversions.rename(name)[0] for name in stored} == held.keys()
 
@@ -139,7 +162,7 @@ def test_flash_attention_is_forward_then_backward(monkeypatch: pytest.MonkeyPatc
     package.interface = interface
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
-    assert private_apis.flash_attention() == ("forward", "backward")
+    assert flash_attention() == ("forward", "backward")
 
 
 @pytest.mark.oldest
@@ -147,7 +170,7 @@ def test_flash_attention_is_forward_then_backward(monkeypatch: pytest.MonkeyPatc
     "name", ["quantize_4bit", "get_4bit_type", "create_dynamic_map", "optimizer_update_8bit_blockwise"]
 )
 def test_bitsandbytes_has_the_functions_of_nf4_and_8_bit_states(name: str) -> None:
-    assert callable(getattr(private_apis.import_bitsandbytes("a test"), name))
+    assert callable(getattr(import_bitsandbytes("a test"), name))
     assert torch.ops.bitsandbytes.dequantize_4bit.default is not None
     assert torch.ops.bitsandbytes.dequantize_blockwise.default is not None
 
@@ -159,7 +182,7 @@ def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     inject_adapter_in_model(LoraConfig(target_modules=["0"], r=2), model)  # type: ignore[arg-type]
     assert model[0].cast_input_dtype_enabled
-    private_apis.compute_in_input_dtype(model)
+    compute_in_input_dtype(model)
     assert not model[0].cast_input_dtype_enabled
 
 
@@ -168,11 +191,11 @@ def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.full((3,), torch.nan)
-    private_apis.leave_out_step(optimizer, torch.ones(()))
+    leave_out_step(optimizer, torch.ones(()))
     optimizer.step()
     assert torch.equal(weight, torch.ones(3))
     weight.grad = torch.ones(3)
-    private_apis.leave_out_step(optimizer, torch.zeros(()))
+    leave_out_step(optimizer, torch.zeros(()))
     optimizer.step()
     assert torch.allclose(weight, torch.full((3,), 0.899))
     assert optimizer.state[weight]["step"] == 1
@@ -180,7 +203,7 @@ def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_last_collectives_can_be_read() -> None:
-    trace = private_apis.dump_collectives()
+    trace = dump_collectives()
     assert trace is not None
     assert b"pg_config" in trace
 
@@ -190,7 +213,8 @@ import os
 import torch
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-from ftkit.train.private_apis import Zero3Optimizer, forget_pending_gradients, import_deepspeed, zero3_partition
+from ftkit.train.private_apis.deepspeed import forget_pending_gradients, import_deepspeed
+from ftkit.train.private_apis.deepspeed import Zero3Optimizer, zero3_partition
 
 deepspeed = import_deepspeed(torch.device("cpu"))
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
@@ -232,7 +256,7 @@ def test_a_class_lists_the_tensors_that_it_ignores() -> None:
     config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
     model = LlamaForCausalLM(config)
     assert hasattr(type(model), "_keys_to_ignore_on_load_unexpected")
-    assert private_apis.ignored_tensors(model) == ()
+    assert ignored_tensors(model) == ()
 
 
 @pytest.mark.oldest

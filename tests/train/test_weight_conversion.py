@@ -35,7 +35,7 @@ from ftkit.train.model.weight_conversion import (
     split_as_stored,
 )
 from ftkit.train.model.weights import load_weights
-from ftkit.train.private_apis import CONVERTS_WEIGHTS
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from pathlib import Path

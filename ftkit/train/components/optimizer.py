@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ftkit.train.private_apis import zero3_partition
+from ftkit.train.private_apis.deepspeed import zero3_partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError
 from ftkit.files import atomic_file
-from ftkit.train.private_apis import dump_memory_snapshot, record_memory_history
+from ftkit.train.private_apis.torch import dump_memory_snapshot, record_memory_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.runs.rank_errors import record_rank_error
-from ftkit.train.private_apis import dump_collectives
+from ftkit.train.private_apis.torch import dump_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

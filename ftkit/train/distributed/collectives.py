@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.private_apis import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
+from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -33,7 +33,7 @@ from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
+from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

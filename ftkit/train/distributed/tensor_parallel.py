@@ -28,7 +28,7 @@ from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.train.model.attention import implementation_of, masked_attention, refuse_changed_scores
-from ftkit.train.private_apis import FSDP2_SETS_DIVISORS
+from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -22,7 +22,7 @@ from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
-from ftkit.train.private_apis import (
+from ftkit.train.private_apis.deepspeed import (
     Zero3Optimizer,
     Zero3Partition,
     forget_pending_gradients,

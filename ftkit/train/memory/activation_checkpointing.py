@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis import GROUPED_MM, SCALED_MM, raise_recompile_limit
+from ftkit.train.private_apis.torch import GROUPED_MM, SCALED_MM, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.private_apis import compile_failures
+from ftkit.train.private_apis.torch import compile_failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable

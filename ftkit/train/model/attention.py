@@ -11,7 +11,8 @@ from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.train.private_apis import CONVERTS_WEIGHTS, attention_backends, attention_implementation, flash_attention
+from ftkit.train.private_apis.flash_attn import flash_attention
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, attention_backends, attention_implementation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

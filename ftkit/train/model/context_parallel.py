@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from ftkit.errors import TrainingError
 from ftkit.train.model.attention import masked_attention, refuse_changed_scores, varlen_attention
-from ftkit.train.private_apis import process_group
+from ftkit.train.private_apis.torch import process_group
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,7 +15,7 @@ from torch import nn
 from ftkit.config.execution import is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.quantized_linear import opaque_zero
-from ftkit.train.private_apis import scaled_mm
+from ftkit.train.private_apis.torch import scaled_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
-from ftkit.train.private_apis import TORCH
+from ftkit.train.private_apis.torch import TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable

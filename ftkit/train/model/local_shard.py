@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ftkit.train.private_apis import Zero3Partition, zero3_partition
+from ftkit.train.private_apis.deepspeed import Zero3Partition, zero3_partition
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
 from ftkit.train.model.weight_conversion import wrapped_name
-from ftkit.train.private_apis import compute_in_input_dtype
+from ftkit.train.private_apis.peft import compute_in_input_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
 from ftkit.train.model.quantized_linear import opaque_zero
-from ftkit.train.private_apis import import_bitsandbytes
+from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 
 _ALIGNMENT = 8
 """Elements of which a multiple allows a GPU loads of 16 bytes, for all dtypes."""

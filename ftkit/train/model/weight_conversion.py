@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
-from ftkit.train.private_apis import WeightConversions, revert_weight_conversion
+from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -25,12 +25,12 @@ from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
-from ftkit.train import private_apis
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
 from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors, text_name
+from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -117,7 +117,7 @@ def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
     """Return the files' tensors in decoder layers, without those that the class ignores."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
-    ignored = [*private_apis.ignored_tensors(model), r"rotary_emb\.inv_freq"]
+    ignored = [*ignored_tensors(model), r"rotary_emb\.inv_freq"]
     names = {name: text_name(name) for name in stored}
     return [
         name

@@ -1,0 +1,167 @@
+"""Private and experimental names of torch."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 trains on several processes without GPUs.
+
+Not in torch 2.6, nor in NGC's 2.7.0a0 of the same line: autograd refuses weights that are all-gathered again, and gloo
+sums gradients where NCCL averages them. Stream methods are missing too, which is what this checks.
+"""
+
+CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
+"""Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
+
+FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+"""Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
+
+
+def complete_cpu_streams() -> None:
+    """Add two no-op methods that FSDP2 calls to torch 2.6's CPU streams.
+
+    Only torch 2.6 lacks them; without them FSDP2's first forward on a CPU fails. When torch 2.6 is no longer supported:
+    delete this.
+    """
+    for method in ("record_event", "wait_event"):
+        if not hasattr(torch.cpu.Stream, method):
+            setattr(torch.cpu.Stream, method, lambda *_: None)
+
+
+def compile_failures() -> tuple[type[Exception], type[Exception]]:
+    """Return the exceptions of a compiled function that can't be one graph, and of one with too many recompilations.
+
+    `torch._dynamo.exc`, torch 2.6 to 2.15. If one disappears: compile without `fullgraph`, and lose the warning.
+    """
+    from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
+
+    return exc.Unsupported, exc.FailOnRecompileLimitHit
+
+
+def raise_recompile_limit(num_layers: int) -> None:
+    """Let torch compile a layer's code once per layer, and a few times more.
+
+    `torch._dynamo.config.cache_size_limit`, torch 2.6 to 2.15 (an alias of `recompile_limit` from 2.7 on). torch 2.6
+    compiles once per layer with selective checkpointing, and would leave the ninth and all others uncompiled. If it
+    goes: `recompile_limit`, or nothing, where layers share a graph.
+    """
+    from torch._dynamo import config  # noqa: PLC0415 - loads the compiler
+
+    config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
+
+
+def process_group(name: str) -> ProcessGroup:
+    """Return a process group by its name, the only form in which an operator can take it.
+
+    `torch.distributed.distributed_c10d._resolve_process_group`, torch 2.2 to 2.15. If it goes: functional collectives
+    with a public way to give them a group.
+    """
+    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
+    return group
+
+
+def symmetric_memory() -> ModuleType:
+    """Return the module with `empty` and `rendezvous`: GPU memory that peers have mapped.
+
+    `torch.distributed._symmetric_memory`, torch 2.5 to 2.15. If it goes: its public successor, or NCCL's collectives,
+    which `training.collectives` falls back to.
+    """
+    from torch.distributed import _symmetric_memory  # noqa: PLC0415 - only GPUs of one host need it
+
+    return _symmetric_memory
+
+
+def set_collectives(module: FSDPModule, all_gather: Any, reduce_scatter: Any) -> None:
+    """Have FSDP2 call other collectives than NCCL's for a module.
+
+    Experimental, torch 2.10 to 2.15; the classes of the arguments are private. If they go: NCCL's collectives.
+    """
+    module.set_custom_all_gather(all_gather)
+    module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def leave_out_step(optimizer: torch.optim.Optimizer, is_left_out: torch.Tensor) -> None:
+    """Have the next `step` of a fused optimizer change nothing if a scalar on the device is 1; the host need not know.
+
+    `Optimizer.found_inf`, which `torch.amp.GradScaler` sets, torch 2.0 to 2.15. If it goes: read the scalar.
+    """
+    optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
+
+
+def record_collectives() -> None:
+    """Enable torch's flight recorder: the last collectives of each process group created from now on.
+
+    A few hundred bytes each. torch 2.6 has the second name, torch 2.13 both. If they disappear: a hang is reported
+    without collectives.
+    """
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+
+
+def dump_collectives() -> bytes | None:
+    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable.
+
+    `torch._C._distributed_c10d._dump_nccl_trace` in builds with CUDA; `_dump_fr_trace` in those without, torch 2.13.
+    """
+    from torch._C import _distributed_c10d as c10d  # noqa: PLC0415 - not in every build
+
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    trace: bytes | None = dump() if dump else None
+    return trace
+
+
+def checkpoint_index_names() -> tuple[Any, ...]:
+    """Return the private classes in a checkpoint's index: the unpickler allows no others.
+
+    torch 2.6 to 2.15. If one moves: earlier checkpoints still have its old module, so keep both.
+    """
+    return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout  # noqa: SLF001
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Start to record CUDA allocations with Python stacks; 0 entries stop it.
+
+    `torch.cuda.memory._record_memory_history`, torch 2.1 to 2.15; torch's own tutorials use it. If it goes: leave the
+    snapshot out of profiles.
+    """
+    if max_entries:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")  # noqa: SLF001
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the recorded CUDA allocations; `torch.cuda.memory._dump_snapshot`, see `record_memory_history`."""
+    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
+"""Operator of `scaled_mm`, which activation checkpointing selects by."""
+
+
+GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
+"""Operator of the experts' matmuls in transformers, which activation checkpointing selects by; torch 2.8 to 2.15.
+
+If it goes: the operator behind `torch.nn.functional.grouped_mm`, which torch 2.10 and newer have.
+"""
+
+
+def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the product of two FP8 matrices.
+
+    `torch._scaled_mm`, torch 2.5 to 2.15. If it goes: `torch.nn.functional.scaled_mm`, which torch 2.10 and newer have.
+    """
+    return torch._scaled_mm(left, right, **options)  # noqa: SLF001

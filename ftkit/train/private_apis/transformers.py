@@ -1,0 +1,95 @@
+"""Private and undocumented names of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
+"""Whether transformers stores some tensors in another form than files on the hub."""
+
+
+@dataclass(frozen=True)
+class WeightConversions:
+    """transformers' conversions of the tensors in files when it loads a model class.
+
+    `transformers.conversion_mapping` and `transformers.core_model_loading`, transformers 5.0 to 5.23, undocumented; 4
+    has neither, and converts nothing. If they go: the mapping of each family is in the code of its model in
+    transformers; write it here.
+
+    Attributes:
+        renamings: tensors that only have another name in files.
+        converters: tensors that are assembled from several of the files'.
+    """
+
+    renamings: list[Any]
+    converters: list[Any]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> WeightConversions:
+        """Return the conversions of a model's class."""
+        if not CONVERTS_WEIGHTS:
+            return cls([], [])
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - transformers 5
+        from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415
+
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
+
+    def rename(self, stored: str) -> tuple[str, str | None]:
+        """Return the name of the tensor that a stored one is converted to, and the pattern of its part in it."""
+        if not self.renamings and not self.converters:
+            return stored, None
+        from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
+
+        renamed: tuple[str, str | None] = rename_source_key(stored, self.renamings, self.converters)
+        return renamed
+
+
+def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a model's weights in the layout of files.
+
+    `transformers.core_model_loading.revert_weight_conversion`, transformers 5.0 to 5.23. If it goes: see
+    `WeightConversions`.
+    """
+    from transformers import core_model_loading  # noqa: PLC0415 - transformers 5
+
+    reverted: dict[str, torch.Tensor] = core_model_loading.revert_weight_conversion(model, dict(weights))
+    return reverted
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """Return the attention implementation that a model uses.
+
+    `config._attn_implementation`, transformers 4.57 to 5.23; to set it there is a public method. If it goes: keep the
+    name that `build_empty` was given.
+    """
+    name: str = config._attn_implementation  # noqa: SLF001
+    return name
+
+
+def attention_backends(model_class: type[nn.Module]) -> set[str]:
+    """Return the attention backends that a model class of transformers supports: `custom`, `flex`, `sdpa`.
+
+    `_supports_attention_backend`, `_supports_flex_attn` and `_supports_sdpa`, transformers 4.57 to 5.23. If they go:
+    try `set_attn_implementation`, which raises for the others.
+    """
+    flags = {"custom": "_supports_attention_backend", "flex": "_supports_flex_attn", "sdpa": "_supports_sdpa"}
+    return {backend for backend, flag in flags.items() if getattr(model_class, flag)}
+
+
+def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
+    """Return patterns of tensors in files for which a model class of transformers deliberately has no place.
+
+    `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: such tensors are named in a warning.
+    """
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
