@@ -1,4 +1,4 @@
-"""Arguments and options that commands share, and the workspace and runs that they select."""
+"""Arguments and options that several commands share, and the workspace and runs that they select."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUN_HELP = (
 
 _PLACEMENT_OPTIONS = (
     click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Number of nodes."),
-    click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node; one process each."),
+    click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node, one process each."),
     click.option(
         "--cluster",
         metavar="NAME",
@@ -101,7 +101,7 @@ def run_args(words: Sequence[str], **options: Any) -> RunArgs:
 def job_environment(hf_token_file: Path | None) -> dict[str, str]:
     """Return the environment of the job and of requests to the hub.
 
-    With a token file, only the file's path is in it: the job script reads the token, so that no process list shows it.
+    With a token file, it has only the path: the job script reads the token, so that no process list shows it.
     """
     environment = dict(os.environ)
     if hf_token_file is not None:
@@ -112,7 +112,7 @@ def job_environment(hf_token_file: Path | None) -> dict[str, str]:
 
 
 def current_settings() -> Settings:
-    """Return the settings, without those of the command line."""
+    """Return the settings from files and variables, without the command's options."""
     from ftkit.config.request import load_settings
 
     return load_settings(current_context()).settings
@@ -154,7 +154,7 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
 def get_runs(references: Sequence[str]) -> list[RunFolder]:
     """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
-    A single reference is read as the name of a sweep if one has that name, since a comparison needs two runs.
+    If a single reference could be a run or a sweep, it selects the sweep, since a comparison needs two runs.
 
     Raises:
         NotFoundError: there is no such run or sweep.
@@ -194,7 +194,7 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
 
 
 def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:
-    """Load everything that a listing shows; warn about files that can't be read."""
+    """Load the specs for a listing; warn about files that can't be read."""
     loaded = []
     for name in names:
         try:

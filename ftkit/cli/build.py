@@ -1,4 +1,4 @@
-"""`ftkit build`: build an image's definition with the docker engine."""
+"""`ftkit build`: build an image from its definition with the docker engine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     ),
 )
 @image_argument
-@click.option("--base", metavar="REF", help="Base image to use instead of the definition's.")
+@click.option("--base", metavar="REF", help="Base image that replaces the definition's.")
 @click.option("--repin", is_flag=True, help="Resolve the base's tag again and record its digest.")
 @click.option("--no-cache", is_flag=True, help="Run every step again.")
-@click.option("--allow-unpinned", is_flag=True, help="Use the docker engine's base without asking a registry.")
+@click.option(
+    "--allow-unpinned", is_flag=True, help="Use the base that the docker engine has, without asking a registry."
+)
 @click.option("--push", "does_push", is_flag=True, help="Push the image after the build.")
 @registry_option
 def command(  # noqa: PLR0913 - its options
@@ -82,10 +84,10 @@ def _say(built: BuildResult, reference: str, seconds: float, terminal: Terminal)
     elif built.base.digest is None:
         terminal.warn(
             f"the base {built.base} is not pinned: the docker engine has no digest for it; push it to a "
-            "registry, and set that as the base"
+            "registry, and use its address there as the base"
         )
     if built.moved_to:
         terminal.warn(
-            f"{built.base.tagged} is a new image now ({built.moved_to}); this build used the recorded one "
-            f"({built.base.digest}); to use the new one: ftkit build {reference} --repin"
+            f"the tag {built.base.tagged} now refers to another image ({built.moved_to}); this build used the recorded "
+            f"one ({built.base.digest}); to use the new one: ftkit build {reference} --repin"
         )

@@ -1,4 +1,4 @@
-"""`ftkit bundle`: put a run's inputs and results into one file."""
+"""`ftkit bundle`: write a run's inputs and results into one file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         "ftkit bundle demo",
         "ftkit bundle demo -o demo.tar",
     ),
-    help=f"""Write one file that repeats and compares a run, also on another cluster: manifest, resolved
+    help=f"""Write one file from which a run can be repeated and compared, on any cluster: manifest, resolved
     recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.
     Image, weights and data are not included. The same run gives the same bytes. Prints the file's path.
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @run_argument
 @click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
-@signing_options("the signature is a file beside it.")
+@signing_options("the signature is a file next to it.")
 def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
     """Bundle a run."""
     from ftkit.runs.bundle import SIGNED_AS, write_bundle

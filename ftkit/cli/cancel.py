@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @run_argument
 def command(reference: str) -> None:
-    """Cancel runs. If one can't be cancelled, the others are cancelled nevertheless."""
+    """Cancel runs. If one can't be canceled, cancel the others anyway."""
     terminal = Terminal()
     errors: list[FtkitError] = []
     for folder in get_run_or_sweep(reference):

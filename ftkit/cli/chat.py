@@ -1,4 +1,4 @@
-"""`ftkit chat`: talk to a model."""
+"""`ftkit chat`: chat with a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command(
     "chat",
     cls=ForwardedCommand,
-    short_help="Talk to a trained model.",
+    short_help="Chat with a trained model.",
     examples=(
         "ftkit chat last",
         "ftkit chat last --before",
@@ -58,7 +58,7 @@ def command(
     engine: EngineName,
     **decoding: Any,
 ) -> None:
-    """Talk to a model."""
+    """Chat with a model."""
     terminal, target = Terminal(), find_model(reference)
     from ftkit.evaluate.chat import ChatSession
     from ftkit.evaluate.generate import Decoding
@@ -87,7 +87,7 @@ def command(
         elif len(sessions) == 1:
             _stream(sessions["answer"], turn, terminal)
         else:
-            for name, session in sessions.items():  # show each as soon as it is done: one may take long
+            for name, session in sessions.items():  # print each when it is done: one model may be slow
                 terminal.passages([(f"{name:<6}", [Styled(session.ask(turn).text, "")])])
 
 
@@ -101,7 +101,7 @@ def _stream(session: ChatSession, turn: str, terminal: Terminal) -> None:
     reply = session.ask(turn, lambda text: terminal.data(printable(text)))
     terminal.data("\n")
     if not reply.is_ended:
-        terminal.say(Styled(f"(cut after {session.decoding.max_new_tokens} tokens: --max-new-tokens)", "yellow"))
+        terminal.say(Styled(f"(truncated after {session.decoding.max_new_tokens} tokens: --max-new-tokens)", "yellow"))
 
 
 def _turns(terminal: Terminal) -> Iterator[str]:

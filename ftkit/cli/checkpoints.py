@@ -36,7 +36,7 @@ class _Listed:
     damage: list[str] | None
     """None if its files were not read."""
     best: str | None
-    """Metric and value by which it is `RUN@best`; empty for other checkpoints."""
+    """Metric and value by which it is `RUN@best`; None for other checkpoints."""
 
 
 @click.command(
@@ -71,7 +71,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
         if does_verify:
             terminal.say(f"reading {short_path(folder)}")
         reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
-        listed.append(_look(step, folder, reason, does_verify=does_verify))
+        listed.append(_read_checkpoint(step, folder, reason, does_verify=does_verify))
     if as_json:
         terminal.json([asdict(each) for each in listed])
     elif listed:
@@ -88,7 +88,7 @@ def command(reference: str, *, does_verify: bool, as_json: bool) -> None:
         )
 
 
-def _look(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
+def _read_checkpoint(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
     from ftkit.runs.checkpoints import DamagedCheckpointError, find_damage, read_marker
 
     written = folder.stat().st_mtime
@@ -103,10 +103,10 @@ def _look(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _L
 
 
 def _cells(listed: _Listed) -> list[Cell]:
-    is_best = f", best ({listed.best})" if listed.best else ""
-    state: Cell = f"complete{is_best}" if listed.damage is None else Styled(f"verified{is_best}", "green")
+    best = f", best ({listed.best})" if listed.best else ""
+    state: Cell = f"complete{best}" if listed.damage is None else Styled(f"verified{best}", "green")
     if listed.damage:
-        state = Styled(f"damaged: {', '.join(listed.damage)}{is_best}", "red")
+        state = Styled(f"damaged: {', '.join(listed.damage)}{best}", "red")
     return [
         str(listed.step),
         "?" if listed.size is None else gib(listed.size / 2**30),

@@ -1,4 +1,4 @@
-"""Click groups and commands: imported when they are called, listed in sections, with examples in their help."""
+"""Click groups and commands: imported on first use, listed in sections, with examples in their help."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LazyCommand:
 
 
 class LazyGroup(click.Group):
-    """Lists its commands in sections without importing them."""
+    """A group that lists its commands in sections without importing them."""
 
     def __init__(
         self, *args: Any, sections: dict[str, Sequence[LazyCommand]], examples: Sequence[str] = (), **kwargs: Any
@@ -97,7 +97,7 @@ class ExamplesCommand(click.Command):
 
 
 class ForwardedCommand(ExamplesCommand):
-    """A command that runs on the login node of its cluster or run, if this machine reaches that over ssh."""
+    """A command that runs on the login node of its cluster or run if the profile has a `login`, else here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the typed words, which are forwarded unchanged."""

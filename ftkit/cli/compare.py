@@ -40,7 +40,7 @@ def command(references: tuple[str, ...], *, html: Path | None, as_json: bool) ->
 
     terminal = Terminal()
     layouts = [folder.layout for folder in get_runs(references)]
-    if len(layouts) < 2:  # noqa: PLR2004 - what comparing takes
+    if len(layouts) < 2:  # noqa: PLR2004 - a comparison needs two
         raise click.UsageError("compare needs at least two different runs", click.get_current_context())
     if html:
         from ftkit.cli.page.charts import require_matplotlib

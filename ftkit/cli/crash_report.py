@@ -1,4 +1,4 @@
-"""Keep the traceback of a bug in a file for the bug report."""
+"""Write the traceback of a bug to a file for the bug report."""
 
 from __future__ import annotations
 

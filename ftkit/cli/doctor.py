@@ -12,6 +12,7 @@ from ftkit.cli.arguments import json_option
 from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,16 +43,17 @@ class _NumNodes(click.ParamType[int | str]):
     short_help="Check the login node, and GPUs and networks of nodes.",
     examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
 )
-@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="A profile of 'ftkit clusters'.")
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster profile ('ftkit clusters' lists them)."
+)
 @click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to check nodes in.")
-@click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Check N nodes too, or all that are idle, in a job.")
+@click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Also check N nodes, or all idle ones, in a job.")
 @json_option
 def command(*, cluster: str | None, image: str | None, nodes: int | str | None, as_json: bool) -> None:
-    """Check this machine: programs, rights, disk space, credentials, registry, hub, image, clocks.
+    """Check this machine: programs, permissions, disk space, credentials, registry, hub, image, clocks.
 
-    With --nodes, a job then checks nodes inside the image: the container starts, GPUs, driver, memory errors,
-    clocks, disks, the matrix products and collectives that they reach, and pairs of nodes. Exits with 12 if a check
-    failed.
+    With --nodes, a job then checks nodes inside the image: whether the container starts, GPUs, driver, memory errors,
+    clocks, disks, the speed of matmuls and collectives, and pairs of nodes. Exits with code 12 if a check fails.
     """
     from ftkit.errors import UnfitMachineError
     from ftkit.health.findings import failures
@@ -72,7 +74,7 @@ def command(*, cluster: str | None, image: str | None, nodes: int | str | None, 
         terminal.text(is_data=True)
         _show_nodes(results, terminal)
     if failed or bad:
-        nodes_failed = [f"nodes {', '.join(bad)} (leave them out: sbatch --exclude={','.join(bad)})"] if bad else []
+        nodes_failed = [f"nodes {', '.join(bad)} (to avoid them: sbatch --exclude={','.join(bad)})"] if bad else []
         raise UnfitMachineError(f"failed: {', '.join([*failed, *nodes_failed])}")
 
 
@@ -108,10 +110,11 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
 
 
 def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
-    """Run the checks on nodes of Slurm.
+    """Run the checks on Slurm nodes.
 
     Raises:
-        ConfigError: the cluster has no Slurm, or needs an image.
+        ConfigError: the cluster does not use Slurm, or needs an image.
+        PrerequisiteError: no node is idle.
     """
     import sys
 
@@ -124,18 +127,18 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
     cluster = place.cluster
     if cluster.scheduler != "slurm" or cluster.device == "auto":
         fix = "On this machine, in the Python or the image that trains: python -m ftkit.health"
-        raise ConfigError([Problem("", "--nodes", f"cluster '{cluster.name}' has no Slurm.", fix)])
+        raise ConfigError([Problem("", "--nodes", f"cluster '{cluster.name}' does not use Slurm.", fix)])
     if cluster.runtime != "none" and place.image is None:
         raise ConfigError([Problem("", "--image", "nodes are checked inside an image.", "Give --image NAME:TAG.")])
     hosts: list[str] = []
     if nodes == "all":
         hosts, num_busy = idle_nodes(cluster)
         if num_busy:
-            terminal.warn(f"{num_busy} nodes are not idle and are not checked")
+            terminal.warn(f"skipping {plural(num_busy, 'node')} that are not idle")
         if not hosts:
-            raise PrerequisiteError("no node is idle", fix="wait until jobs end, or take a number: --nodes 1")
+            raise PrerequisiteError("no node is idle", fix="wait until jobs end, or queue for some nodes: --nodes 1")
     num_nodes = len(hosts) or int(nodes)
-    terminal.say(f"checking {num_nodes} nodes: a job of about a minute, once Slurm has started it")
+    terminal.say(f"checking {plural(num_nodes, 'node')} in a job, which takes about a minute once Slurm starts it")
     threads = max(1, (cluster.cpus_per_node or cluster.gpus_per_node) // cluster.gpus_per_node)
     workspace = place.settings.workspace_folder(ctx)
     with checks_folder(workspace) as folder:
@@ -151,7 +154,7 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
-    """Print a line for each node, then everything that is not in order."""
+    """Print a line for each node, then each failure and warning."""
     columns = (
         Column("NODE"),
         Column("STATUS"),

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ftkit.evaluate.source import Target
     from ftkit.evaluate.vllm import EngineName
 
-_LONGEST = 300
+_MAX_SHOWN = 300
+"""Maximum characters of a prompt or a completion in an example."""
 
 
 @click.command(
@@ -96,8 +97,8 @@ _LONGEST = 300
 )  # fmt: skip
 @click.option(
     "--gpus", metavar="N", type=click.IntRange(min=1), default=1,
-    help="GPUs of one node that share the rows; each loads the whole model: leave this out for one that needs several. "
-    "Without GPUs, processes (default 1).",
+    help="Number of GPUs of one node that share the rows, or of processes without GPUs (default 1). Each loads the "
+    "whole model: omit this for a model that needs several GPUs.",
 )  # fmt: skip
 @engine_option
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit for --as-job; default: the profile's.")
@@ -113,13 +114,13 @@ def command(  # noqa: PLR0913 - one for each option
     settings = (names, limit, max_new_tokens, batch_size, str(file.resolve()) if file else None)
     if (harness and (as_job or gpus > 1 or names or file)) or (harness_tasks and not harness):
         raise click.UsageError(
-            "--harness has its own data and metrics, and runs here in one process: leave --data, --metrics, --gpus and "
-            "--as-job out; --harness-tasks goes with --harness",
+            "--harness has its own data and metrics, and runs here in one process: omit --data, --metrics, --gpus and "
+            "--as-job; --harness-tasks requires --harness",
             click.get_current_context(),
         )
     if engine == "vllm" and (harness or as_job or gpus > 1):
         raise click.UsageError(
-            "--engine vllm runs here, and uses all GPUs of this machine: leave --harness, --as-job and --gpus out",
+            "--engine vllm runs here, and uses all GPUs of this machine: omit --harness, --as-job and --gpus",
             click.get_current_context(),
         )
     if as_job:
@@ -140,7 +141,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.evaluate.ranks import is_a_rank, joined_ranks, run_ranks
 
     if names:
-        choose_metrics(names, [])  # an error before a model is loaded
+        choose_metrics(names, [])  # report an unknown metric before a model is loaded
     if gpus > 1 and not is_a_rank():
         click.get_current_context().exit(run_ranks(gpus, click.get_current_context().obj))
     with joined_ranks() as ranks:
@@ -155,7 +156,7 @@ def command(  # noqa: PLR0913 - one for each option
 
 
 def _engine_of(target: Target, engine: EngineName, num_ranks: int) -> EngineName:
-    """Return the engine of both models, which must be the same: engines round differently."""
+    """Return the engine for both models. It must be the same, because engines round differently."""
     from ftkit.evaluate.vllm import takes_vllm
 
     if num_ranks > 1:
@@ -190,8 +191,8 @@ def _report(  # noqa: PLR0913 - what to report, and how
         )
         return
     _show(results, terminal)
-    _show_examples("got better", best, terminal)
-    _show_examples("got worse", worst, terminal)
+    _show_examples("improved", best, terminal)
+    _show_examples("worsened", worst, terminal)
 
 
 def _run_harness(  # noqa: PLR0913 - one for each option
@@ -224,12 +225,12 @@ def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit
         terminal.data(job.script)
         return
     job_id = submit_evaluation(plan, job, os.environ)
-    until = f"until job {job.training_job} ends" if job.training_job else "that there are"
-    terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id} {until}")
+    until = f" until job {job.training_job} ends" if job.training_job else ""
+    terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id}{until}")
     facts: list[tuple[str, Cell]] = [
         ("results", short_path(folder.layout.evaluations)),
         ("log", short_path(job.log)),
-        ("end it", f"scancel {job_id}"),
+        ("cancel", f"scancel {job_id}"),
     ]
     terminal.facts(facts, is_data=False)
     terminal.data(f"{job_id}\n")
@@ -264,16 +265,14 @@ def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) 
     for example in examples:
         terminal.text(is_data=True)
         terminal.text(Styled(f"{title} ({example.metric}): {example.where}", "bold"), is_data=True)
-        facts: list[tuple[str, Cell]] = [
-            ("prompt", example.prompt if len(example.prompt) <= _LONGEST else f"…{example.prompt[-_LONGEST:]}")
-        ]
+        facts: list[tuple[str, Cell]] = [("prompt", _short(example.prompt, keeps_end=True))]
         facts += [] if example.reference is None else [("expected", _short(example.reference))]
         facts += [("before", _short(example.before)), ("after", _short(example.after))]
         terminal.facts(facts, is_data=True)
 
 
 def _short(text: str, *, keeps_end: bool = False) -> str:
-    """Truncate a long text; for a prompt keep the end, which has the question."""
-    if len(text) <= _LONGEST:
+    """Truncate a long text; of a prompt keep the end, which has the question."""
+    if len(text) <= _MAX_SHOWN:
         return text
-    return f"…{text[-_LONGEST:]}" if keeps_end else f"{text[:_LONGEST]}…"
+    return f"…{text[-_MAX_SHOWN:]}" if keeps_end else f"{text[:_MAX_SHOWN]}…"

@@ -57,7 +57,8 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )
 @click.option(
     "--format", "form", type=click.Choice(["hf", "gguf", "vllm-lora"]), default="hf", show_default=True,
-    help="gguf: also a file for llama.cpp, by its own converter. vllm-lora: adapters, refused if vLLM leaves any out.",
+    help="gguf: also write a GGUF file, with llama.cpp's own converter. vllm-lora: adapters; fails if vLLM would "
+    "ignore any of them.",
 )  # fmt: skip
 @click.option(
     "--to", "folder", metavar="DIR", type=click.Path(file_okay=False, resolve_path=True, path_type=Path),
@@ -65,7 +66,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 @click.option(
     "--push", "destination", metavar="hf://ORG/NAME|s3://…|gs://…|FOLDER",
-    help="Copy the export there too. A hub repository that this creates is private.",
+    help="Copy the export there too. A new hub repository is private.",
 )  # fmt: skip
 @click.option(
     "--verify/--no-verify", "verifies", default=True,
@@ -107,14 +108,19 @@ def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Termi
 
     if form == "vllm-lora":
         rank = verify_vllm_lora(exported)
-        terminal.say(f"vLLM takes all of it: vllm serve BASE --enable-lora --max-lora-rank {rank}")
+        terminal.say(f"vLLM loads all of the adapters: vllm serve BASE --enable-lora --max-lora-rank {rank}")
         return
     precision = read_precision(exported)
     write_gguf(exported, exported / f"{layout.root.name}-{precision}.gguf", precision, terminal.say)
 
 
 def _check_destination(destination: str) -> None:
-    """Refuse an address that can't be written to before anything is computed."""
+    """Check that a destination can be written to, before anything is computed.
+
+    Raises:
+        UsageError: it is none of the forms of --push.
+        FtkitError: it can't be written to.
+    """
     from ftkit.runs.storage.hub import check_hub_access
     from ftkit.runs.storage.store import Store
 
@@ -130,7 +136,7 @@ def _check_destination(destination: str) -> None:
 
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
-    """Copy an export; return where it is."""
+    """Copy an export; return its address."""
     from ftkit.model_folder import EXPORT_RECORD
     from ftkit.runs.storage.hub import push_to_hub
     from ftkit.runs.storage.upload import push
@@ -149,7 +155,7 @@ def _push(exported: Path, destination: str, terminal: Terminal) -> str:
 
 
 def _use_hub_cache() -> None:
-    """Look for base models where the jobs have them, unless HF_HOME says otherwise."""
+    """Look for base models in the jobs' cache, unless HF_HOME is set."""
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
 
 

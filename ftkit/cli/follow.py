@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ftkit.cli.terminal.follow_views import FollowView
     from ftkit.runs.submission import SubmittedRun
 
-_LOOK_SECONDS = 0.3
+_READ_SECONDS = 0.3
 _LOST_SECONDS = 60
 
 
@@ -30,7 +30,7 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
     Args:
         run: the run.
         terminal: where to show it.
-        tail: where to start reading its records; at the first one if null.
+        tail: reader of its records; from the first one if null.
 
     Raises:
         RunFailedError: it failed or was cancelled.
@@ -65,7 +65,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -
             known = now
             view.state(seen)
             last = seen
-        for record in tail.read_new():  # after the state: what was written before the end is read
+        for record in tail.read_new():  # after the state, so that no record from before a final state is missed
             view.record(record)
     return last
 
@@ -95,5 +95,5 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
         elif asked - last_known > _LOST_SECONDS:
             raise RunFailedError(f"lost track of {run.id}: {seen.reason}", fix=f"read its log: ftkit logs {run.id}")
         while time.monotonic() < asked + pause:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_READ_SECONDS)
             yield None

@@ -59,7 +59,7 @@ def command(*, dry_run: bool, yes: bool, as_json: bool) -> None:
 
 
 def _in_use(workspace: Workspace) -> list[Path]:
-    """Return the image files of runs that may still train. A damaged run may."""
+    """Return the image files of runs that may still train, which includes damaged runs."""
     from ftkit.launch.observe import observe_all
     from ftkit.runs.entry import read_entry
     from ftkit.runs.find import list_runs

@@ -1,4 +1,4 @@
-"""`ftkit generate`: completions for the prompts of a file."""
+"""`ftkit generate`: generate completions for the prompts in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a run's image before its job is submitted: it exists, it is intact, and it is the image of the first job."""
+"""Check a run's image before its job is submitted: that it exists, is intact, and is the image of the first job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def missing_image(plan: JobPlan) -> NotFoundError | None:
-    """Return the error of a run whose image file is missing, with the command that gets it; else None."""
+    """Return the error for a missing image file, with the command that creates it; None if it exists."""
     file = plan.image_file
     if file is None or file.is_file():
         return None
@@ -50,7 +50,7 @@ def missing_image(plan: JobPlan) -> NotFoundError | None:
 
 
 def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
-    """Check a run's image and return what the run's manifest records of it; import it first with `does_import`.
+    """Check a run's image and return its entries for the run's manifest; with `does_import`, import it first.
 
     Raises:
         NotFoundError: the image is missing.
@@ -65,7 +65,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
         _warn_about_other_version(built.labels, plan, terminal)
         return {"image_id": built.id} | _lock_digest(built.labels)
     if plan.image_file is None:
-        return {}  # an address: the cluster pulls it
+        return {}  # a registry address: the nodes pull it
     image = parse_image(plan.image, plan.workspace)
     if does_import and missing_image(plan) and isinstance(image, NamedImage):
         _import(image, plan, terminal)
@@ -75,7 +75,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
 
 
 def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
-    """Check that a resumed run gets the image of its first job; return what its manifest records of the image.
+    """Check that a resumed run gets the image of its first job; return the image's entries for the run's manifest.
 
     Raises:
         NotFoundError: the image is missing now.
@@ -110,7 +110,7 @@ def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
 
 
 def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]:
-    """Check the size and the head of the file, which is fast; `ftkit verify` reads all of it."""
+    """Check the size and the first bytes of the file, which is fast; `ftkit verify` reads all of it."""
     final = file.resolve()
     manifest = manifest_if_intact(final)
     if manifest:
@@ -134,7 +134,11 @@ def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]
 
 
 def _require_sinks(plan: JobPlan, final: Path) -> None:
-    """Refuse a recipe with a tracker whose package is not in the image, by the package list beside the file."""
+    """Refuse a recipe with a tracker whose package is not in the image's SBOM.
+
+    Raises:
+        ConfigError: with the missing packages.
+    """
     if not isinstance(plan, RunPlan):
         return
     packages = python_packages(sbom_file(final))

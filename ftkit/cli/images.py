@@ -49,7 +49,7 @@ def command(*, as_json: bool) -> None:
 
 
 def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
-    """Write the table; on a narrow terminal without descriptions."""
+    """Print the table; without descriptions on a narrow terminal."""
     columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", can_shrink=True), Column("IMPORTED")]
     rows = [
         [state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state)] for spec, state in images

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Import again even if the image is already imported.")
 @registry_option
 @require_signature_option("an image")
-@signing_options("the signature is a file beside the imported one.")
+@signing_options("the signature is a file next to the imported one.")
 def command(  # noqa: PLR0913 - its options
     wanted: str,
     *,

@@ -70,7 +70,7 @@ def command(*, yes: bool, force: bool) -> None:
 
 
 def _is_our_own(path: Path) -> bool:
-    """Whether an earlier `ftkit init` wrote a profile, which may then be overwritten."""
+    """Return whether an earlier `ftkit init` wrote this profile, so that it may be overwritten."""
     return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
 
 
@@ -83,8 +83,8 @@ def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
     from ftkit.errors import ConfigError, Problem
 
     if not yes and sys.stdin.isatty():
-        names = ", ".join(short_path(path) for path in existing)
-        click.confirm(f"{names}already exists. Change it?", default=False, abort=True, err=True)
+        names = " and ".join(short_path(path) for path in existing)
+        click.confirm(f"Change existing {names}?", default=False, abort=True, err=True)
         return
     raise ConfigError(
         [Problem(short_path(path), "", "already exists and was not changed.", "Change it with --force.")
@@ -113,7 +113,7 @@ def _site_facts(site: Site, proposed: ProposedCluster) -> list[tuple[str, Cell]]
 
 
 def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
-    """Return the files to write, with their content; other keys and comments of an earlier ftkit.yaml stay."""
+    """Return the files to write, with their content; an existing ftkit.yaml keeps its other keys and its comments."""
     settings = folder / PROJECT_FILE
     files = {settings: _edited(settings, {"cluster": proposed.name})}
     if proposed.extends:

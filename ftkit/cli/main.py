@@ -39,7 +39,7 @@ _SECTIONS = {
         LazyCommand("prune", "ftkit.cli.prune", "Remove failed runs and unused prepared data."),
     ),
     "Try": (
-        LazyCommand("chat", "ftkit.cli.chat", "Talk to a trained model."),
+        LazyCommand("chat", "ftkit.cli.chat", "Chat with a trained model."),
         LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
     ),
@@ -47,7 +47,7 @@ _SECTIONS = {
         LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
         LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
         LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
-        LazyCommand("top", "ftkit.cli.top", "Show how busy all GPUs of a run are."),
+        LazyCommand("top", "ftkit.cli.top", "Show the load of all GPUs of a run."),
         LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs."),
         LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
         LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
@@ -99,7 +99,7 @@ class _TopGroup(LazyGroup):
 
 @click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
-@click.option("--cluster", metavar="NAME", help="Cluster of the command, as FTKIT_CLUSTER; before the command's name.")
+@click.option("--cluster", metavar="NAME", help="Cluster profile, before the command's name; overrides FTKIT_CLUSTER.")
 def cli(*, cluster: str | None) -> None:
     """Fine-tune language models on Slurm GPU clusters, in versioned containers.
 
@@ -111,14 +111,14 @@ def cli(*, cluster: str | None) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
-    # Modules and schemas are no garbage; searching them takes 3 % of a dry run, and 10 % when the interpreter exits.
+    # Modules and schemas stay alive: scanning them takes 3 % of a dry run, and 10 % when the interpreter exits.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
-    # Else pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
+    # Otherwise pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an old locale that lacks `×` must not fail the command
+            stream.reconfigure(errors="replace")  # a locale without `×` must not make the command fail
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
@@ -200,7 +200,7 @@ def _red(text: str) -> str:
 
 
 def _write(text: str, indent: str = "") -> None:
-    """Write to stderr, wrapped at words on a terminal; a log or a pipe gets whole lines. Secrets stay out."""
+    """Write to stderr without secrets: wrapped at words on a terminal, in whole lines to a log or a pipe."""
     for number, line in enumerate(redact(text, os.environ).splitlines() or [""]):
         lead = indent if number == 0 else " " * len(indent)
         if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Arguments that the commands share which run a model: which model, and how it generates."""
+"""Arguments of the commands that run a model: the model, and the decoding options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MODEL_HELP = (
     "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the newest step "
     "with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
-    "loss), RUN@0 the one before training. MODEL is a folder (./model) or a hub id (org/model)."
+    "loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model)."
 )
 
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
@@ -63,7 +63,7 @@ def decoding_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_model(reference: str) -> Target:
-    """Return the model that was typed.
+    """Return the model that `reference` selects.
 
     Raises:
         PrerequisiteError: a package that runs models is missing here.
@@ -74,7 +74,7 @@ def find_model(reference: str) -> Target:
         raise PrerequisiteError(
             f"this command runs a model and needs packages that are not installed: {', '.join(missing)}",
             meaning="ftkit was installed without the packages for training",
-            fix="pip install 'ftkit[train]'; or type the same command in a job, in the training image of the run: "
+            fix="pip install 'ftkit[train]'; or run the same command in a job, in the training image of the run: "
             "it has all packages",
         )
     silence_torchao()
@@ -84,10 +84,10 @@ def find_model(reference: str) -> Target:
 
 
 def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> MeasurableModel:
-    """Load a model into the engine that was chosen, and say so.
+    """Load a model into the selected engine, and print where it is loaded.
 
     Raises:
-        PrerequisiteError: vLLM was chosen, and is missing here or can't load a checkpoint.
+        PrerequisiteError: vLLM is selected, and is missing here or can't load a checkpoint.
     """
     from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
 
@@ -98,7 +98,7 @@ def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal
 
 
 def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
-    """Load a model on the first GPU, on all if it is larger, or on the CPU, and say so."""
+    """Load a model on the first GPU, on all GPUs if it doesn't fit on one, or on the CPU, and print where."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 

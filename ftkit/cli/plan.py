@@ -27,8 +27,8 @@ from ftkit.cli.terminal.console import Terminal
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Preview a run and check that it fits. Nothing is written or submitted.
 
-    Takes the arguments of 'ftkit run', and fails as it does if files, weights, data, packages or memory are
-    missing. An image that is not imported yet is only a warning.
+    Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data, packages or
+    memory. An image that is not imported yet is only a warning.
     """
     from ftkit.cli.image_check import missing_image
     from ftkit.cli.sweep import show_plans

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @registry_option
 @click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
-@signing_options("the signature is stored beside the image in the registry.")
+@signing_options("the signature is stored next to the image in the registry.")
 def command(  # noqa: PLR0913 - its options
     reference: str,
     *,

@@ -35,5 +35,5 @@ def command(reference: str, *, files: Path | None) -> None:
     text = definition_file(definition, files)
     if files:
         write_files(definition, files)
-        terminal.say(f"wrote the files that it copies to {short_path(files.absolute())}")
+        terminal.say(f"wrote the files that the definition copies to {short_path(files.absolute())}")
     terminal.data(text)

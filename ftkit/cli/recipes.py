@@ -39,7 +39,7 @@ def command(*, as_json: bool) -> None:
 
 
 def _size(model: ModelSpec) -> str:
-    """Return how many parameters a model has, if its shape is known without asking anybody."""
+    """Return a model's parameter count; `?` if its shape is not known without the network."""
     from ftkit.config.model import ArchitectureSpec
     from ftkit.config.model_config import shipped_config
     from ftkit.planning.estimates.parameters import count_by_config, count_parameters

@@ -73,7 +73,7 @@ def write_report_at_end(layout: RunLayout, state: str) -> None:
 
     Args:
         layout: the run's folder.
-        state: in which it ended.
+        state: its final state.
 
     Raises:
         PrerequisiteError: it can't be written.
@@ -111,7 +111,7 @@ def _run_page(layout: RunLayout, state: str, refresh_seconds: int | None = None)
 
 @cache
 def _samples(layout: RunLayout) -> tuple[Sample, ...]:
-    """Return documents of a run's first pack, as they are trained; none if its data or tokenizer is not here."""
+    """Return documents of a run's first pack as the trainer sees them; none if data or tokenizer is missing here."""
     from importlib.util import find_spec
 
     from ftkit.errors import FtkitError
@@ -133,7 +133,7 @@ def _samples(layout: RunLayout) -> tuple[Sample, ...]:
 
 
 def _shortened(sample: Sample) -> Sample:
-    """Truncate a document's text to a few screens; sequences can be books."""
+    """Truncate a document's text to a few screens: a sequence can be as long as a book."""
     segments, left = [], _SAMPLE_CHARACTERS
     for segment in sample.segments:
         if left <= 0:
@@ -145,7 +145,7 @@ def _shortened(sample: Sample) -> Sample:
 
 
 def _state(folder: RunFolder) -> str:
-    """Return the run's state in a word."""
+    """Return the run's state as one word."""
     from ftkit.launch.observe import observe_all
     from ftkit.runs.entry import read_entry
     from ftkit.runs.metrics_file import read_last_record
@@ -153,7 +153,7 @@ def _state(folder: RunFolder) -> str:
     from ftkit.runs.states import RunState
 
     last = read_last_record(folder.layout.metrics)
-    if isinstance(last, EndRecord) and last.outcome == "completed":  # its job may still be there: it writes this page
+    if isinstance(last, EndRecord) and last.outcome == "completed":  # its job may still run, to write this page
         return RunState.COMPLETED
     entry = read_entry(folder)
     return observe_all([entry.run] if entry.run else []).state_of(entry).state
@@ -172,7 +172,7 @@ def _serve(render: Callable[[], str], port: int) -> None:
         ) from error
     terminal.data(f"http://127.0.0.1:{server.server_port}{path}\n")
     terminal.say(
-        f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:127.0.0.1:{server.server_port} HOST"
+        f"Ctrl-C stops it. From another machine: ssh -L {server.server_port}:127.0.0.1:{server.server_port} HOST"
     )
     with server:
         server.serve_forever()

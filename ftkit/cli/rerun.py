@@ -1,4 +1,4 @@
-"""`ftkit rerun`: repeat a run, and say whether it came out the same."""
+"""`ftkit rerun`: repeat a run, and compare its losses with the original's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     different data or a different image is refused. At the end, the losses are compared with the original's.
 
     RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit bundle', or the
-    address of a copy from 'ftkit sync' (s3://bucket/runs/RUN). From elsewhere, only the cluster's name is used, not its
-    profile.
+    address of a copy from 'ftkit sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name here is
+    used, not the one in the manifest.
     """,
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
 @placement_options
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit in Slurm's format: 2-00:00:00.")
-@click.option("--from", "copies", metavar="DEST", help="Where copies of runs are, RUN's id among them.")
+@click.option("--from", "copies", metavar="DEST", help="Bring RUN here from its copy in DEST/RUN first (RUN is an id).")
 @click.option(
     "--allow", "allowed", metavar="KEY", multiple=True, help="Allow this key to change, although it affects the result."
 )
@@ -98,7 +98,7 @@ def command(  # noqa: PLR0913 - one for each option
         _fetch(reference, terminal)
         reference = reference.rstrip("/").rpartition("/")[2]
     layout = get_run(reference).layout
-    tail = RecordTail(layout.metrics, skips_old=True)  # follow shows only what this job writes
+    tail = RecordTail(layout.metrics, skips_old=True)  # show only this job's records
     plan, changed = read_resumable_plan(layout), None
     if isinstance(plan, ScriptPlan):
         run = _resume_script(plan, args, ["ftkit", *typed], environment, terminal)
@@ -106,7 +106,7 @@ def command(  # noqa: PLR0913 - one for each option
         return
     if args.asks_for_changes:
         changed = _replan(plan, args, terminal)
-    elif not layout.script.is_file():  # it was brought here from another machine, whose script it had
+    elif not layout.script.is_file():  # the run was copied here, without the other machine's job script
         changed = ResumedPlan(plan)
     if changed:
         show_findings(run_checks(changed.plan, environment), terminal)
@@ -121,7 +121,7 @@ def command(  # noqa: PLR0913 - one for each option
 def _resume_script(
     plan: ScriptPlan, args: ResumeArgs, typed: list[str], environment: dict[str, str], terminal: Terminal
 ) -> SubmittedRun:
-    """Submit a script's run again, as it was planned.
+    """Submit a script's run again with the same plan.
 
     Raises:
         ConfigError: a different plan is requested.

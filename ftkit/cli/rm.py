@@ -15,8 +15,8 @@ from ftkit.cli.terminal.format import gib, short_path
     cls=ForwardedCommand,
     short_help="Remove a run's folder.",
     examples=("ftkit rm demo --yes",),
-    help=f"""Remove a run's folder with its checkpoints, export, logs and metrics, after asking. A run that may still be
-    training is refused. Prepared data and images stay, since other runs may use them.
+    help=f"""Remove a run's folder with its checkpoints, export, logs and metrics, after asking. Fails if the run may
+    still be training. Prepared data and images stay, since other runs may use them.
 
     {RUN_HELP}
     """,
@@ -36,7 +36,7 @@ def command(reference: str, *, yes: bool) -> None:
         ("run folder", f"{short_path(layout.root)}, {gib(folder_bytes(layout.root) / 2**30)}"),
     ]
     if layout.export.is_dir():
-        facts.append(("export", f"{short_path(layout.export)} is removed too"))
+        facts.append(("export", f"{short_path(layout.export)} is also removed"))
     terminal.facts(facts, is_data=False)
     if not yes and not click.confirm("Remove it?", err=True):
         terminal.say("removed nothing")

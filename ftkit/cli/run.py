@@ -82,10 +82,10 @@ def command(  # noqa: PLR0913 - one for each option
     KEY.PATH=VALUE,VALUE and --cluster NAME,NAME make a sweep: one run per combination. If one of them is
     refused, none is submitted. On a single machine the runs train one after another.
 
-    --script starts a PyTorch or Hugging Face script of your own instead of ftkit's trainer; what follows '--' are its
+    --script starts your own PyTorch or Hugging Face script instead of ftkit's trainer; what follows '--' are its
     arguments, in which {run} is the run's folder.
     """
-    from ftkit.cli.run_script import RunScript, copy_asked, run_script, split_script_args
+    from ftkit.cli.run_script import RunScript, copy_selected_code, run_script, split_script_args
     from ftkit.cli.sweep import run_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
@@ -93,7 +93,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.launch.sweep import expand, plan_sweep
 
     terminal, ctx, environment = Terminal(), current_context(), job_environment(hf_token_file)
-    copies = copy_asked(with_code, is_dev=is_dev, sent=sent_code)
+    copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
     if script is not None:
         from ftkit.launch.script import ScriptArgs
 
@@ -135,6 +135,7 @@ class ReadyRun:
 
     Attributes:
         script: script of the training job.
+        manifest: content of its manifest.json.
         environment: environment variables of its jobs.
         preparation: script of the preparation job; None without one.
         files: additional files of the run's folder, by their path in it.
@@ -165,7 +166,7 @@ def make_ready(
         environment: environment variables of its jobs.
         terminal: destination of warnings.
         does_import: import a missing image.
-        where: place of the preparation: job, here, or with-training.
+        where: where data is prepared: job, here, or with-training.
 
     Raises:
         FtkitError: the run would fail.
@@ -182,7 +183,7 @@ def make_ready(
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=does_import)
-    plan = resolve_image_link(plan)  # an image that was just imported has a link only now
+    plan = resolve_image_link(plan)  # again, for an image that was just imported
     manifest = build_manifest(plan, words, current_context().project) | image_facts
     preparation = None
     if where == "here":
@@ -196,7 +197,7 @@ def make_ready(
 
 
 def submit_ready(ready: ReadyRun) -> SubmittedRun:
-    """Submit a run that was checked. Raises as `ftkit.launch.jobs.submit`."""
+    """Submit a checked run. Raises as `ftkit.launch.jobs.submit` does."""
     from ftkit.launch.jobs import submit
 
     return submit(

@@ -1,4 +1,4 @@
-"""`ftkit run --script`, and the options about code of the user's own."""
+"""`ftkit run --script`, and the options for the user's own code."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _CODE_OPTIONS = (
         metavar="DIR",
         multiple=True,
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Copy a package, or a folder of modules, into the run, first on PYTHONPATH. Can be repeated.",
+        help="Copy a package, or a folder of modules, into the run, and put it first on PYTHONPATH. Can be repeated.",
     ),
     click.option(
         "--sent-code", metavar="DIR", hidden=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
-    ),  # what the machine where the command was typed sent for the options above
+    ),  # the copies of the two options above, sent from the machine where the command was typed
 )
 _SCRIPT_OPTIONS = (
     click.option(
         "--script",
         metavar="FILE",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Start this script instead of ftkit's trainer; its arguments follow '--'.",
+        help="Run this script instead of ftkit's trainer; its arguments follow '--'.",
     ),
     click.option(
         "--accelerate-config",
@@ -56,14 +56,14 @@ _SCRIPT_OPTIONS = (
         type=click.Choice(["TERM", "USR1", "none"]),
         default="TERM",
         show_default=True,
-        help="Signal for the script's processes when the time limit is near or the run is cancelled.",
+        help="Signal for the script's processes when the time limit is near or the run is canceled.",
     ),
     click.option(
         "--requeue",
         "can_restart",
         is_flag=True,
-        help="The script continues from its own checkpoint when it is started again: do so after a time limit, a "
-        "preemption, a lost node or a crash.",
+        help="Restart the script after a time limit, a preemption, a lost node or a crash. It must continue from its "
+        "own checkpoint.",
     ),
 )
 
@@ -82,8 +82,8 @@ def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def copy_asked(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
-    """Copy the code that the options ask for. Raises as `ftkit.launch.code.copy_code` does."""
+def copy_selected_code(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
+    """Copy the code that the options select. Raises as `ftkit.launch.code.copy_code` does."""
     if not with_code and not is_dev and sent is None:
         return []
     from ftkit.launch.code import copy_own_package, copy_packages, read_unpacked
@@ -101,7 +101,7 @@ def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tup
 
 
 def script_facts(plan: ScriptPlan) -> list[tuple[str, Cell]]:
-    """Return the rows of the table of a script's plan."""
+    """Return the rows of a script's plan, for the table."""
     from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime
 
     script = plan.script
@@ -121,7 +121,7 @@ def script_facts(plan: ScriptPlan) -> list[tuple[str, Cell]]:
 def _accelerate(plan: ScriptPlan) -> str:
     config = plan.script.accelerate
     if config is None:
-        return "no configuration: accelerate and the Trainer replicate the model on every process"
+        return "no configuration: accelerate and the Trainer replicate the model in every process"
     source = f"from recipe {plan.script.recipe}" if plan.script.recipe else "as given"
     return f"{config.get('distributed_type', 'NO')}, {config.get('mixed_precision', 'no')}, {source}: accelerate.json"
 
@@ -129,7 +129,7 @@ def _accelerate(plan: ScriptPlan) -> str:
 def _stop(plan: ScriptPlan) -> str:
     script = plan.script
     signal = "nothing is sent" if script.stop_signal == "none" else f"SIG{script.stop_signal} is sent to the script"
-    again = "started again, to continue from its checkpoint" if script.can_restart else "not started again (--requeue)"
+    again = "restarted, to continue from its checkpoint" if script.can_restart else "not restarted (--requeue)"
     restarts = f"; up to {plural(script.resources.max_restarts, 'restart')} after a crash" * script.can_restart
     return f"{signal}; it is {again}{restarts}"
 

@@ -62,7 +62,7 @@ class _Row:
 @click.argument("sweep", required=False, metavar="[SWEEP]")
 @json_option
 def command(sweep: str | None, *, as_json: bool) -> None:
-    """List the runs of the workspace, newest first; or those of a sweep, with their values."""
+    """List the runs of the workspace, newest first; or the runs of a sweep, with their values."""
     from ftkit.runs.entry import read_entry
     from ftkit.runs.find import list_runs
 
@@ -80,7 +80,7 @@ def command(sweep: str | None, *, as_json: bool) -> None:
 
 
 def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
-    """List the runs of a sweep in their order.
+    """List the runs of a sweep in the order of their values.
 
     Raises:
         NotFoundError: there is no such sweep.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     short_help="Print a JSON schema for editors.",
     examples=(
         "ftkit schema recipe > recipe.schema.json",
-        "# and at the top of a recipe, for editors that know the YAML language server:",
+        "# and at the top of a recipe, for editors with the YAML language server:",
         "# yaml-language-server: $schema=recipe.schema.json",
     ),
 )

@@ -45,12 +45,14 @@ _EXPORT_SECONDS = 6 * 3600
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
 @click.argument("words", metavar="[-- VLLM-OPTION]...", nargs=-1)
-@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Default: the run's cluster.")
+@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster; default: the run's.")
 @click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Serving image; default: vllm:0.33.")
 @click.option(
-    "--gpus", "num_gpus", metavar="N", type=click.IntRange(min=1), help="Default: as many as the weights need."
+    "--gpus", "num_gpus", metavar="N", type=click.IntRange(min=1), help="GPUs; default: as many as the weights need."
 )
-@click.option("--port", metavar="N", type=click.IntRange(1024, 65535), help="Default: 20000 + job id modulo 10000.")
+@click.option(
+    "--port", metavar="N", type=click.IntRange(1024, 65535), help="Port; default: 20000 + job id modulo 10000."
+)
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit; default: the profile's.")
 @click.option("--dry-run", is_flag=True, help="Print the job script and submit nothing.")
 @click.option("--follow/--no-follow", default=True, help="Wait until the server answers (default).")
@@ -86,21 +88,21 @@ def command(  # noqa: PLR0913 - one for each option
 
 
 def _export(target: Target, terminal: Terminal, *, dry_run: bool) -> Path:
-    """Return the export that is served; make it first where there is only a checkpoint."""
+    """Return the export to serve; if there is only a checkpoint, export it first."""
     from ftkit.evaluate.source import ModelFolder, find_target
     from ftkit.planning.layout import Workspace
 
     source = target.source
     if isinstance(source, ModelFolder):
         return source.folder
-    again = ["export", source.plan.id, "--step", str(source.step)]
+    export = ["export", source.plan.id, "--step", str(source.step)]
     if dry_run or not source.step:
-        raise NotFoundError(f"there is no export of {source.label}", fix=f"make it: ftkit {' '.join(again)}")
+        raise NotFoundError(f"there is no export of {source.label}", fix=f"export it: ftkit {' '.join(export)}")
     terminal.say(f"exporting {source.label}")
-    done = process.run_stoppable([sys.executable, "-m", "ftkit", *again], timeout_seconds=_EXPORT_SECONDS)
+    done = process.run_stoppable([sys.executable, "-m", "ftkit", *export], timeout_seconds=_EXPORT_SECONDS)
     made = find_target(source.label, Workspace(source.plan.workspace)).source
     if done.returncode or not isinstance(made, ModelFolder):
-        raise TrainingError(f"{source.label} can't be exported: {done.stderr.strip()}", fix=f"ftkit {' '.join(again)}")
+        raise TrainingError(f"{source.label} can't be exported: {done.stderr.strip()}", fix=f"ftkit {' '.join(export)}")
     return made.folder
 
 
@@ -123,6 +125,6 @@ def _show(job_id: str, job: ServingJob, address: str | None, terminal: Terminal)
     if address:
         facts.append(("from a laptop", tunnel(address, socket.gethostname(), getpass.getuser())))
     else:
-        facts.append(("address", f"once it answers: {short_path(job.address_file)}-{job_id}"))
-    facts += [("log", short_path(job.log)), ("end it", f"scancel {job_id}")]
+        facts.append(("address", f"once the server answers, in {short_path(job.address_file)}-{job_id}"))
+    facts += [("log", short_path(job.log)), ("cancel", f"scancel {job_id}")]
     terminal.facts(facts, is_data=False)

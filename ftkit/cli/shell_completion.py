@@ -1,4 +1,4 @@
-"""Shell completion of names. It never fails: a damaged file completes to nothing."""
+"""Shell completion of names. It never fails: without completions if a file is damaged."""
 
 from __future__ import annotations
 

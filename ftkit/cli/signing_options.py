@@ -21,7 +21,9 @@ def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in (
-            click.option("--signer", type=click.Choice(_SIGNERS), help="Default: by the key."),
+            click.option(
+                "--signer", type=click.Choice(_SIGNERS), help="Program that signs; default: follows from the key."
+            ),
             click.option(
                 "--key",
                 metavar="FILE",
@@ -37,7 +39,7 @@ def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def require_signature_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--require-signature`; `what` is refused without."""
+    """Add `--require-signature`, which refuses an unsigned `what`."""
     return click.option(
         "--require-signature",
         "public_key",
@@ -51,13 +53,13 @@ def required_signer(*, signs: bool, key: Path | None, signer: Signer | None) -> 
     """Return the program and the key to sign with; None if nothing is to be signed.
 
     Raises:
-        UsageError: the options don't fit together.
-        PrerequisiteError: the program is not installed, or the key is of none.
+        UsageError: the options contradict each other.
+        PrerequisiteError: the program is not installed, or none accepts the key.
     """
     from ftkit.runs.signing import find_signer
 
     if signs and key is None:
-        raise click.UsageError("--sign needs --key FILE, the private key", click.get_current_context())
+        raise click.UsageError("--sign requires --key FILE, the private key", click.get_current_context())
     if not signs and (key or signer):
-        raise click.UsageError("--key and --signer are for --sign", click.get_current_context())
+        raise click.UsageError("--key and --signer require --sign", click.get_current_context())
     return (find_signer(key, signer), key) if key else None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
-    """Print one row per run of a sweep with its values; notes of all runs below."""
+    """Print one row per run of a sweep with its values, then the notes of all runs."""
     keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
     columns = (
         Column("RUN"),
@@ -63,7 +63,7 @@ def run_sweep(
     *,
     follow: bool,
 ) -> None:
-    """Show the plans of a sweep, check all of them, then submit them. Raises as its steps do."""
+    """Show the plans of a sweep, check all of them, then submit them. Raises as these three do."""
     show_plans(plans, terminal, is_data=False)
     _check_can_follow(plans, follow=follow)
     _submit_sweep([check(plan) for plan in plans], submit, terminal)
@@ -73,7 +73,7 @@ def _check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
     """Refuse to start several runs on this machine at the same time.
 
     Raises:
-        ConfigError: they train on this machine, and no process would wait for one before it starts the next.
+        ConfigError: they train on this machine, and no process would remain to start one after another.
     """
     if not follow and any(plan.cluster.scheduler == "local" for plan in plans):
         raise ConfigError(
@@ -115,6 +115,6 @@ def _refused(ready: ReadyRun, submitted: Sequence[SubmittedRun], error: FtkitErr
     commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)
     return SubmitError(
         f"{ready.plan.name}: {error.what}",
-        meaning=f"{error.meaning}; {plural(len(submitted), 'run')} of the sweep were submitted before it".lstrip("; "),
+        meaning=f"{error.meaning}; already submitted: {plural(len(submitted), 'run')} of the sweep".lstrip("; "),
         fix=f"{error.fix}; to cancel them: {commands}".lstrip("; "),
     )

@@ -19,15 +19,15 @@ from ftkit.errors import PrerequisiteError
     examples=("ftkit sync last ./copies", "ftkit sync demo ./copies --watch"),
     help=f"""Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
 
-    DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. What is there already is
-    not copied again. Each file is compared with the original by digest. Nothing is deleted there.
+    DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
+    copied again. Each file is compared with the original by digest. Nothing is deleted there.
 
     {RUN_HELP}
     """,
 )
 @run_argument
 @click.argument("destination", metavar="[DEST]", required=False)
-@click.option("--watch", "does_watch", is_flag=True, help="Continue until the run has ended.")
+@click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
 def command(reference: str, destination: str | None, *, does_watch: bool) -> None:
     """Copy a run."""
     from ftkit.launch.observe import observe
@@ -37,7 +37,7 @@ def command(reference: str, destination: str | None, *, does_watch: bool) -> Non
     terminal, run = Terminal(), get_run(reference)
     destination = destination or read_plan(run.layout).recipe.sync
     if destination is None:
-        raise click.UsageError(f"where to? The recipe of {run.id} has no 'sync'", click.get_current_context())
+        raise click.UsageError(f"give DEST: the recipe of {run.id} has no 'sync'", click.get_current_context())
     submitted = run.submitted
     copy = RunCopy(run.layout, destination, terminal.say)
 

@@ -1,4 +1,4 @@
-"""`ftkit top`: show how busy all GPUs of a run are."""
+"""`ftkit top`: show the load of all GPUs of a run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _COLUMNS: Final = (
 @click.command(
     "top",
     cls=ExamplesCommand,
-    short_help="Show how busy all GPUs of a run are.",
+    short_help="Show the load of all GPUs of a run.",
     examples=("ftkit top last --once", "ftkit top last --json"),
     help=f"""Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
 
-    A sampler on each node writes these every 10 seconds. Into a pipe, one snapshot is printed. {RUN_HELP}
+    A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN_HELP}
     """,
 )
 @run_argument
@@ -64,7 +64,7 @@ def command(reference: str, *, once: bool, as_json: bool) -> None:
 
 def _show(folder: RunFolder, samples: list[NodeSample], terminal: Terminal) -> None:
     if not samples:
-        terminal.say(f"{folder.id} has no samples of GPUs: it has not started, or trains on CPUs")
+        terminal.say(f"{folder.id} has no GPU samples: it has not started, or trains on CPUs")
         return
     rows: list[list[Cell]] = []
     for sample in samples:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     examples=("ftkit verify olmo3:25.02", "ftkit verify /shared/images/olmo3+25.02.sqsh --deep"),
 )
 @click.argument("wanted", metavar="NAME:TAG|FILE|URI", shell_complete=complete_image)
-@click.option("--deep", is_flag=True, help="Run the self-check inside the image too.")
+@click.option("--deep", is_flag=True, help="Also run the self-check inside the image.")
 @require_signature_option("a file")
 def command(wanted: str, *, deep: bool, public_key: Path | None) -> None:
     """Recompute the digests of an imported image; list every difference, and exit with code 10 if there is any."""
@@ -55,7 +55,7 @@ def command(wanted: str, *, deep: bool, public_key: Path | None) -> None:
     )
     terminal.say(Styled("the file matches its manifest", "green"))
     if program:
-        terminal.say(Styled(f"the manifest is signed, as {program} says", "green"))
+        terminal.say(Styled(f"the manifest is signed, verified by {program}", "green"))
     if left:
         terminal.say(left)
 

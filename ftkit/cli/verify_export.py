@@ -1,4 +1,4 @@
-"""`ftkit verify-export`: verify that an export is what was trained."""
+"""`ftkit verify-export`: verify that an export computes the same as the trained model."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
-    help="vllm: load it with vLLM's engine too; auto, the default, does so on GPUs where vLLM is installed.",
+    help="vllm: also load it with vLLM's engine; auto, the default, does so on GPUs where vLLM is installed.",
 )  # fmt: skip
 @json_option
 def command(folder: Path, *, engine: EngineName, as_json: bool) -> None:
-    """Load an export with transformers (and peft), and compare it with the record that 'ftkit export' made.
+    """Load an export with transformers (and peft), and compare it with the record that 'ftkit export' wrote.
 
-    Its logits equal the trained model's and differ from the base model's, generation stops at each end token, and the
-    chat template renders as in training. With vLLM, the same is checked through its engine. Exit code 9 if anything
-    differs.
+    Checks that its logits equal the trained model's and differ from the base model's, that generation stops at each end
+    token, and that the chat template renders as in training. With vLLM, the same is checked with its engine. Exits with
+    code 9 if a check fails.
     """
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
     silence_torchao()
@@ -49,7 +49,7 @@ def command(folder: Path, *, engine: EngineName, as_json: bool) -> None:
 
     logging.disable_progress_bar()
     terminal = Terminal()
-    has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # an error before anything is loaded
+    has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # report a missing vLLM before a model is loaded
     checks = verify_export(folder, terminal.say)
     if has_vllm:
         from ftkit.evaluate.verify_vllm import verify_with_vllm

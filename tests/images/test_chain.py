@@ -215,7 +215,7 @@ def test_the_digest_of_a_base_is_recorded_and_used_by_later_builds(
     pushed_base("large:1")
     assert "up to date" in project.ok("build", "tiny:1").stderr
     again = project.ok("build", "tiny:1", "--no-cache")
-    assert "is a new image now" in again.stderr
+    assert "now refers to another image" in again.stderr
     assert "--repin" in again.stderr
     assert lock.read_text() == recorded
     assert bases.inspect_image("ftkit/tiny:1")["Size"] < 20 << 20

@@ -73,12 +73,12 @@ def command(name: str, overrides: tuple[str, ...], kind: str, file: Path | None,
         return
     create(provision, state, folder, terminal.say)
     terminal.say(f"created {name}")
-    for words in provision.next_steps:
-        terminal.say(words, indent=2)
+    for next_step in provision.next_steps:
+        terminal.say(next_step, indent=2)
 
 
 def _script(provision: Provision, folder: Path) -> str:
-    """Return all files and commands as a shell script would have them."""
+    """Return all files and commands as a shell script."""
     from ftkit.provision.steps import placed
 
     def line(command: tuple[str, ...]) -> str:
@@ -89,7 +89,7 @@ def _script(provision: Provision, folder: Path) -> str:
         parts.append(f"\n# file {folder / path}\n" + "".join(f"#   {each}\n" for each in text.splitlines()))
     parts += [f"\n# check: {check.title}\n{line(check.command)}" for check in provision.checks]
     for step in provision.steps:
-        found = f"# unless this prints something: {line(step.existing)}" if step.existing else ""
+        found = f"# skipped if this prints something: {line(step.existing)}" if step.existing else ""
         parts.append(f"\n# {step.title}\n{found}{line(step.command)}")
     parts.append("\n# removed by 'ftkit cluster destroy', in this order:\n")
     parts += [f"# {line(undo)}" for step in reversed(provision.steps) for undo in step.undo]

@@ -52,5 +52,5 @@ def command(name: str, *, as_json: bool) -> None:
         (Column("STEP"), Column("WHAT", can_shrink=True), Column("OUTCOME")),
         [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps],
     )
-    for words in provision.status:
-        terminal.data(process.run(placed(words, folder), timeout_seconds=120, cwd=folder).stdout)
+    for status_command in provision.status:
+        terminal.data(process.run(placed(status_command, folder), timeout_seconds=120, cwd=folder).stdout)

@@ -1,4 +1,4 @@
-"""`ftkit data`: see and check data before it is trained on."""
+"""`ftkit data`: inspect and check data before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ftkit.cli.commands import LazyCommand, LazyGroup
 
 _SECTIONS = {
     "Commands": (
-        LazyCommand("show", "ftkit.cli.data.show", "Print samples as they will be trained."),
+        LazyCommand("show", "ftkit.cli.data.show", "Print samples as the trainer sees them."),
         LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
         LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
         LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, and download weights."),

@@ -58,7 +58,7 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
             if num_bad < num_rows
             else next(iter(fixes))
             if len(fixes) == 1
-            else "set data.format as these rows are; 'ftkit data show' prints how they are read",
+            else "set data.format to match these rows; 'ftkit data show' prints how they are read",
         )
     terminal.say(
         f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped"

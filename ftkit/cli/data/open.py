@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple[RunPlan, DataInspector]:
-    """Resolve what would be run, read its training rows and load its tokenizer.
+    """Plan the run, read its training rows and load its tokenizer.
 
     Raises:
         PrerequisiteError: a package that tokenizes is missing here.

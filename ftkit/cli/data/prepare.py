@@ -1,4 +1,4 @@
-"""`ftkit data prepare`: tokenize and pack data, and fetch weights, without a GPU."""
+"""`ftkit data prepare`: tokenize and pack data, and download weights, without a GPU."""
 
 from __future__ import annotations
 

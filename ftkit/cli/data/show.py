@@ -1,4 +1,4 @@
-"""`ftkit data show`: print samples as they will be trained."""
+"""`ftkit data show`: print samples as the trainer sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(
     "show",
     cls=ExamplesCommand,
-    short_help="Print samples as they will be trained.",
+    short_help="Print samples as the trainer sees them.",
     examples=(
         "ftkit data show demo",
         "ftkit data show demo -n 10 data.train_on=last",
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 @click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
 @json_option
 def command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Any) -> None:
-    """Print samples as they will be trained: the text rendered by the chat template, turn by turn.
+    """Print samples as the trainer sees them: the text that the chat template renders, turn by turn.
 
-    Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed as they are; ↵ is a line break.
+    Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed unchanged; ↵ is a line break.
     """
     from ftkit.cli.data.open import open_data
 
@@ -53,8 +53,8 @@ def command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json
     terminal.say(f"trained: {_describe('all' if is_text else plan.recipe.data.train_on)}")
     if any(sample.num_renderings > 1 for sample in samples):
         terminal.say(
-            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn is in the "
-            "form in which inference sees it."
+            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn follows "
+            "the same text as in inference."
         )
     for sample in samples:
         _show(sample, terminal)

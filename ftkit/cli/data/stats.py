@@ -50,12 +50,12 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
 def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     length = plan.recipe.training.sequence_length
     num_rows = sum(source.num_rows for source in stats.sources)
-    validation = f" to train on, {stats.num_validation:,} to validate on" if stats.num_validation else ""
+    validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
     facts: list[tuple[str, Cell]] = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
-        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} bad ones are skipped" if stats.num_bad else "")),
+        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} bad rows are skipped" if stats.num_bad else "")),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {stats.longest:,} tokens"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
@@ -73,13 +73,13 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     text = plural(epoch["steps"], "step")
     if epoch["seconds"] is not None:
         text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
-        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} by its price_per_gpu_hour"
-    facts.append(("an epoch", f"{text}; {count(stats.num_tokens)} tokens"))
+        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"
+    facts.append(("epoch", f"{text}; {count(stats.num_tokens)} tokens"))
     return facts
 
 
 def _epoch(stats: DataStats, plan: RunPlan) -> dict[str, Any]:
-    """Return the steps of an epoch, with duration and cost if the plan predicts a step."""
+    """Return the steps of an epoch, with duration, GPU hours and cost if the plan predicts the step time."""
     steps = -(-stats.num_packs // plan.batch.global_batch_size)
     seconds = steps * plan.speed.step_seconds if plan.speed else None
     gpu_hours = None if seconds is None else seconds * plan.placement.world_size / 3600

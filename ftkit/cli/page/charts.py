@@ -56,7 +56,7 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart; `is_raw` draws it thin, with its mean over it; `band` is an area from lowest to highest."""
+    """A line of a chart; `is_raw` draws it thin under its moving mean; `band` is an area from lowest to highest."""
 
     name: str
     x: Sequence[float]
@@ -96,9 +96,9 @@ class LineChart:
         expected: predicted value, drawn as a dashed line.
         form: formats a value of the vertical axis.
         from_zero: start the vertical axis at 0.
-        height: height in pixels of a chart that is drawn once; at least the default.
+        height: height in pixels of a chart that is not wide; at least the default.
         is_over_time: whether the horizontal axis is time, in seconds.
-        limit: end of the vertical axis; by the values if null.
+        limit: end of the vertical axis; follows from the values if null.
     """
 
     name: str
@@ -114,10 +114,10 @@ class LineChart:
 
 
 def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
-    """Draw a chart; empty if it has no finite value.
+    """Draw a chart as SVG; return an empty string if it has no finite value.
 
     Args:
-        chart: what to draw.
+        chart: the chart.
         is_wide: draw it twice, for wide and for narrow screens; the page shows one of them.
     """
     lines = [line for line in chart.lines if any(map(math.isfinite, line.y))]
@@ -174,7 +174,7 @@ def _draw_line(axes: Axes, line: Line, color: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean around each value, over the finite ones."""
+    """Return the moving mean of the finite values around each value."""
     radius = max(1, round(len(values) * _SMOOTH_OVER))
     found = []
     for index in range(len(values)):
@@ -184,7 +184,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 
 def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Downsample to the lowest and highest value of each part, in order, so that peaks stay."""
+    """Downsample to the lowest and highest value of each part, in order, so that peaks remain visible."""
     if len(x) <= MAX_POINTS:
         return list(x), list(y)
     size = math.ceil(len(x) / (MAX_POINTS // 2))
@@ -197,14 +197,14 @@ def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[
 
 
 def bars_height(num_bars: int) -> int:
-    """Return the height of a chart of bars, in pixels."""
+    """Return the height of a bar chart, in pixels."""
     return 36 * num_bars + 32
 
 
 def bar_chart(
     name: str, description: str, bars: Sequence[tuple[str, float]], *, marks: Sequence[tuple[str, float]] = ()
 ) -> str:
-    """Draw amounts of memory as horizontal bars, with vertical lines at `marks`; empty if there are none."""
+    """Draw amounts of memory in GiB as horizontal bars, with vertical lines at `marks`; empty without bars."""
     if not bars:
         return ""
 
@@ -224,7 +224,7 @@ def bar_chart(
     return _svg(name, description, draw, _NARROW, bars_height(len(bars)))
 
 
-def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
+def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
     """Draw a run's time by activity, from its first record to its last."""
     if not spans:
         return ""
@@ -243,7 +243,7 @@ def time_line(name: str, description: str, spans: Sequence[Span]) -> str:
 
 
 def _format_time(axes: Axes, total: float) -> None:
-    """Make the horizontal axis one of time, of `total` seconds."""
+    """Format the horizontal axis as a time axis of `total` seconds."""
     from matplotlib.ticker import MultipleLocator
 
     def form(value: float, _: float) -> str:

@@ -69,7 +69,7 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
                                                       validation))),
         Chart("Throughput", draw_lines(LineChart("speeds", f"Throughput of {listed}", "tokens/s per process", speeds,
                                                  form=count, from_zero=True))),
-        Chart("GPU power", draw_lines(LineChart("power", f"Mean power of a GPU of {listed}", "W per GPU", power,
+        Chart("GPU power", draw_lines(LineChart("power", f"Mean power per GPU of {listed}", "W per GPU", power,
                                                 form="{:,.0f}".format, from_zero=True, is_over_time=True))),
     ]  # fmt: skip
     return [chart for chart in charts if chart.svg]

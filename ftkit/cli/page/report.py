@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, time_line
+from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, timeline
 from ftkit.cli.terminal.format import count, duration, energy, gib, plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, RunPlan
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _NUM_EXAMPLES = 6
 _NUM_ANOMALIES = 12
-_MAX_TILES_A_ROW = 6
+_MAX_TILES_PER_ROW = 6
 _NARROWEST = 1 / 600
 """Smallest visible fraction of a run's time on the timeline."""
 _TIME_USE = {
     "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
     "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
-    "repeated": "steps trained again", "down": "between two starts",
+    "repeated": "repeated steps", "down": "down between starts",
 }  # fmt: skip
 
 
@@ -102,8 +102,8 @@ class RunReport:
 
     @property
     def tile_columns(self) -> int:
-        """In how many columns the tiles are shown on a wide screen: one row of them, or two that are as long."""
-        num_rows = 1 if len(self.tiles) <= _MAX_TILES_A_ROW else 2
+        """Number of columns of tiles on a wide screen: they fill one row, or two of about equal length."""
+        num_rows = 1 if len(self.tiles) <= _MAX_TILES_PER_ROW else 2
         return max(1, -(-len(self.tiles) // num_rows))
 
     @property
@@ -198,12 +198,12 @@ def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
         tiles.append(Tile("Time", duration(total), steps))
         cost = plan.cost_of(total) if plan else None
         if cost is not None:
-            tiles.append(Tile("Cost", f"{cost:,.2f}", "by the profile's price"))
+            tiles.append(Tile("Cost", f"{cost:,.2f}", "at the profile's price"))
     return tiles
 
 
 def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
-    """Return how busy the GPUs were, and their energy."""
+    """Return the tiles of the GPUs' utilization, power and energy."""
     if summary is None:
         return []
     tiles = []
@@ -211,8 +211,8 @@ def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
         active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f} % of the SMs"
         tiles.append(Tile("GPU utilization", f"{summary.utilization:.0f} %", active))
     if summary.power is not None:
-        hottest = "" if summary.peak_temperature is None else f", {summary.peak_temperature:.0f}\u00a0°C at most"
-        tiles.append(Tile("GPU power", f"{summary.power:,.0f} W", f"mean of each{hottest}"))
+        hottest = "" if summary.peak_temperature is None else f", peak {summary.peak_temperature:.0f}\u00a0°C"
+        tiles.append(Tile("GPU power", f"{summary.power:,.0f} W", f"mean per GPU{hottest}"))
     if summary.energy_kwh is not None:
         last = history.last_step
         per_token = energy(summary.energy_kwh * 1e6 / last.tokens) if last and last.tokens else ""
@@ -221,7 +221,7 @@ def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
 
 
 def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
-    """Return utilization and power of the GPUs over time: their mean, within the lowest and the highest GPU."""
+    """Return charts of utilization and power over time: the mean of the GPUs, and the range from lowest to highest."""
     begin = history.spans[0].begin if history.spans else None
     several = len({(sample.host, gpu.index) for sample in samples for gpu in sample.gpus}) > 1
     shown = "mean; area: lowest to highest GPU" if several else "mean"
@@ -249,13 +249,13 @@ def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) 
         if history.steps.get(each.step) is each
     ]
     speed = LineChart(
-        "speed", f"Tokens per second of a {device}", f"tokens/s per {device}",
+        "speed", f"Tokens per second per {device}", f"tokens/s per {device}",
         [Line("measured", [x for x, _ in kept], [y for _, y in kept], is_raw=True, color=4)],
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
         form=count, from_zero=True, height=bars_height(len(history.memory)),
     )  # fmt: skip
     memory = bar_chart(
-        "memory", "Peak memory of each stage, the largest over all processes",
+        "memory", "Peak memory of each stage, maximum over all processes",
         [(each.stage, each.largest_peak_gib) for each in history.memory],
         marks=[("plan", plan.memory.total)] if plan and on_gpus else [],
     )  # fmt: skip
@@ -267,7 +267,7 @@ def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) 
         Chart("Throughput", draw_lines(speed)),
         Chart("Memory by stage", memory),
         *_gpu_charts(gpus, history),
-        Chart("Time line", time_line("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
+        Chart("Timeline", timeline("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
     ]
     return [chart for chart in charts if chart.svg]
 
@@ -275,7 +275,7 @@ def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) 
 def _losses(history: History) -> LineChart:
     steps, last = list(history.steps.values()), history.last_step
     per_step = last.tokens / last.step if last and last.step else 0.0
-    about = (
+    description = (
         f"Training loss from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
     )
     validation = history.evaluations
@@ -284,7 +284,7 @@ def _losses(history: History) -> LineChart:
         Line("validation", [each.step * per_step for each in validation], [each.loss for each in validation],
              has_points=True, color=1),
     ]  # fmt: skip
-    return LineChart("loss", about, "loss", lines)
+    return LineChart("loss", description, "loss", lines)
 
 
 def _over_tokens(
@@ -312,7 +312,8 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
 
     speed, world = plan.speed, plan.placement.world_size
     if speed:
-        add("Step", speed.step_seconds, median([r.step_seconds for r in history.steady] or [0.0]) or None, duration)
+        measured = median(each.step_seconds for each in history.steady) if history.steady else None
+        add("Step time", speed.step_seconds, measured or None, duration)
         add("Tokens/s per GPU", speed.tokens_per_second / world, history.speed, count)
         add("MFU", speed.mfu, history.mfu, "{:.1%}".format)
     if plan.placement.device == "cuda":
@@ -339,7 +340,7 @@ def _time_use(history: History) -> list[tuple[str, str, str, float]]:
 
 
 def _examples(history: History) -> list[Example]:
-    """Pair the completions after training with those before, changed pairs first."""
+    """Pair the completions after training with those before; put pairs first that became correct."""
     after = history.last_evaluation
     if after is None or after.when == "before":
         return []

@@ -1,4 +1,4 @@
-"""Render pages: template, style and charts in one file that needs no network."""
+"""Render each page as one file, with its style and charts, that loads nothing from the network."""
 
 from __future__ import annotations
 

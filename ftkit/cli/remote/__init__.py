@@ -23,6 +23,6 @@ def command() -> None:
 
     A cluster profile with 'login: user@host' is reached with the system's ssh: its configuration, agent, and jump hosts
     apply. 'ftkit run' sends the recipe, local data, and the project's settings there, and submits the run there; the
-    commands for runs (status, logs, cancel, resume, chat, ...) run there as if they ran here. The cluster is that of
-    --cluster, of FTKIT_CLUSTER, or of ftkit.yaml; runs that were submitted from here are found by name.
+    commands for runs (status, logs, cancel, resume, chat, ...) run there as if they ran here. The cluster comes from
+    --cluster, FTKIT_CLUSTER, or ftkit.yaml; runs that were submitted from here are found by name.
     """

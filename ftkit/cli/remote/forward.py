@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.terminal.format import plural
 from ftkit.errors import ConfigError, Problem
 from ftkit.remote.login import (
     CODE_FOLDER,
@@ -44,13 +45,13 @@ SECRETS: Final = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )
-"""Variables of this machine that a job on a remote cluster gets too."""
-_ABOUT_OUTPUT: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
-_ABOUT_CODE: Final = ("--script", "--with-code", "--dev", "--accelerate-config")
+"""Variables of this machine that are also passed to a job on a remote cluster."""
+_OUTPUT_VARIABLES: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
+_CODE_OPTIONS: Final = ("--script", "--with-code", "--dev", "--accelerate-config")
 """Options of `ftkit run` with files of this machine."""
 _GIB: Final = 2**30
 _MIB: Final = 2**20
-_LONGEST_WAIT_SECONDS: Final = 30
+_MAX_WAIT_SECONDS: Final = 30
 
 
 def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
@@ -70,7 +71,7 @@ def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[s
         digest_of(files),
         place.login.cluster,
         (name, *typed),
-        {key: os.environ[key] for key in _ABOUT_OUTPUT if key in os.environ},
+        {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ},
     )
     forwarded = _Forwarded(place.login, request, files, Terminal())
     if name in SUBMITTING:
@@ -101,7 +102,7 @@ class _Forwarded:
 
     def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
         """Run a command that follows a run; reconnect if the connection is lost."""
-        ask(self.login, replace(self.request, action="missing"), self.files)  # a first failure is final
+        ask(self.login, replace(self.request, action="missing"), self.files)  # fail if the first connection does
         shown = 0
 
         def show(chunk: bytes) -> None:
@@ -122,9 +123,9 @@ class _Forwarded:
         """Reconnect with increasing pauses until the command ends."""
         pause = 1
         while is_lost(code := attempt()):
-            self.terminal.warn(f"no connection to {self.login.address}: trying again in {pause} s ({meanwhile})")
+            self.terminal.warn(f"no connection to {self.login.address}: retrying in {pause} s ({meanwhile})")
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_WAIT_SECONDS)
+            pause = min(2 * pause, _MAX_WAIT_SECONDS)
         return code
 
 
@@ -152,7 +153,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
             output.clear()
             return call_through_pipe(login, request, output.extend)
 
-        code = forwarded.until_answered(attempt, "the run is submitted once, however often it is asked for")
+        code = forwarded.until_answered(attempt, "the run is submitted only once, even if the request is repeated")
     text = output.decode(errors="replace")
     ids = records.add(text, login, ctx.project) if not code else []
     if code or not params.get("follow") or len(ids) != 1:
@@ -194,29 +195,30 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     answer = ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]
     archive = code.archive if answer["code"] else b""
-    num_bytes = sum(Path(path).stat().st_size for path in missing) + len(archive)
-    _confirm_size(num_bytes, len(missing), ctx, login)
+    num_bytes = sum(Path(path).stat().st_size for path in missing)
+    _confirm_size(num_bytes + len(archive), len(missing), ctx, login)
     if archive:
         terminal.say(f"sending code ({len(archive) / _MIB:.1f} MiB) to {login.address}")
         unpack = replace(forwarded.request, action="unpack", code=code.digest, archive=b64encode(archive).decode())
         if call_through_pipe(login, unpack, lambda _: None):
             raise unreachable(login)
     if missing:
-        terminal.say(f"sending {len(missing)} local files ({num_bytes / _GIB:.2f} GiB) to {login.address}")
+        size = plural(len(missing), "local file")
+        terminal.say(f"sending {size} ({num_bytes / _GIB:.2f} GiB) to {login.address}")
         send_files(login, missing, with_rsync=_has_rsync() and answer["rsync"])
     options = [*_options(typed, click.get_current_context().command), *code.options]
-    # What follows '--' belongs to the script if there is one.
+    # With a script, what follows '--' are its arguments.
     return [*options, *parcel.words, "--", *script_args] if params["script"] else [*options, "--", *parcel.words]
 
 
 @dataclass(frozen=True)
 class _Code:
-    """Code of this machine that a run carries.
+    """Code of this machine that a run needs.
 
     Attributes:
-        archive: of the copies; empty without any.
-        digest: of the archive; empty without any.
-        options: that select it on the login node, instead of those typed here.
+        archive: the copies; empty if there are none.
+        digest: of the archive; empty if there is none.
+        options: they select the code on the login node, and replace those typed here.
         files: small files that it needs in the project's folder.
     """
 
@@ -228,13 +230,13 @@ class _Code:
 
 def _pack_code(params: Mapping[str, Any]) -> _Code:
     from ftkit.cli.arguments import current_workspace
-    from ftkit.cli.run_script import copy_asked
+    from ftkit.cli.run_script import copy_selected_code
     from ftkit.launch.code import pack_copies
     from ftkit.launch.script import copy_script
     from ftkit.planning.layout import SCRIPT_CODE
 
     script: Path | None = params["script"]
-    copies = copy_asked(params["with_code"], is_dev=params["is_dev"])
+    copies = copy_selected_code(params["with_code"], is_dev=params["is_dev"])
     if script is not None:
         copies.insert(0, copy_script(script, current_workspace()))
     archive = pack_copies(copies) if copies else b""
@@ -253,7 +255,7 @@ def _pack_code(params: Mapping[str, Any]) -> _Code:
 
 
 def _options(typed: Sequence[str], command: click.Command) -> list[str]:
-    """Return the typed options with their values, without those about code of this machine and without arguments."""
+    """Return the typed options with their values, but not arguments, and not options with code of this machine."""
     options = [each for each in command.params if isinstance(each, click.Option)]
     with_value = {name for each in options if not each.is_flag and not each.count for name in each.opts}
     kept: list[str] = []
@@ -263,7 +265,7 @@ def _options(typed: Sequence[str], command: click.Command) -> list[str]:
             break
         if word.startswith("-"):
             words = [word, next(rest)] if word in with_value else [word]
-            kept += words if word.partition("=")[0] not in _ABOUT_CODE else []
+            kept += words if word.partition("=")[0] not in _CODE_OPTIONS else []
     return kept
 
 
@@ -280,7 +282,9 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) ->
     if num_bytes <= limit * _GIB:
         return
     size = (
-        f"{num_files} local files ({num_bytes / _GIB:.1f} GiB)" if num_files else f"{num_bytes / _MIB:.0f} MiB of code"
+        f"{plural(num_files, 'local file')} ({num_bytes / _GIB:.1f} GiB)"
+        if num_files
+        else f"{num_bytes / _MIB:.0f} MiB of code"
     )
     if sys.stdin.isatty():
         click.confirm(f"Send {size} to {login.address}?", default=False, abort=True, err=True)
@@ -292,7 +296,7 @@ def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) ->
 
 
 def _without_own_options(typed: Sequence[str]) -> list[str]:
-    """Remove options about following and about a file of this machine; what follows `--` is the script's."""
+    """Remove the options that only this machine handles; what follows `--` are a script's arguments."""
     kept: list[str] = []
     skips = False
     for number, word in enumerate(typed):
@@ -308,7 +312,7 @@ def _without_own_options(typed: Sequence[str]) -> list[str]:
 
 
 def _secrets(token_file: Path | None) -> dict[str, str]:
-    """Return the secrets of the job, which go only through ssh's standard input into the environment there."""
+    """Return the job's secrets, which are passed only on ssh's standard input into the environment there."""
     secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
     if token_file is not None:
         secrets["HF_TOKEN"] = token_file.read_text(encoding="utf-8").strip()

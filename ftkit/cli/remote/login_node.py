@@ -1,6 +1,6 @@
 """Select the machine that a command runs on: this one, or the login node of its cluster or run.
 
-Nearly every command asks, and most clusters have no `login`: this module imports what ssh needs only for those that do.
+Nearly every command calls this, and most profiles have no `login`: the modules for ssh are imported only if one has.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LoginNode:
 
 
 def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
-    """Return where a command with these parameters runs; None for this machine.
+    """Return the login node on which a command with these parameters runs; None for this machine.
 
-    The run decides if its name is that of one submitted from here, else the selected cluster.
+    If the command selects a run that was submitted from here, its login node; else that of the selected cluster.
 
     Raises:
         UsageError: a sweep over clusters, one of which is remote.
@@ -50,14 +50,14 @@ def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
         found = Records.of(os.environ).find(reference)
         if found and not _has_newer_run(reference, found.id):
             return LoginNode(found.login, replace(ctx, project=found.project))
-    names = str(params.get("cluster") or _chosen_cluster(ctx) or "").split(",")
+    names = str(params.get("cluster") or _default_cluster(ctx) or "").split(",")
     logins = [_login_of(name, ctx) for name in names]
     if len(names) > 1 and any(logins):
         raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
     return LoginNode(logins[0], ctx) if logins[0] else None
 
 
-def _chosen_cluster(ctx: Context) -> str | None:
+def _default_cluster(ctx: Context) -> str | None:
     try:
         value = read_settings_layers(ctx, ("cluster",)).value(("cluster",))
     except FtkitError:  # the command itself reports it

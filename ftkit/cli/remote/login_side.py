@@ -1,6 +1,6 @@
-"""The other end of a forwarded command: `python -m ftkit.cli.remote.login_side REQUEST`, on the login node.
+"""The login node's side of a forwarded command: `python -m ftkit.cli.remote.login_side REQUEST`.
 
-A submission runs in a separate process that survives the connection; a repeated request prints its output.
+A submission runs in a separate process that outlives the connection; a repeated request prints its output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CHILD: Final = "--child"
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 _START_SECONDS: Final = 30
 _DIED: Final = 1
 
@@ -132,19 +132,19 @@ def _attach(folder: Path) -> int:
         offset = copy_new(folder / "stderr", offset, sys.stderr.buffer)
         if is_over:
             break
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     copy_new(folder / "stdout", 0, sys.stdout.buffer)
     try:
         return int((folder / "exit-code").read_text(encoding="ascii"))
     except FileNotFoundError:
         sys.stderr.write(
-            "error: the submission ended without an answer\n  check with 'ftkit runs' whether it is there\n"
+            "error: the submission ended without an answer\n  check with 'ftkit runs' whether the run exists\n"
         )
         return _DIED
 
 
 def _has_died(folder: Path, started: float) -> bool:
-    """Return whether a submission's process ended without an answer; False for a process of another login node."""
+    """Return whether a submission's process ended without an answer; False if it is on another login node."""
     try:
         host, pid, start = json.loads((folder / "process.json").read_bytes())
     except FileNotFoundError:

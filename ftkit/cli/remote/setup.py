@@ -18,14 +18,14 @@ from ftkit.config.context import Context
 )
 @click.argument("cluster", metavar="CLUSTER", shell_complete=complete_cluster)
 @click.option(
-    "--extra", "extras", metavar="NAME", multiple=True, help="Extra of ftkit to install too: train, images, …"
+    "--extra", "extras", metavar="NAME", multiple=True, help="Also install this extra of ftkit: train, images, …"
 )
 def command(cluster: str, *, extras: tuple[str, ...]) -> None:
     """Install this ftkit, with exactly the code that runs here, on the login node of a cluster.
 
-    It goes into a virtual environment in 'login_folder' there (~/ftkit by default), made by uv, or by Python 3.11 or
-    later. Do this again after ftkit changes here: two different versions do not work together. A profile with runtime
-    'none' needs --extra train.
+    It is installed into a virtual environment in 'login_folder' there (~/ftkit by default), with uv, or with Python
+    3.11 or later. Repeat this after ftkit changes here: two different versions do not work together. A profile with
+    runtime 'none' needs --extra train.
     """
     from ftkit.config.load import load_cluster
     from ftkit.errors import ConfigError, Problem
@@ -36,7 +36,7 @@ def command(cluster: str, *, extras: tuple[str, ...]) -> None:
     login = login_of(load_cluster(cluster, Context.here()))
     if login is None:
         fix = "Add 'login: user@host' to the profile."
-        raise ConfigError([Problem("", "login", f"the profile '{cluster}' has none, or it is this machine.", fix)])
+        raise ConfigError([Problem("", "login", f"the profile '{cluster}' sets none, or sets this machine.", fix)])
     terminal.say(f"installing ftkit {code_identity()} on {login.address}, in {login.folder}/venv …")
     install(login, extras)
     terminal.say(f"ready. Try: ftkit run demo --cluster {cluster}")

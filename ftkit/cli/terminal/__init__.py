@@ -1,1 +1,1 @@
-"""What the terminal shows: tables, plans, progress, records, reports."""
+"""Output on the terminal: tables, plans, progress, records, results."""

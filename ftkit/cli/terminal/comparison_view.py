@@ -81,7 +81,7 @@ def _verdict(first: ComparedRun, other: ComparedRun) -> str:
     common = f"{plural(found.num_common, 'record')} at the same number of tokens"
     if found.first_difference is None:
         return f"losses are equal, bit for bit ({common})"
-    at_most = "" if found.largest_difference is None else f", by {found.largest_difference:.2g} at most"
+    at_most = "" if found.largest_difference is None else f", by at most {found.largest_difference:.2g}"
     return f"losses differ from {count(found.first_difference)} tokens on{at_most} ({common})"
 
 
@@ -114,7 +114,7 @@ def _result(run: ComparedRun) -> dict[str, str]:
         "tokens/s per process": show(found.tokens_per_second_per_process, count),
         "MFU": show(found.mfu, "{:.1%}".format),
         "GPU memory, predicted": show(found.predicted_gib, gib),
-        "memory, measured": show(found.measured_gib, gib),
+        "peak memory, measured": show(found.measured_gib, gib),
         "training time": show(found.training_seconds, duration),
         "time with start-up": show(found.held_seconds, duration),
         "GPU utilization": show(found.gpu_utilization, "{:.0f} %".format),

@@ -1,6 +1,6 @@
-"""The one class that wraps rich: data to stdout, talk to stderr, colors only on a terminal.
+"""The one class that wraps rich: data to stdout, messages to stderr, colors only on a terminal.
 
-rich is imported when it prints: shell completion does not need it.
+rich is imported on first use, because shell completion does not need it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MIN_WIDTH = 6
 
 @dataclass(frozen=True)
 class Styled:
-    """A text with a style of rich."""
+    """A text with one of rich's styles."""
 
     text: str
     style: str
@@ -44,7 +44,7 @@ Cell = str | Styled
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; one that `can_shrink` is cut first on a narrow terminal."""
+    """A column of a table; on a narrow terminal, columns that `can_shrink` are truncated."""
 
     title: str
     is_number: bool = False
@@ -52,7 +52,7 @@ class Column:
 
 
 class Terminal:
-    """Prints for people and for programs."""
+    """Prints data for programs to stdout, and messages for people to stderr."""
 
     @cached_property
     def talk(self) -> Console:
@@ -90,7 +90,7 @@ class Terminal:
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write text unchanged to stdout, as UTF-8: click drops escape sequences, an old locale drops more."""
+        """Write text unchanged to stdout, as UTF-8: click would drop escape sequences, an old locale even more."""
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
@@ -158,7 +158,7 @@ def _text(cell: Cell) -> Text:
 
 
 def _print(console: Console, renderable: RenderableType) -> None:
-    """Print; into a pipe without rich's padding at line ends, and with broken pipes passed on."""
+    """Print; in a pipe, drop rich's padding at line ends, and let BrokenPipeError through."""
     if console.is_terminal:
         console.print(renderable)
         return
@@ -197,7 +197,7 @@ def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], w
 
 
 def _widths(columns: Sequence[Column], lengths: list[list[int]], width: int) -> list[int]:
-    """Give each column the width of its longest cell; take the excess from the widest that can shrink."""
+    """Give each column the width of its longest cell, then shrink the widest that can until they fit."""
     widths = [max(column) for column in zip(*lengths, strict=True)]
     for _ in range(sum(widths) + _GAP * (len(widths) - 1) - width):
         room, index = max(((widths[i], i) for i, column in enumerate(columns) if column.can_shrink), default=(0, 0))

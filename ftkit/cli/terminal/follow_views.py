@@ -1,4 +1,4 @@
-"""Two ways to show a running run: a bar on a terminal, lines in a log."""
+"""Two views of a running run: a progress bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class FollowView(Protocol):
         """Show the run's state; called after each poll."""
 
     def note(self, text: str) -> None:
-        """Show what happened to the job."""
+        """Show a message about the job."""
 
     def record(self, record: Record) -> None:
         """Show a record of the trainer."""
 
     def close(self) -> None:
-        """End: no record follows."""
+        """Close the view: no record follows."""
 
 
 def view_for(terminal: Terminal) -> FollowView:
@@ -42,7 +42,7 @@ def view_for(terminal: Terminal) -> FollowView:
 
 
 class PlainView:
-    """Lines, few enough for the log of a pipeline; only the run's log has records of memory."""
+    """Lines, few enough for the log of a CI job; memory records are only in the run's log."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -50,7 +50,7 @@ class PlainView:
         self._next_step = 0.0
 
     def state(self, seen: Observation) -> None:
-        """Print the state if it changed; the summary of a completed run has it."""
+        """Print the state if it changed, unless the run is completed: the summary shows that."""
         words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
@@ -75,7 +75,7 @@ class PlainView:
 
 
 class LiveView:
-    """A bar for the steps; a line above it for every other record."""
+    """A progress bar for the steps; a line above it for every other record."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._progress = Progress(
@@ -94,7 +94,7 @@ class LiveView:
         self._progress.start()
 
     def state(self, seen: Observation) -> None:
-        """Show the state while the run waits; once it runs, its records show more."""
+        """Show the state until the run runs; then its records show more."""
         if seen.state is not RunState.RUNNING:
             self._show_waiting(str(seen))
         elif self._is_waiting:
@@ -106,7 +106,7 @@ class LiveView:
         self._progress.console.print(printable(text))
 
     def record(self, record: Record) -> None:
-        """Move the bar, or print a line above it. Records of memory are left to the log."""
+        """Move the bar, or print a line above it. Memory records are only in the run's log."""
         if isinstance(record, MemoryRecord):
             return
         self._finish_stage(record)
@@ -131,7 +131,7 @@ class LiveView:
             self._show_waiting(record.outcome)
 
     def _show_waiting(self, description: str) -> None:
-        """Let the bar pulse while there is nothing to count."""
+        """Let the bar pulse while there is no step to count."""
         self._progress.tasks[0].total = None
         self._progress.update(self._task, description=description, completed=0, numbers="")
 

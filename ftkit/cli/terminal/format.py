@@ -1,4 +1,4 @@
-"""Numbers, times and paths as people read them."""
+"""Format numbers, times and paths for people."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Escape control characters and remove colors: a log must not control the terminal."""
+    """Escape control characters and remove colors, so that a log can't control the terminal."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _COLOR.sub("", text.replace("\r\n", "\n")))
 
 
 def count(number: float) -> str:
-    """Write a large number short, with three digits: 934528 as `935 k`."""
+    """Format a large number with three digits and a unit: 934528 as `935 k`."""
     for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1, "")):
         if number >= 0.9995 * size:
             return f"{float(f'{number:.2e}') / size:.4g}{unit}"
@@ -27,14 +27,14 @@ def count(number: float) -> str:
 
 
 def gib(amount: float) -> str:
-    """Write an amount of memory, given in GiB."""
+    """Format an amount of memory, given in GiB."""
     if amount < 0.1:  # noqa: PLR2004 - below, MiB are easier to read
         return f"{amount * 1024:.0f} MiB"
     return f"{amount:.1f} GiB"
 
 
 def energy(amount: float) -> str:
-    """Write an amount of energy, given in kWh, with three digits: `0.52 Wh`, `41.3 kWh`, `2.05 MWh`."""
+    """Format an amount of energy, given in kWh, with three digits: `0.52 Wh`, `41.3 kWh`, `2.05 MWh`."""
     if amount < 0.9995:  # noqa: PLR2004 - below, Wh are easier to read
         return f"{amount * 1e3:.3g} Wh"
     if amount < 999.5:  # noqa: PLR2004
@@ -43,7 +43,7 @@ def energy(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a length of time: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`; 1,000 years are `ages`."""
+    """Format a duration: `0.45 s`, `45 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`; `ages` from 1,000 years on."""
     if not seconds < _AGES:
         return "ages"
     whole = max(0, round(seconds))
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """Write how long ago something was, in one unit."""
+    """Format an age in one unit: `45 s`, `3 min`, `2 h`, `4 d`."""
     whole = max(0, round(seconds))
     for size, unit in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
         if whole >= size:
@@ -68,7 +68,7 @@ def age(seconds: float) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Write a path as it can be typed here: relative below the current folder, with `~` below the home."""
+    """Format a path for typing: relative if it is in the current folder, with `~` if it is in the home folder."""
     here, home = Path.cwd(), Path.home()
     if path.is_relative_to(here):
         return str(path.relative_to(here))
@@ -78,14 +78,14 @@ def short_path(path: Path) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Write `1 node`, `2 nodes`, `3 processes`."""
+    """Format a number with its noun: `1 node`, `2 nodes`, `3 processes`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have, such as a loss of NaN, by null, also in lists and dictionaries."""
+    """Replace numbers that JSON does not have, such as a NaN loss, with null, also in lists and dictionaries."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

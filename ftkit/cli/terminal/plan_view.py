@@ -61,7 +61,7 @@ def code_facts(code: Sequence[CodePlan]) -> list[tuple[str, Cell]]:
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
-    """Print warnings about what only the job can check.
+    """Print the warnings, then raise the errors.
 
     Raises:
         FtkitError: the run would fail; an ExceptionGroup of them if there are several reasons.
@@ -106,13 +106,13 @@ def _weights(model: ModelPlan) -> str:
 def _method(plan: RunPlan) -> str:
     training = plan.recipe.training
     adapters = training.adapters
-    rank = f", rank {adapters.rank} on {len(adapters.targets)} projections a layer" if adapters else ""
+    rank = f", rank {adapters.rank} on {len(adapters.targets)} projections per layer" if adapters else ""
     trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
     return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}"
 
 
 def describe_placement(plan: JobPlan) -> str:
-    """Return the number of nodes and processes."""
+    """Describe the nodes, processes and devices in one line."""
     place = plan.placement
     nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
     threads = plural(place.threads_per_process, "thread")
@@ -176,18 +176,18 @@ def _speed(plan: RunPlan) -> str:
             else "not predicted on CPUs"
         )
     each = speed.tokens_per_second / plan.placement.world_size
-    text = f"about {duration(speed.step_seconds)} a step, {count(each)} tokens/s a GPU ({speed.mfu:.0%} MFU)"
+    text = f"about {duration(speed.step_seconds)} per step, {count(each)} tokens/s per GPU ({speed.mfu:.0%} MFU)"
     if speed.bound != "gpu":
-        text += f", held up by the {speed.bound}"
+        text += f", limited by the {speed.bound}"
     if plan.training_seconds is None:
         return text
     cost = plan.cost_of(plan.training_seconds)
-    price = "" if cost is None else f", which costs {cost:,.2f} by the profile's price_per_gpu_hour"
-    return f"{text}; {duration(plan.training_seconds)} in all{price}"
+    price = "" if cost is None else f", which costs {cost:,.2f} at the profile's price_per_gpu_hour"
+    return f"{text}; {duration(plan.training_seconds)} in total{price}"
 
 
 def describe_runtime(plan: JobPlan) -> str:
-    """Return what runs the container."""
+    """Describe the container runtime."""
     return "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
 
 
@@ -202,7 +202,7 @@ def _data(plan: RunPlan) -> str:
 
 
 def _shares(plan: RunPlan) -> str:
-    """Describe each source: its share of the tokens once counted, else the recipe's setting."""
+    """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
     sources = plan.recipe.data.sources
     if plan.is_data_prepared:
         from ftkit.data.store import PreparedData

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _OfBytes(ProgressColumn):
-    """Another column, for tasks that count bytes only."""
+    """A column that is empty for tasks that don't count bytes."""
 
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class _OfBytes(ProgressColumn):
         return self._column.render(task) if task.fields["counts"] else Text()
 
 
-class _Words(ProgressColumn):
-    """Return a task's progress as one line."""
+class _TaskText(ProgressColumn):
+    """A column with a task's text, truncated to one line."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -39,7 +39,7 @@ class _Words(ProgressColumn):
 
 
 class ProgressView:
-    """Shows progress reports while it is open."""
+    """Shows progress events while it is open."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -50,7 +50,7 @@ class ProgressView:
             _OfBytes(BarColumn(bar_width=30)),
             _OfBytes(DownloadColumn(binary_units=True)),
             TimeElapsedColumn(),
-            _Words(),
+            _TaskText(),
             console=terminal.talk,
             transient=True,
             disable=not terminal.is_live,
@@ -66,7 +66,7 @@ class ProgressView:
         self._bars.stop()
 
     def report(self, progress: ProgressEvent) -> None:
-        """Show a report."""
+        """Show a progress event."""
         if progress.stage != self._stage:
             self._stage = progress.stage
             self._last_text = ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sharding_text(record: ShardingRecord) -> str:
-    """Return how a script's model is spread over its processes."""
+    """Describe how a script's model is sharded over its processes."""
     part = f"{count(record.num_held)} of {count(record.num_parameters)} parameters on rank 0"
     units = f", {plural(record.num_units, 'unit')}" if record.num_units else ""
     return f"{record.sharding}: {part}{units}"

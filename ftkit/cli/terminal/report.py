@@ -38,7 +38,7 @@ def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
     """Show how a run ended.
 
     Raises:
-        RunFailedError: in another way than by completing.
+        RunFailedError: it did not complete.
     """
     if seen.state is not RunState.COMPLETED:
         failure = explain_failure(run, seen)
@@ -94,7 +94,7 @@ def state_cell(seen: Observation) -> Cell:
 
 
 def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
-    """Return how far the training got, and its results."""
+    """Return the rows about the training's progress and its results."""
     facts: list[tuple[str, Cell]] = _script_facts(summary)
     first, last = summary.first_step, summary.last_step
     if first and last:
@@ -120,7 +120,7 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
 
 
 def _script_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
-    """Return how far a script got, and how its model is spread over the processes."""
+    """Return the rows about a script's progress, and about the sharding of its model."""
     facts: list[tuple[str, Cell]] = []
     step, end, sharding = summary.script_step, summary.end, summary.sharding
     if step:
@@ -132,19 +132,19 @@ def _script_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
 
 
 def sync_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
-    """Return how far the run's copy elsewhere is, if it is copied."""
+    """Return the row about the run's copy at its `sync` destination; none if it is not copied."""
     status = read_status(layout)
     if status is None:
         return []
     done, total = len(status.done), len(status.done) + len(status.waiting)
-    text = f"{done} of {total} in {status.destination}, {age(time.time() - status.time)} ago"
+    text = f"{done} of {total} parts in {status.destination}, {age(time.time() - status.time)} ago"
     if status.error:
-        return [("copy", Styled(f"{text}; it failed: {status.error}", "red"))]
-    return [("copy", Styled(f"{text}; behind: {', '.join(status.waiting)}", "yellow") if status.waiting else text)]
+        return [("copy", Styled(f"{text}; failed: {status.error}", "red"))]
+    return [("copy", Styled(f"{text}; missing: {', '.join(status.waiting)}", "yellow") if status.waiting else text)]
 
 
 def file_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
-    """Return where the report and the profiler's traces are, if there are any."""
+    """Return the rows with the paths of the report and of the profiler's traces, if they exist."""
     facts: list[tuple[str, Cell]] = [("report", short_path(layout.report))] if layout.report.is_file() else []
     num_traces = len(list(layout.profile.glob("rank-*.trace.json.gz")))
     if num_traces:
@@ -153,7 +153,7 @@ def file_facts(layout: RunLayout) -> list[tuple[str, Cell]]:
 
 
 def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
-    """Show two questions of the validation split with the completions."""
+    """Show two questions of the validation split with their completions."""
     for sample in choose_samples(evaluation.samples):
         verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
         facts: list[tuple[str, Cell]] = [("question", sample.question), ("answer", sample.answer), ("", verdict)]
@@ -165,7 +165,7 @@ def show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: b
 
 
 def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
-    """Take two samples: a correct one and a wrong one if there are both."""
+    """Choose two samples: a correct and a wrong one if there are both."""
     correct = [sample for sample in samples if sample.correct]
     wrong = [sample for sample in samples if not sample.correct]
     if correct and wrong:
@@ -174,7 +174,7 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
 
 
 def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
-    """Return one line of advice on what to do next."""
+    """Return what to do next, in one line."""
     commands = "; ".join(next_commands(layout, seen, failure))
     if failure is None or failure.exit_code == RunFailedError.exit_code:
         return commands
@@ -182,7 +182,7 @@ def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str
 
 
 def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:
-    """Return the commands to type next. Resuming is not among them if the plan itself is wrong."""
+    """Return the commands to type next; the original command instead of 'ftkit resume' if the plan itself is wrong."""
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:
         return [f"ftkit logs {run_id}"]

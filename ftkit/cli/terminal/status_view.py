@@ -50,7 +50,7 @@ _NUM_ANOMALIES_SHOWN = 8
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known of a run."""
+    """The state and results of a run, read from its folder and its scheduler."""
 
     folder: RunFolder
     plan: RunPlan | ScriptPlan | None
@@ -70,7 +70,7 @@ class RunStatus:
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
-    """Read the files of a run, and ask its scheduler."""
+    """Read the files of a run, and query its scheduler."""
     from ftkit.launch.observe import observe_all
     from ftkit.planning.plan import PlanError
     from ftkit.planning.script import read_job_plan
@@ -101,7 +101,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
 
 
 def _measure_silence(folder: RunFolder, plan: RunPlan | ScriptPlan | None, seen: Observation) -> Silence | None:
-    """Return how long the trainer has been silent; a script records nothing at known times."""
+    """Return how long the trainer has been silent; None for a script, which writes no records at known times."""
     if folder.layout.is_script:
         return None
     trainer = _trainer(plan)
@@ -167,7 +167,7 @@ def _job_facts(status: RunStatus) -> list[tuple[str, Cell]]:
 
 
 def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
-    """Return the time left, whether the run has stalled, and the reason of each restart."""
+    """Return the rows about the time left, a stall, restarts, anomalies and slow nodes."""
     facts: list[tuple[str, Cell]] = []
     left = seconds_left(status.summary)
     if left is not None and status.seen.state is RunState.RUNNING:
@@ -185,13 +185,13 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
         for each in shown
     ]
     if lines:
-        facts.append(("restarts", "\n".join([f"{len(status.restarts)}, the newest last", *lines])))
+        facts.append(("restarts", "\n".join([f"{len(status.restarts)}, newest last", *lines])))
     kinds = {"nonfinite": ("skipped", ", not finite"), "spike": ("spikes", "")}
     for kind, (title, what) in kinds.items():
         steps = [str(each.step) for each in status.anomalies if each.kind == kind]
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
-            facts.append((title, f"{plural(len(steps), 'step')}{what}, the newest last: {newest}"))
+            facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
     slow = [f"node {each.host} is {each.reason}" for each in status.stragglers]
     if slow:
         facts.append(("slow", Styled("\n".join(slow), "yellow")))
@@ -201,15 +201,18 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
 
 
 def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
-    """Return how busy the GPUs were, and the energy that they used."""
+    """Return the row about the GPUs: their load, memory, temperature and energy."""
     if gpus is None:
         return []
     busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity
-    known = ((busy, "% busy"), (gpus.power, " W each"), (gpus.peak_memory_gib, " GiB at most"))
-    parts = [
-        f"{value:,.0f}{unit}" for value, unit in (*known, (gpus.peak_temperature, " °C at most")) if value is not None
-    ]
-    parts += [] if gpus.energy_kwh is None else [f"{energy(gpus.energy_kwh)} in all"]
+    known = (
+        ("", busy, "% busy"),
+        ("", gpus.power, " W each"),
+        ("peak ", gpus.peak_memory_gib, " GiB"),
+        ("peak ", gpus.peak_temperature, " °C"),
+    )
+    parts = [f"{peak}{value:,.0f}{unit}" for peak, value, unit in known if value is not None]
+    parts += [] if gpus.energy_kwh is None else [f"{energy(gpus.energy_kwh)} in total"]
     parts += [f"clocks limited by {name} {share:.0%} of the time" for name, share in gpus.throttled.items()]
     return [("GPUs", f"{gpus.num_gpus}: {', '.join(parts)}")]
 

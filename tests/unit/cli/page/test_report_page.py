@@ -113,10 +113,10 @@ def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run:
     text = check(run.layout.report.read_text())
     assert ftkit("report", run.id, "-o", "again.html").code == 0
     assert without_clock(Path("again.html")) == without_clock(run.layout.report)
-    for part in ("completed", "Learning rate", "Gradient norm", "Throughput", "Memory by stage", "Time line",
-                 "steps trained again", "between two starts", "SQL execution 100.0%", "from 0.0%",
+    for part in ("completed", "Learning rate", "Gradient norm", "Throughput", "Memory by stage", "Timeline",
+                 "repeated steps", "down between starts", "SQL execution 100.0%", "from 0.0%",
                  "before wrong SELECT 2", "after correct SELECT 1",
-                 f"ftkit rerun {run.id}", "Not repeatable"):  # fmt: skip
+                 f"ftkit rerun {run.id}", "Can't be repeated exactly"):  # fmt: skip
         assert part in text, part
 
 
