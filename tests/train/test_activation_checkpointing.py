@@ -166,10 +166,19 @@ def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
     tensors = [torch.full((2,), float(number)) for number in range(3)]
     parked = [offload._park(tensor) for tensor in tensors]
     assert torch.equal(offload._fetch(parked[2]), tensors[2])
-    assert (parked[2].arriving, parked[0].arriving) == (None, None)
-    assert parked[1].arriving is not None
-    assert [offload._fetch(one).tolist() for one in (parked[1], parked[0])] == [[1.0, 1.0], [0.0, 0.0]]
-    assert offload._newest is None
+    assert offload._prefetched is not None
+    prefetched, arriving = offload._prefetched
+    assert prefetched is parked[1]
+    assert offload._fetch(parked[1]) is arriving
+    assert offload._fetch(parked[0]).tolist() == [0.0, 0.0]
+    assert (offload._newest, offload._prefetched) == (None, None)
+
+
+def test_offloaded_activations_are_fetched_in_any_order() -> None:
+    offload = ActivationOffload(torch.device("cpu"))
+    parked = [offload._park(torch.full((2,), float(number))) for number in range(4)]
+    order = (3, 0, 2, 1)
+    assert [offload._fetch(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -231,8 +232,7 @@ class _Reader(FileSystemReader):
         return read_index(pathlib.Path(self.path))
 
     def read_metadata(self) -> Metadata:
-        self._index.storage_meta = metadata.StorageMeta(load_id=self.load_id)
-        return self._index
+        return replace(self._index, storage_meta=metadata.StorageMeta(load_id=self.load_id))
 
 
 class _TensorsAlone(DefaultLoadPlanner):

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Parked:
     """A tensor in host memory; `before` was offloaded before it, so it is needed after it."""
 
     host: torch.Tensor
     before: _Parked | None
-    arriving: torch.Tensor | None = None
 
 
 class ActivationOffload:
@@ -37,6 +36,7 @@ class ActivationOffload:
         self._library: Any = torch.get_device_module(device)
         self._stream = self._library.Stream()
         self._newest: _Parked | None = None
+        self._prefetched: tuple[_Parked, torch.Tensor] | None = None
         self._leaving: torch.Tensor | None = None
         self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
 
@@ -65,19 +65,17 @@ class ActivationOffload:
         return self._newest
 
     def _fetch(self, parked: _Parked) -> torch.Tensor:
-        tensor = self._bring(parked)
-        parked.arriving = None
+        prefetched, tensor = self._prefetched or (None, None)
+        if tensor is None or prefetched is not parked:
+            tensor = self._bring(parked)
         self._free[tensor.shape].append(parked.host)
         self._library.current_stream().wait_stream(self._stream)
         self._leaving = None
-        self._newest = parked.before
-        if parked.before is not None:
-            parked.before.arriving = self._bring(parked.before)
+        self._newest = before = parked.before
+        self._prefetched = None if before is None else (before, self._bring(before))
         return tensor
 
     def _bring(self, parked: _Parked) -> torch.Tensor:
-        if parked.arriving is not None:
-            return parked.arriving
         # Memory of the compute stream, which must be done with it before the copy, and uses it afterwards.
         tensor = torch.empty_like(parked.host, device=self._device)
         self._stream.wait_stream(self._library.current_stream())
