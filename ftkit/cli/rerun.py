@@ -78,9 +78,9 @@ def command(  # noqa: PLR0913 - one for each option
     follow: bool,
 ) -> None:
     """Repeat a run."""
-    from ftkit.cli.run import make_ready, report_submission, submit_ready
+    from ftkit.cli.run import SubmitRequest, make_ready, report_submission, submit_ready
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.code import copies_of_run, files_of
+    from ftkit.launch.code import copies_of_run
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, what_is_repeated
     from ftkit.planning.layout import RunLayout
@@ -103,9 +103,8 @@ def command(  # noqa: PLR0913 - one for each option
     if dry_run:
         terminal.data(render_job(plan))
         return
-    ready = make_ready(
-        plan, ["ftkit", *typed], job_environment(hf_token_file), terminal, does_import=does_import, where="job"
-    )
+    environment = job_environment(hf_token_file)
+    ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
     differences = changed_inputs(original, ready.plan, ready.manifest)
     check_inputs(differences, allowed)
     for each in differences:
@@ -114,7 +113,7 @@ def command(  # noqa: PLR0913 - one for each option
     ready = replace(
         ready,
         manifest={**ready.manifest, "repeats": what_is_repeated(original, allowed)},
-        files={**ready.files, **files_of(copies), ready.plan.layout.original.name: original_to_json(original)},
+        files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit_ready(ready)
     report_submission(run, terminal, does_follow=follow)

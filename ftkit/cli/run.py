@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
     from pathlib import Path
 
+    from ftkit.launch.code import CodeCopy  # noqa: TC004
     from ftkit.planning.plan import RunPlan  # noqa: TC004
     from ftkit.planning.script import StopSignal
     from ftkit.runs.metrics_file import RecordTail
@@ -85,48 +86,60 @@ def command(  # noqa: PLR0913 - one for each option
     --script starts your own PyTorch or Hugging Face script instead of ftkit's trainer; what follows '--' are its
     arguments, in which {run} is the run's folder.
     """
-    from ftkit.cli.run_script import RunScript, copy_selected_code, run_script, split_script_args
-    from ftkit.cli.sweep import run_sweep
+    from ftkit.cli.run_script import copy_selected_code, run_script, split_script_args
+    from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
-    from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
 
-    terminal, ctx, environment = Terminal(), current_context(), job_environment(hf_token_file)
+    terminal, ctx = Terminal(), current_context()
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
+    request = SubmitRequest(["ftkit", *typed], job_environment(hf_token_file), copies, where, does_import=does_import)
     if script is not None:
         from ftkit.launch.script import ScriptArgs
 
         words, script_args = split_script_args(words, typed)
         about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
-        run = RunScript(about, run_args(words, **options), ["ftkit", *typed], environment)
-        submitted = run_script(run, copies, terminal, dry_run=dry_run, does_import=does_import)
-        if submitted:
-            report_submission(submitted, terminal, does_follow=follow)
+        run = run_script(about, run_args(words, **options), request, terminal, dry_run=dry_run)
+        if run:
+            report_submission(run, terminal, does_follow=follow)
         return
     args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
-
-    def check(plan: RunPlan) -> ReadyRun:
-        from ftkit.launch.code import files_of
-
-        ready = make_ready(plan, ["ftkit", *typed], environment, terminal, does_import=does_import, where=where)
-        return replace(ready, files={**ready.files, **files_of(copies)})
-
-    trials = expand(args, ctx)
-    if len(trials) > 1:
-        plans = plan_sweep(trials, ctx)
-        if dry_run:
-            terminal.data("".join(render_job(plan, prepares=where == "with-training") for plan in plans))
-        else:
-            run_sweep(plans, check, submit_ready, terminal, follow=follow)
-        return
-    plan = resolve(args, ctx)
-    job = render_job(plan, prepares=where == "with-training")
-    terminal.facts(plan_facts(plan), is_data=False)
+    plans = plan_sweep(expand(args, ctx), ctx)
+    is_sweep = len(plans) > 1
+    scripts = [render_job(plan, prepares=where == "with-training") for plan in plans]
+    if is_sweep:
+        show_plans(plans, terminal, is_data=False)
+        check_can_follow(plans, follow=follow or dry_run)
+    else:
+        terminal.facts(plan_facts(plans[0]), is_data=False)
     if dry_run:
-        terminal.data(job)
+        terminal.data("".join(scripts))
         return
-    report_submission(submit_ready(check(plan)), terminal, does_follow=follow)
+    ready = [make_ready(plan, request, terminal) for plan in plans]
+    if is_sweep:
+        submit_sweep(ready, terminal)
+    else:
+        report_submission(submit_ready(ready[0]), terminal, does_follow=follow)
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """How to submit a run.
+
+    Attributes:
+        command: command line.
+        environment: environment variables of its jobs.
+        copies: code of the user's that it needs.
+        where: where data is prepared: job, here, or with-training.
+        does_import: whether to import a missing image.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    copies: Sequence[CodeCopy]
+    where: str = "job"
+    does_import: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -149,30 +162,15 @@ class ReadyRun:
     files: Mapping[str, str | bytes]
 
 
-def make_ready(
-    plan: RunPlan,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    terminal: Terminal,
-    *,
-    does_import: bool,
-    where: str,
-) -> ReadyRun:
+def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> ReadyRun:
     """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
-
-    Args:
-        plan: plan of the run.
-        words: command line.
-        environment: environment variables of its jobs.
-        terminal: destination of warnings.
-        does_import: import a missing image.
-        where: where data is prepared: job, here, or with-training.
 
     Raises:
         FtkitError: the run would fail.
     """
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
+    from ftkit.launch.code import files_of
     from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.preparation import needs_preparation, prepare_here
@@ -180,18 +178,21 @@ def make_ready(
     from ftkit.launch.resolve import resolve_image_link
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
+    environment, where = request.environment, request.where
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
-    image_facts = check_image(plan, terminal, does_import=does_import)
+    image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
-    manifest = build_manifest(plan, words, current_context().project) | image_facts
+    manifest = build_manifest(plan, request.command, current_context().project) | image_facts
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
         preparation = render_preparation(plan)
     changes = uncommitted_changes()
-    files: dict[str, str | bytes] = {plan.layout.code_changes.name: changes} if changes else {}
+    files = files_of(request.copies)
+    if changes:
+        files[plan.layout.code_changes.name] = changes
     script = render_job(plan, prepares=where == "with-training")
     return ReadyRun(plan, script, manifest, environment, preparation, files)
 

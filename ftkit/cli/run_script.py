@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,13 @@ import click
 from ftkit.cli.terminal.format import plural, short_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads this dataclass
+    from collections.abc import Callable, Sequence
 
+    from ftkit.cli.run import SubmitRequest
     from ftkit.cli.terminal.console import Cell, Terminal
     from ftkit.launch.code import CodeCopy
-    from ftkit.launch.resolve import RunArgs  # noqa: TC004
-    from ftkit.launch.script import ScriptArgs  # noqa: TC004
+    from ftkit.launch.resolve import RunArgs
+    from ftkit.launch.script import ScriptArgs
     from ftkit.planning.script import ScriptPlan
     from ftkit.runs.submission import SubmittedRun
 
@@ -134,20 +134,17 @@ def _stop(plan: ScriptPlan) -> str:
     return f"{signal}; it is {again}{restarts}"
 
 
-@dataclass(frozen=True)
-class RunScript:
-    """A request of `ftkit run --script`: script, recipe, placement, command line, and the job's environment."""
-
-    script: ScriptArgs
-    run: RunArgs
-    command: Sequence[str]
-    environment: Mapping[str, str]
-
-
 def run_script(
-    wanted: RunScript, copies: Sequence[CodeCopy], terminal: Terminal, *, dry_run: bool, does_import: bool
+    script: ScriptArgs, run: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool
 ) -> SubmittedRun | None:
     """Plan a run of a script, check its image, and submit it; None if only its job script was printed.
+
+    Args:
+        script: the script with its arguments.
+        run: its placement, and the recipe from whose plan accelerate's configuration is made.
+        request: how to submit it.
+        terminal: destination of messages.
+        dry_run: whether only to print the job script.
 
     Raises:
         FtkitError: the run would fail.
@@ -164,18 +161,18 @@ def run_script(
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     ctx = current_context()
-    plan, copies = resolve_script(wanted.script, wanted.run, copies, ctx)
+    plan, copies = resolve_script(script, run, request.copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
     if dry_run:
         terminal.data(render_job(plan))
         return None
-    show_findings(run_script_checks(plan, wanted.environment), terminal)
-    image_facts = check_image(plan, terminal, does_import=does_import)
+    show_findings(run_script_checks(plan, request.environment), terminal)
+    image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)
     texts = {
         plan.layout.code_changes.name: uncommitted_changes(),
         plan.layout.accelerate_config.name: accelerate_json(plan),
     }
     files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
-    manifest = build_manifest(plan, wanted.command, ctx.project) | image_facts
-    return submit(plan, render_job(plan), manifest, wanted.environment, files=files)
+    manifest = build_manifest(plan, request.command, ctx.project) | image_facts
+    return submit(plan, render_job(plan), manifest, request.environment, files=files)

@@ -9,7 +9,7 @@ from ftkit.cli.terminal.format import count, duration, gib, plural
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ftkit.cli.run import ReadyRun
     from ftkit.planning.plan import RunPlan
@@ -55,21 +55,7 @@ def _cost(plan: RunPlan) -> str:
     return "-" if cost is None else f"{cost:,.2f}"
 
 
-def run_sweep(
-    plans: Sequence[RunPlan],
-    check: Callable[[RunPlan], ReadyRun],
-    submit: Callable[[ReadyRun], SubmittedRun],
-    terminal: Terminal,
-    *,
-    follow: bool,
-) -> None:
-    """Show the plans of a sweep, check all of them, then submit them. Raises as these three do."""
-    show_plans(plans, terminal, is_data=False)
-    _check_can_follow(plans, follow=follow)
-    _submit_sweep([check(plan) for plan in plans], submit, terminal)
-
-
-def _check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
+def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
     """Refuse to start several runs on this machine at the same time.
 
     Raises:
@@ -82,7 +68,7 @@ def _check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
         )  # fmt: skip
 
 
-def _submit_sweep(ready: Sequence[ReadyRun], submit: Callable[[ReadyRun], SubmittedRun], terminal: Terminal) -> None:
+def submit_sweep(ready: Sequence[ReadyRun], terminal: Terminal) -> None:
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
     Raises:
@@ -90,11 +76,12 @@ def _submit_sweep(ready: Sequence[ReadyRun], submit: Callable[[ReadyRun], Submit
         RunFailedError: one on this machine failed; later ones were not started.
     """
     from ftkit.cli.follow import follow
+    from ftkit.cli.run import submit_ready
 
     submitted: list[SubmittedRun] = []
     for each in ready:
         try:
-            run = submit(each)
+            run = submit_ready(each)
         except FtkitError as error:
             raise _refused(each, submitted, error) from error
         submitted.append(run)

@@ -60,12 +60,14 @@ def expand(args: RunArgs, ctx: Context) -> list[Trial]:
 
 
 def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
-    """Plan all runs of a sweep.
+    """Plan the run of a command line, or all runs of a sweep.
 
     Raises:
         ConfigError: with the problems of all that are impossible; then none is submitted.
         NotFoundError: a selected recipe, cluster, image, or file does not exist.
     """
+    if len(trials) == 1:
+        return [resolve(trials[0].args, ctx)]
     plans: list[RunPlan] = []
     problems: list[Problem] = []
     for number, trial in enumerate(trials, start=1):

@@ -78,6 +78,12 @@ def test_a_dry_run_prints_only_the_script_and_writes_nothing(
     assert not workspace.root.exists()
 
 
+def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Callable[..., Result]) -> None:
+    result = ftkit("run", "demo", "training.seed=1,2", "--dry-run", "--no-follow")
+    assert result.out.count("#!/") == 2
+    assert [line.split()[:2] for line in result.err.splitlines()] == [["RUN", "SEED"], ["demo-1", "1"], ["demo-2", "2"]]
+
+
 def test_the_plan_shows_the_share_of_each_source(ftkit: Callable[..., Result], tmp_path: Path) -> None:
     for name in ("chats.jsonl", "code.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n' * 300)
