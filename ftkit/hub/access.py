@@ -1,6 +1,6 @@
 """Check that weights and data can be read before a GPU is allocated, and download them.
 
-Checked twice: where the job is submitted, and by its first stage.
+This is checked twice: where the job is submitted, and by the job's first stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CARD = "README.md"
-"""File of a data set that `datasets` requests first, gated with the rest. Data sets without it are readable too."""
+"""File of a data set that `datasets` requests first, gated like the others. A readable data set may lack it."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -38,7 +38,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         default_home: the job's cache, unless HF_HOME is set.
 
     Returns:
-        A warning, if that is unknown here.
+        A warning if this can't be checked here; else None.
 
     Raises:
         NotFoundError: there is no such folder, model or revision.
@@ -80,12 +80,12 @@ def _check_complete(wanted: Repository, missing: list[str]) -> None:
     if CONFIG_FILE in missing:
         raise NotFoundError(
             f"{wanted.key}: '{wanted.name}' has no {CONFIG_FILE}",
-            fix="give a model in transformers' layout: others can't be trained",
+            fix="give a model in transformers' layout: ftkit trains no others",
         )
     if {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
         raise NotFoundError(
             f"{wanted.key}: '{wanted.name}' has no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}",
-            meaning="its weights are of another format, or these are adapters and not a model",
+            meaning="its weights have another format, or the repository has adapters instead of a model",
             fix="choose another model or revision; or convert the weights, and give model.weights the folder",
         )
 
@@ -139,7 +139,7 @@ def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: 
 def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
     """Download the configuration of a hub model into the cache with one small request, and return it.
 
-    Arguments as in `check_weights`. None: the hub does not respond, or its response is not usable.
+    Arguments as in `check_weights`. Returns None if the hub does not respond, or its response is not usable.
 
     Raises:
         NotFoundError: there is no such model or revision, or it has no configuration.
@@ -148,7 +148,7 @@ def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home:
     if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return None
     wanted = repository_of(model)
-    answer = ask(wanted, (CONFIG_FILE,), environment)  # a download would try five times where there is no network
+    answer = ask(wanted, (CONFIG_FILE,), environment)  # without a network, a download would try five times
     if answer.warning is not None:
         return None
     _check_complete(wanted, answer.missing)
@@ -163,7 +163,8 @@ def fetch_files(
 ) -> Path | None:
     """Return the folder of the hub's cache with some of a model's files; download them if the first is missing.
 
-    Arguments and errors as in `check_weights`. None: the model lacks the first file, or the hub does not respond.
+    Arguments and errors as in `check_weights`. Returns None if the model lacks the first file, or the hub does not
+    respond.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -205,7 +206,7 @@ def _bare(name: str) -> str:
 def _require_cached(wanted: Repository, cache: Path, offline: str, command: str) -> str:
     what = f"{wanted.key}: {offline} is set, and not all files of '{wanted.name}' are in {cache}"
     if not cache.is_dir():
-        return f"{what}, which is not to be seen from here"
+        return f"{what}, which is not visible from here"
     raise NotFoundError(
         what,
         meaning=f"nothing is downloaded while {offline} is set",

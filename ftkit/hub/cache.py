@@ -1,4 +1,7 @@
-"""Hugging Face's caches on this machine; uses no network, and imports huggingface_hub only for cached models."""
+"""Find models in Hugging Face's caches on this machine, without a network.
+
+huggingface_hub is imported only for models that are in the cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder on this machine with a model's files: the given one, or one in the hub's cache.
+    """Return the folder on this machine with a model's files: its own, or one in the hub's cache.
 
     Args:
         model: its weights are a folder, a hub id, or random.
@@ -42,13 +45,13 @@ def find_tokenizer(model: ModelSpec, environment: Mapping[str, str], default_hom
     """Return the folder on this machine with a model's tokenizer. Arguments as in `find_folder`.
 
     Returns:
-        None if there is none, or if it is one of the hub's that was not downloaded as tokenizer.json.
+        None if there is none, or if the tokenizer.json of a hub model was not downloaded.
     """
     is_own = model.tokenizer.source == "model"
     source = model.weights if is_own else model.tokenizer.source
     if is_path(source):
         return Path(source) if Path(source).is_dir() else None
-    if source == "random" or model.tokenizer.vocab_size is not None:  # learned from the data
+    if source == "random" or model.tokenizer.vocab_size is not None:  # trained on the data
         return None
     return _cached(source, TOKENIZER_FILE, model.revision if is_own else None, environment, default_home)
 
@@ -58,7 +61,7 @@ def _cached(
 ) -> Path | None:
     """Return the folder of the hub's cache with a model's file."""
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
-    if not (cache / f"models--{name.replace('/', '--')}").is_dir():  # as for most models: nothing to import
+    if not (cache / f"models--{name.replace('/', '--')}").is_dir():  # true for most models, and saves the import
         return None
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 

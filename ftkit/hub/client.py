@@ -1,4 +1,4 @@
-"""Query the hub with huggingface_hub, and convert its refusals to errors."""
+"""Query the hub with huggingface_hub, and convert its error responses to ftkit's errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Answer:
-    """The hub's answer about a repository: a warning if it does not respond, missing files, the revision's commit."""
+    """The hub's answer about a repository: a warning if there is none, missing files, and the revision's commit."""
 
     warning: str | None
     missing: list[str]
@@ -41,11 +41,17 @@ class Answer:
 
 
 def repository_of(model: ModelSpec) -> Repository:
+    """Return the repository of a model's weights."""
     return Repository("model", "model.weights", model.weights, model.revision)
 
 
 def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> Answer:
-    """Query files, not the repository, since everyone may see that a gated one exists."""
+    """Query the files of a repository: not the repository itself, whose metadata is public even if it is gated.
+
+    Raises:
+        NotFoundError: there is no such repository or revision.
+        PrerequisiteError: it is gated, or access is denied.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
     token, endpoint = read_token(environment), endpoint_of(environment)
@@ -61,7 +67,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
             refused = _read_refusal(error)
             if refused is None:
                 reason = one_line(error)
-                warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will find out"
+                warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will check it"
                 return Answer(warning, missing)
             if refused.code != "EntryNotFound":
                 return Answer(_explain(wanted, refused, has_token=token is not None), missing)
@@ -70,6 +76,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
 
 
 def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], default_home: Path) -> Path:
+    """Download one file of a hub model into the cache; return its path. Raises the client's own errors."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     file = hf_hub_download(
@@ -92,7 +99,7 @@ def read_token(environment: Mapping[str, str]) -> str | None:
     for place, token in (places | {str(path): _read(path)}).items():
         if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library's error would contain it
             raise PrerequisiteError(
-                f"what {place} holds is not a token of the hub: a token is one word",
+                f"the content of {place} is not a hub token: a token is one word",
                 fix="create one in the settings of your account on the hub",
             )
         if token:
@@ -153,7 +160,7 @@ def _explain(wanted: Repository, refused: _Refusal, *, has_token: bool) -> str:
         raise NotFoundError(
             f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
             + ("your token may read" if has_token else "can be read without a token"),
-            meaning=f"the name is misspelt, the {wanted.kind} is private, or the token is wrong",
+            meaning=f"the name is misspelled, the {wanted.kind} is private, or the token is wrong",
             fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
         )
-    return f"the hub answered {refused.status} when asked for '{wanted.name}': the job will find out more"
+    return f"the hub answered {refused.status} when asked for '{wanted.name}': the job will ask again"

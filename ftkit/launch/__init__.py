@@ -1,1 +1,1 @@
-"""From a plan to a job: run folders, schedulers, states, and finding runs again."""
+"""Resolve a command line to a plan, check it, render its job script, submit it, and observe its state."""

@@ -1,7 +1,7 @@
-"""Copies of code that a run carries: a script's folder, a user's package, the working tree's ftkit.
+"""Copies of code in a run's folder: a script's folder, a user's package, the working tree's ftkit.
 
-They are taken when the run is submitted. What is edited while the job waits does not change it, and the plan and the
-manifest have the digest of each.
+They are made when the run is submitted, so edits while the job is pending don't affect it. The plan and the manifest
+have the digest of each copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LIMIT_BYTES: Final = 64 * 2**20
 _MAX_FILES: Final = 20_000
 _SKIPPED: Final = {"__pycache__", "node_modules", "wandb"}
-"""Folders without code, for projects without a .gitignore. Hidden folders are skipped, too."""
+"""Folders without code, skipped in projects without a .gitignore, as are hidden folders."""
 _NEVER_COPIED: Final = {".env", "__pycache__"}
 """Secrets and Python's bytecode: never copied, even if git tracks them."""
 _PLANS: Final = "code.json"
@@ -46,33 +46,33 @@ class CodeCopy:
 
 
 def copy_code(
-    folder: Path, name: str, option: str, *, is_package: bool = False, needs: str = "", but: Sequence[Path] = ()
+    folder: Path, name: str, option: str, *, is_package: bool = False, needs: str = "", exclude: Sequence[Path] = ()
 ) -> CodeCopy:
-    """Copy the code in a folder: in a git checkout, what git tracks or would; elsewhere, all but hidden files.
+    """Copy the code in a folder: in a git checkout, all files that git does not ignore; elsewhere, all but hidden ones.
 
     Args:
-        folder: what to copy.
-        name: of the copy.
-        option: of the command line that named the folder, for messages.
-        is_package: whether the folder is itself a package, so that its parent is what is on PYTHONPATH.
-        needs: a file that the copy must have, although git may ignore it.
-        but: folders to leave out.
+        folder: the folder to copy.
+        name: name of the copy.
+        option: command-line option that sets the folder, for messages.
+        is_package: whether the folder is itself a package, so that its parent must be on PYTHONPATH.
+        needs: a file that the copy must contain, even if git ignores it.
+        exclude: folders to leave out.
 
     Raises:
         NotFoundError: there is no such folder.
         PrerequisiteError: a file can't be read.
-        ConfigError: it is larger than code is.
+        ConfigError: it has too many files or bytes to be code.
     """
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 - without '..', and links stay links
     if not folder.is_dir():
         raise NotFoundError(f"{option}: {folder} is not a folder", fix=f"give the folder of the code: {option} DIR")
     prefix = f"{folder.name}/" if is_package else ""
     try:
-        left_out = [each.absolute() for each in but]
+        excluded = [each.absolute() for each in exclude]
         paths = [
             path
             for path in _list_files(folder, needs)
-            if not any((folder / path).is_relative_to(each) for each in left_out)
+            if not any((folder / path).is_relative_to(each) for each in excluded)
         ]
         contents = {f"{prefix}{path}": data for path, data in _read(folder, paths, option)}
     except OSError as error:
@@ -92,15 +92,15 @@ def copy_code(
 
 
 def copy_own_package() -> CodeCopy:
-    """Copy the package of the ftkit that runs here, for an image that has another. Raises as `copy_code` does."""
+    """Copy the package of the running ftkit, to replace the image's. Raises as `copy_code` does."""
     return copy_code(Path(ftkit.__file__).parent, DEV_CODE, "--dev", is_package=True)
 
 
 def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
-    """Copy the folders of --with-code. A folder that is a package is imported by its name, others hold packages.
+    """Copy the folders of --with-code. A folder with an `__init__.py` is a package; another contains modules.
 
     Raises:
-        ConfigError: two have one name; or as `copy_code` does.
+        ConfigError: two have the same name; or as `copy_code` does.
     """
     absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' must be resolved
     for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
@@ -115,12 +115,12 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
 
 
 def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
-    """Read the copies that another run carries, for a run that repeats it.
+    """Read the copies of another run, for a run that repeats it.
 
     Args:
-        manifest: that run's.
-        folder: where its copies are.
-        allows_changes: take a copy that was changed, and leave one out that is missing.
+        manifest: that run's manifest.
+        folder: folder of its copies.
+        allows_changes: accept changed copies, and skip missing ones.
 
     Raises:
         ConfigError: a copy is missing or was changed.
@@ -142,7 +142,7 @@ def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: 
 
 
 def pack_copies(copies: Iterable[CodeCopy]) -> bytes:
-    """Return an archive of copies, for another machine. It has the same bytes for the same copies."""
+    """Return a zip archive of copies, for another machine. The same copies give the same bytes."""
     plans = {copy.plan.name: asdict(copy.plan) for copy in copies}
     contents = {f"{copy.plan.name}/{path}": data for copy in copies for path, data in copy.files.items()}
     packed = BytesIO()
@@ -153,7 +153,7 @@ def pack_copies(copies: Iterable[CodeCopy]) -> bytes:
 
 
 def unpack_copies(packed: bytes, folder: Path) -> None:
-    """Unpack an archive of copies into a folder that appears when all of it is there."""
+    """Unpack an archive of copies into a folder, atomically."""
     with atomic_folder(folder) as new, zipfile.ZipFile(BytesIO(packed)) as archive:
         archive.extractall(new)
 
@@ -170,7 +170,7 @@ def files_of(copies: Iterable[CodeCopy]) -> dict[str, str | bytes]:
 
 
 def digest_of(contents: Mapping[str, bytes]) -> str:
-    """Return the digest of names and contents of files, in the order of their names."""
+    """Return the SHA-256 of the names and contents of files, sorted by name."""
     digest = hashlib.sha256()
     for path in sorted(contents):
         digest.update(f"{path}\0{len(contents[path])}\0".encode())
@@ -179,7 +179,7 @@ def digest_of(contents: Mapping[str, bytes]) -> str:
 
 
 def read_copy(folder: Path) -> dict[str, bytes]:
-    """Read a copy back from a run's folder, without what Python compiled there."""
+    """Read a copy back from a run's folder, without Python's bytecode."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -194,7 +194,7 @@ def _read(folder: Path, paths: Iterable[Path], option: str) -> Iterable[tuple[st
         if num_bytes > _LIMIT_BYTES or number >= _MAX_FILES:
             raise ConfigError(
                 [Problem("command line", option, f"{folder} holds more than {_LIMIT_BYTES >> 20} MiB or "
-                         f"{_MAX_FILES:,} files, which is more than code.",
+                         f"{_MAX_FILES:,} files, too many for code.",
                          "Put the code into a separate folder; or list other files in .gitignore.")]
             )  # fmt: skip
         yield path.as_posix(), (folder / path).read_bytes()
@@ -207,7 +207,7 @@ def _list_files(folder: Path, needs: str) -> list[Path]:
     except FtkitError:  # no git here
         return _walk(folder)
     paths = [Path(name) for name in sorted(set(listed.stdout.split("\0"))) if name]
-    # Deleted ones are still in the index.
+    # The index still lists deleted files.
     found = [path for path in paths if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
     is_listed = listed.returncode == 0 and (Path(needs) in found if needs else found)
     return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder

@@ -1,4 +1,4 @@
-"""Check nodes of a Slurm cluster inside the image: one job by salloc, a step for each node."""
+"""Check nodes of a Slurm cluster inside the image: one job from salloc, with a step for each node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPORT: Final = "ftkit-report "
 
 @dataclass(frozen=True)
 class NodeResult:
-    """The result of one node: its report as `ftkit.health.node` prints it, and why it can't be used."""
+    """The result of one node: its report (`ftkit.health.node`), and why it can't be used; empty if it can."""
 
     host: str
     report: dict[str, Any] | None
@@ -37,7 +37,7 @@ def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[s
     """Wait for nodes, run the checks on them, and read the results.
 
     Args:
-        checks: what to run.
+        checks: the checks.
         hosts: the nodes; any if empty.
         environment: variables of the job.
 
@@ -91,7 +91,7 @@ def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
     """Return the idle nodes of the profile's partition, and how many others there are.
 
     Raises:
-        PrerequisiteError: Slurm can't be asked.
+        PrerequisiteError: Slurm can't be queried.
     """
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
@@ -114,7 +114,7 @@ def _report(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def checks_folder(workspace: Path) -> Iterator[Path]:
-    """Yield a folder in the workspace, which nodes see too, and remove it.
+    """Yield a temporary folder in the workspace, which the nodes share.
 
     Raises:
         PrerequisiteError: the workspace can't be written to.

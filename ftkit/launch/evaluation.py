@@ -38,17 +38,17 @@ def plan_evaluation(
     """Render the script of the job that evaluates a run's checkpoints.
 
     Args:
-        plan: of the run.
-        settings: what is measured, as JSON (`ftkit.evaluate.job.EvaluationSettings`).
+        plan: plan of the run.
+        settings: settings of the evaluation, as JSON (`ftkit.evaluate.job.EvaluationSettings`).
         num_gpus: GPUs of one node; on CPUs, processes.
-        time_limit: the profile's if null.
-        file: rows to measure on, if they are not the validation split.
+        time_limit: Slurm's time limit; the profile's if null.
+        file: rows to evaluate on; the validation split if null.
 
     Raises:
-        PrerequisiteError: the run is not one of a Slurm cluster.
+        PrerequisiteError: the run is not on a Slurm cluster.
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    check_on_slurm(plan, "--as-job", "leave --as-job out: the checkpoint is evaluated here")
+    check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")
     submission = read_submission(plan.layout)
     is_over = submission is None or observe(SubmittedRun(plan.layout, submission)).is_final
     log = plan.layout.logs / "evaluation.log"
@@ -70,14 +70,14 @@ def submit_evaluation(plan: RunPlan, job: EvaluationJob, environment: Mapping[st
 
 
 def check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
-    """Check that a run is one of a Slurm cluster.
+    """Check that a run is on a Slurm cluster.
 
     Raises:
         PrerequisiteError: it is not.
     """
     if plan.cluster.scheduler != "slurm":
         raise PrerequisiteError(
-            f"{option} submits a job to Slurm, and {plan.id} is a run of cluster '{plan.cluster.name}'",
+            f"{option} submits a job to Slurm, but {plan.id} is a run on cluster '{plan.cluster.name}'",
             meaning="its profile has scheduler 'local': there is no queue",
             fix=fix,
         )

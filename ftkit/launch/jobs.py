@@ -44,14 +44,14 @@ def submit(
     preparation: str | None = None,
     files: Mapping[str, str | bytes] | None = None,
 ) -> SubmittedRun:
-    """Make the run's folder and submit its script.
+    """Create the run's folder and submit its script.
 
     Args:
-        plan: of the run.
-        script: of the job that trains.
-        manifest: of the run.
-        environment: variables of the jobs.
-        preparation: script of a job that prepares the run, and that the training job waits for.
+        plan: plan of the run.
+        script: script of the training job.
+        manifest: content of the run's manifest.json.
+        environment: environment variables of the jobs.
+        preparation: script of a job that prepares the run, on which the training job depends.
         files: more files of the folder, by their path in it.
 
     Raises:
@@ -89,17 +89,17 @@ def _create_folder(plan: RunPlan | ScriptPlan, manifest: dict[str, Any], content
             write_json(unfinished.manifest, manifest)
     except OSError as error:
         raise PrerequisiteError(
-            f"can't make the run's folder: {error}",
+            f"can't create the run's folder: {error}",
             meaning="the workspace is not writable, is full, or is not mounted on this machine",
             fix="set FTKIT_WORKSPACE or 'workspace:' in ftkit.yaml; 'ftkit config' shows where it is set",
         ) from error
 
 
 def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
-    """Read the plan of a run that is to be submitted again.
+    """Read the plan of a run, to submit the run again.
 
     Raises:
-        PlanError: it can't be read, or it belongs to a run in another folder.
+        PlanError: it can't be read, or it is the plan of a run in another folder.
     """
     plan = read_job_plan(layout)
     if not _is_same(plan.layout.root, layout.root):
@@ -114,7 +114,7 @@ def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
 def _is_same(first: Path, second: Path) -> bool:
     try:
         return first.samefile(second)
-    except (OSError, ValueError):  # it is not there, or no system has such a path
+    except (OSError, ValueError):  # it does not exist, or the path is impossible
         return False
 
 
@@ -128,30 +128,30 @@ def resume(
     """Submit a run again; training continues from the newest checkpoint.
 
     Args:
-        plan: the run's.
-        environment: variables of the jobs.
-        command: what was typed, for the manifest.
-        changed: the plan to continue by, whose script is submitted; the run's own script and plan if null.
+        plan: plan of the run.
+        environment: environment variables of the jobs.
+        command: the typed command line, for the manifest.
+        changed: a new plan, which replaces the run's plan and script; they are submitted unchanged if null.
         image_facts: digests of the image, for the manifest.
 
     Raises:
-        SubmitError: the run is not over, or there is nothing left to do; or as `submit`, and then the run's own plan
-            and script are still in place.
+        SubmitError: the run has not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its
+            plan and script.
     """
     layout, new = plan.layout, changed.plan if changed else plan
     submission = read_submission(layout)
     if submission:
         _check_it_ended(SubmittedRun(layout, submission), new)
-    elif holder := current_holder(layout):  # Slurm took the job, although it seemed not to
+    elif holder := current_holder(layout):  # Slurm accepted the job, although its answer was unclear
         raise SubmitError(
-            f"{plan.id} is trained already, by {holder}: two jobs must not train in one folder",
+            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
             fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
     script = render_job(new, prepares=False) if changed else None
     needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
     preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
-    revoke(layout)  # no process trains anymore: the next job need not wait to detect that
+    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
     ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         job_id = submission.job_id
@@ -213,8 +213,9 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> None:
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
         raise SubmitError(
-            f"{run.id} is completed: there is nothing left to do",
-            fix=f"start a new run, or train this one for longer: ftkit resume {run.id} {_to_train_on(run.layout)}",
+            f"{run.id} has completed: there is nothing left to do",
+            fix="start a new run, or train this one for longer: "
+            f"ftkit resume {run.id} {_override_for_more_steps(run.layout)}",
         )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
@@ -235,8 +236,8 @@ def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
     return end.early_stopping_patience is None or patience is None or patience > end.early_stopping_patience
 
 
-def _to_train_on(layout: RunLayout) -> str:
-    """Return the change with which a completed run takes more steps."""
+def _override_for_more_steps(layout: RunLayout) -> str:
+    """Return the override with which a completed run takes more steps."""
     end = read_last_record(layout.metrics)
     was_early = isinstance(end, EndRecord) and end.early_stopping_patience is not None
     return "evaluation.early_stopping_patience=null" if was_early else "training.max_steps=N"
@@ -263,7 +264,7 @@ def cancel(run: SubmittedRun) -> Observation | None:
 
 
 def check_removable(folder: RunFolder) -> None:
-    """Check that no job trains in a run's folder, and that none is queued.
+    """Check that no job trains in a run's folder, and that none is pending.
 
     Raises:
         SubmitError: the run has not ended, or its state is unknown.
@@ -277,7 +278,7 @@ def check_removable(folder: RunFolder) -> None:
     else:
         return
     raise SubmitError(
-        f"{folder.id} {reason}: it is not removed",
+        f"{folder.id} {reason}, so it is not removed",
         fix=f"cancel it first: ftkit cancel {folder.id}; if its job can't be queried: squeue --me",
     )
 
@@ -293,10 +294,10 @@ def remove_run(folder: RunFolder) -> None:
 
 
 def remove_folder(root: Path) -> None:
-    """Remove a folder of the workspace: rename it first, so that it disappears for others, then remove its files.
+    """Remove a folder of the workspace: rename it first, so that no reader sees half of it, then remove its files.
 
     Raises:
-        PrerequisiteError: it, or a part of it, can't be removed.
+        PrerequisiteError: it can't be removed completely.
     """
     doomed = root.with_name(f".{root.name}.deleted")
     try:
@@ -304,7 +305,7 @@ def remove_folder(root: Path) -> None:
         shutil.rmtree(doomed)
     except OSError as error:
         raise PrerequisiteError(
-            f"can't remove the whole of {root}: {one_line(error)}",
+            f"can't remove all of {root}: {one_line(error)}",
             meaning="the folder, or a file in it, belongs to another user",
             fix=f"list what is left: ls -la {doomed if doomed.exists() else root}",
         ) from error

@@ -41,12 +41,12 @@ class LocalScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Return the jobs whose processes exist; the files of the others have their final state."""
+        """Return the runs whose processes are alive; the final state of the others is in their files."""
         here = socket.gethostname()
         states = {}
         for run in runs:
             if run.submission.host != here:
-                elsewhere = f"it was started on {run.submission.host}: look there"
+                elsewhere = f"it was started on {run.submission.host}: check its state there"
                 states[run.id] = Observation(RunState.UNKNOWN, is_final=False, reason=elsewhere)
             elif _is_alive(run.submission):
                 states[run.id] = Observation(
@@ -61,12 +61,12 @@ class LocalScheduler:
             ask(pid)
             if _wait_until_gone(run.submission, self.grace_seconds):
                 break
-        if current_holder(run.layout):  # perhaps in a container: signals don't reach it, the stop file does
+        if current_holder(run.layout):  # perhaps in a container, where signals don't reach it
             run.layout.job_stop_request(run.submission.job_id).touch()
 
 
 def _is_alive(submission: Submission) -> bool:
-    """Return whether the script runs, or processes of its group that outlived it."""
+    """Return whether the script, or another process of its group, is alive."""
     pid = int(submission.job_id)
     started = process.start_time(pid)
     if started is not None:
@@ -75,7 +75,7 @@ def _is_alive(submission: Submission) -> bool:
 
 
 def _terminate_script(pid: int) -> None:
-    """Signal only the script: its group's members would die before the script could ask them for a checkpoint."""
+    """Signal only the script: the other processes of its group would die before it could request a checkpoint."""
     if process.start_time(pid) is None:
         _terminate_group(pid)
     else:

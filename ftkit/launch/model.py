@@ -36,16 +36,16 @@ PROGRAM = "ftkit.train.param_count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
 CACHE_VERSION = 2
-"""Raise it when the counting program returns other counts."""
+"""To be increased when the counting program returns other counts for the same configuration."""
 
 
 @dataclass(frozen=True)
 class CountedModel:
-    """What the counting program returns for a model.
+    """The output of the counting program for a model.
 
     Attributes:
-        config: of its text part, as transformers fills it in.
-        counts: of its modules.
+        config: configuration of its text part, with transformers' defaults.
+        counts: parameter counts.
     """
 
     config: dict[str, Any]
@@ -58,10 +58,10 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
     `run:NAME` is the result of that run: its export, or its adapters on their base model. A folder of adapters means
     its base model with these adapters.
 
-    The configuration comes from its folder, the hub's cache, ftkit's shipped configurations, or the hub. Families with
-    a formula need nothing else. Others are counted on their class, without weights, if torch is installed: in another
-    process, as neither the plan nor the command line imports torch. The counts are cached by the digest of the
-    configuration. Otherwise the parameters are estimated from config.json.
+    The configuration comes from the model's folder, the hub's cache, ftkit's shipped configurations, or the hub.
+    Families with a formula need nothing else. For others, the parameters of the model class are counted, without
+    weights, if torch is installed: in another process, because neither the plan nor the command line imports torch. The
+    counts are cached by the digest of the configuration. Without torch, they are estimated from config.json.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or the shape is incomplete.
@@ -99,9 +99,9 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
 
 
 def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
-    """Resolve the revision of a hub model to a commit, so that the job loads the weights of the submission.
+    """Resolve the revision of a hub model to a commit, so that the job loads the same weights as checked now.
 
-    If the hub does not answer, the plan does not change. Raises as `resolve_model` does.
+    If the hub does not respond, the plan does not change. Raises as `resolve_model` does.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     pinned = _pinned(model, {**environment, **plan.cluster.environment}, home)
@@ -132,10 +132,10 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
 def _with_added_tokens(
     plan: ModelPlan, model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str], home: Path
 ) -> ModelPlan:
-    """Return the plan with as many rows in the embedding as the added tokens need, and the new tokens among them.
+    """Return the plan with enough rows in the embedding for the added tokens, and with the new ones among them.
 
     Raises:
-        ConfigError: the tokenizer's vocabulary can't be read from here, or the model's class can't grow.
+        ConfigError: the tokenizer's vocabulary can't be read from here, or the model's embeddings can't be resized.
     """
     added, rows = model.added_tokens, plan.architecture.vocab_size
     vocabulary = _read_vocabulary(model, environment, home)
@@ -161,7 +161,7 @@ def _with_added_tokens(
 
 def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Vocabulary:
     tokenizer = model.tokenizer
-    if tokenizer.vocab_size is not None:  # it will be trained: all but its own special tokens are new
+    if tokenizer.vocab_size is not None:  # it is not trained yet: all but its own special tokens are new
         return Vocabulary({}, tokenizer.vocab_size)
     from ftkit.hub.access import fetch_files  # noqa: PLC0415 - the hub's client
 
@@ -178,7 +178,7 @@ def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Pat
 
 
 def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
-    """Return the configuration that ftkit ships of a model of the hub; None for another, or another revision."""
+    """Return the configuration that ftkit ships for a hub model; None if it ships none, or for another revision."""
     return shipped_config(model.weights) if model.revision is None else None
 
 
@@ -216,7 +216,7 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, counted)
-    except OSError:  # no space in the home folder: it is counted again next time
+    except OSError:  # the home folder is full: count again next time
         pass
     return counted
 
@@ -227,7 +227,7 @@ def _no_causal_class(asked: dict[str, Any]) -> Problem:
         "",
         "model.weights",
         f"transformers has no causal language model for '{family}', so ftkit can't train it on text.",
-        "Choose a model of one modality; or of another family, as Gemma 3 or Mistral Small 3.",
+        "Choose a text-only model, or another family, such as Gemma 3 or Mistral Small 3.",
     )
 
 
@@ -239,7 +239,7 @@ def _unknown_family(config: Mapping[str, Any]) -> Problem:
         what = f"'{family}' comes with custom code (auto_map in config.json), and {here} does not have it."
         fix = (
             "ftkit never runs code that comes with a model. Choose a model whose model_type is in transformers; many "
-            "are published in its own layout too. If a newer transformers has it, install that here and in the image."
+            "are also published in its layout. If a newer transformers has it, install that here and in the image."
         )
     else:
         what = f"{here} does not have the model_type '{family}' of config.json."
@@ -248,7 +248,7 @@ def _unknown_family(config: Mapping[str, Any]) -> Problem:
 
 
 def _cache_file(text: str, environment: Mapping[str, str]) -> Path:
-    """Return where the counts of a configuration are cached, for this version of transformers."""
+    """Return the file that caches the counts of a configuration, for this version of transformers."""
     from importlib.metadata import version  # noqa: PLC0415 - tens of milliseconds, for models without a formula alone
 
     key = f"{CACHE_VERSION} {version('transformers')} {text}"

@@ -37,7 +37,7 @@ _OBSERVATION = TypeAdapter(Observation)
 
 @dataclass(frozen=True)
 class Overview:
-    """The states of several runs by id, and why some schedulers could not be asked."""
+    """The states of several runs by id, and why some schedulers could not be queried."""
 
     states: dict[str, Observation]
     warnings: tuple[str, ...]
@@ -56,7 +56,7 @@ def observe(run: SubmittedRun) -> Observation:
 
 
 def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
-    """Return the states of many runs. Each scheduler is asked once, about the runs that may still change."""
+    """Return the states of many runs. Each scheduler is queried once, for the runs that may still change."""
     states: dict[str, Observation] = {}
     warnings = []
     for run in runs:
@@ -138,7 +138,7 @@ def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | N
 def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
     """Return the process that trains in the run's folder although its job has ended; None if there is none.
 
-    When Slurm says that a job has ended it has ended the processes too, unless it lost a node with them.
+    When Slurm reports that a job has ended, it has also ended the processes, unless it lost a node with them.
     """
     holder = current_holder(run.layout)
     if holder and seen and seen.state is not RunState.NODE_FAILURE and holder.job_id == run.submission.job_id:
@@ -172,7 +172,7 @@ def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
 
 
 def _end(layout: RunLayout) -> EndRecord | None:
-    """Return the record that the trainer ended with; None if it continues, or ended in another way."""
+    """Return the trainer's last record if it is an end; None if training continues, or died without one."""
     last = read_last_record(layout.metrics)
     return last if isinstance(last, EndRecord) else None
 
@@ -189,7 +189,7 @@ def _exit_code(run: SubmittedRun) -> int | None:
 
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:
-    """Read the final state back, unless the run was submitted again since, or Slurm was told to requeue it."""
+    """Read the final state back, unless the run was since submitted again or requeued."""
     values = read_json_if_valid(run.layout.state, dict[str, Any]) or {}
     observed = values.get("observed")
     if values.get("job_id") != run.submission.job_id or not isinstance(observed, float):
@@ -204,7 +204,7 @@ def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation 
 
 
 def _write_final(run: SubmittedRun, seen: Observation) -> None:
-    """Record a final state; skip this in a folder of another user that is not writable."""
+    """Record a final state; do nothing in another user's folder that is not writable."""
     values = {"job_id": run.submission.job_id, "observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
     try:
         write_json(run.layout.state, values)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ftkit.planning.script import ScriptPlan
 
 
-SURE = 2.0
-"""A run is refused if its predicted memory exceeds this multiple of what the machine has."""
+CERTAINLY_TOO_LARGE = 2.0
+"""A run is refused if its predicted memory exceeds this multiple of the available memory."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findi
         _check_packages(plan)
     except PrerequisiteError as error:
         return Findings((error,), ())
-    return Findings((), tuple(_warn_of_sbatch(plan, environment)))
+    return Findings((), tuple(_warn_of_sbatch_variables(plan, environment)))
 
 
-def _warn_of_sbatch(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
+def _warn_of_sbatch_variables(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
     if plan.cluster.scheduler != "slurm":
         return []
     from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
@@ -99,7 +99,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     if plan.recipe.sync is not None:
         yield partial(_check_sync, plan.recipe.sync)
     yield partial(check_memory, plan, host_memory_gib())
-    yield partial(_warn_of_sbatch, plan, environment)
+    yield partial(_warn_of_sbatch_variables, plan, environment)
 
 
 def _check_sync(destination: str) -> list[str]:
@@ -134,11 +134,11 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     """Yield the checks of the files, weights, and data of the recipe.
 
     They raise:
-        NotFoundError: a file, a folder, the weights or the data set are not there.
+        NotFoundError: a file, a folder, the weights or the data set does not exist.
         PrerequisiteError: the weights or the data set are gated.
         ConfigError: `model.architecture` contradicts the weights' own configuration.
         DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
-            as the recipe asks.
+            with the recipe's settings.
     """
     exported = plan.weights_to_export
     later = None if exported is None else Path(exported.folder)
@@ -163,14 +163,14 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
     """Check that data files exist and are regular files, and that their first rows can be used.
 
     Raises:
-        NotFoundError: a file of examples is not there, or is a device.
-        DataError: a row can't be used as the recipe asks; with file and line.
+        NotFoundError: a data file does not exist, or is a device.
+        DataError: a row can't be used with the recipe's settings; with file and line.
     """
     for key, path in data_files(recipe):
         about = stat_path(key, path)
         if about is not None and not stat.S_ISREG(about.st_mode):
             raise NotFoundError(f"{key}: {path} is not a regular file", fix=f"give a file or a folder: {key}=PATH")
-    rows = peek_rows(recipe.data)  # of all files, also those to validate on
+    rows = peek_rows(recipe.data)  # of all files, the validation file included
     num_bad = 0
     for row, form in _with_formats(recipe.data, rows):
         try:
@@ -183,7 +183,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
     if rows and recipe.evaluation.sql_execution:
         from ftkit.data.tasks.sql_score import read_question  # noqa: PLC0415 - only these recipes need it
 
-        with errors_at(rows[-1]):  # of the validation file, where there is one
+        with errors_at(rows[-1]):  # from the validation file, if there is one
             read_question(rows[-1].columns)
     return []
 
@@ -207,7 +207,7 @@ def describe_detected(data: DataSpec) -> str:
     try:
         forms = [describe_format(form) for _, form in _with_formats(data, peek_rows(data))]
     except FtkitError:
-        return "of no known format"  # the checks say why
+        return "of no known format"  # the checks report why
     return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 
@@ -219,13 +219,13 @@ def _check_adapter(recipe: RecipePlan) -> list[str]:
 
 
 def _has_turns(data: DataSpec) -> bool:
-    """Tell whether the data has conversations, which need a chat template."""
+    """Return whether the data has conversations, which need a chat template."""
     if not isinstance(data.format, AutoFormat):
         return data.format.kind != "text"
     try:
         return any(form.kind != "text" for _, form in _with_formats(data, peek_rows(data)))
     except FtkitError:
-        return False  # the check of the rows says why
+        return False  # the check of the rows reports why
 
 
 def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
@@ -245,7 +245,7 @@ def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
 def _warn_of_vocabulary(folder: Path, num_tokens: int, rows: int) -> str:
     return (
         f"the tokenizer of {folder} has {num_tokens:,} tokens, the model's embedding {rows:,} rows: examples with "
-        "other tokens are refused; usually the tokenizer is another model's (model.tokenizer.source)"
+        "higher token ids are refused; usually the tokenizer is another model's (model.tokenizer.source)"
     )
 
 
@@ -257,11 +257,11 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
     """Check that the run's processes fit the memory of this machine, or of the cluster's GPUs.
 
     Args:
-        plan: with the predicted memory.
-        main_gib: host memory of this machine.
+        plan: the plan, with its predicted memory.
+        main_gib: host memory of this machine, in GiB.
 
     Returns:
-        A warning if the prediction is uncertain. For GPUs, the plan's notes say so.
+        A warning if they probably don't fit. For GPUs, this is in the plan's notes.
 
     Raises:
         MemoryExhaustedError: there is less than half of the predicted memory; suggests changes that would fit.
@@ -274,10 +274,10 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
         is_here = cluster.scheduler == "local"
         num_processes, have, owner = place.processes_per_node, main_gib if is_here else math.inf, "this machine"
     needed = num_processes * plan.memory.total
-    what = f"the run needs about {needed:,.0f} GiB of memory by prediction, {owner} has {have:,.0f} GiB"
-    if needed > SURE * have and shape.is_measured:
+    what = f"the run is predicted to need about {needed:,.0f} GiB of memory, {owner} has {have:,.0f} GiB"
+    if needed > CERTAINLY_TOO_LARGE * have and shape.is_measured:
         fitting = suggest_changes(plan.setup, cluster, have / num_processes)
-        others = "take more GPUs or nodes, or a smaller model"
+        others = "use more GPUs or nodes, or a smaller model"
         raise MemoryExhaustedError(
             what, fix=f"would fit: {'; '.join(change.override for change in fitting)}" if fitting else others
         )
@@ -287,16 +287,16 @@ def check_memory(plan: RunPlan, main_gib: float) -> list[str]:
 def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
     """Raise if a path should exist here but does not; return a warning if it may exist on the nodes only.
 
-    Those are models on a file system that is not mounted here. Data must be here, where its changes are noticed.
+    That is a model on a file system that is not mounted here. Data must be here, so that its changes are noticed.
     """
     mounts = [Path(mount.partition(":")[0]) for mount in cluster.mounts]
     within = next((mount for mount in mounts if path.is_relative_to(mount)), path.parent)
     if cluster.scheduler == "slurm" and key.startswith("model.") and not within.exists():
         return [f"{key}: {path} is not visible from here, nor is {within}: the job will look for it on its nodes"]
     raise NotFoundError(
-        f"{key} names {path}, which is not there",
+        f"{key}: {path} does not exist",
         meaning="the path is wrong, or its file system is not mounted here",
-        fix=f"give the right path: {key}=PATH; relative ones belong to the file that names them",
+        fix=f"give the right path: {key}=PATH; a relative path is relative to the file that sets it",
     )
 
 

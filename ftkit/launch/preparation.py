@@ -32,19 +32,19 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
 def prepare_here(
     plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None], num_workers: int | None = None
 ) -> None:
-    """Prepare data, and fetch or export weights, on this machine.
+    """Prepare data, and download or export weights, on this machine.
 
     Raises:
-        PrerequisiteError: a package that this needs is missing.
-        DataError: the data can't be used as the recipe asks.
+        PrerequisiteError: a required package is missing.
+        DataError: the data can't be used with the recipe's settings.
         NotFoundError: the weights can't be downloaded or exported.
     """
     missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
             f"preparing data here needs {', '.join(missing)}",
-            meaning="ftkit was installed without the packages that tokenize",
-            fix="pip install 'ftkit[train]'; or leave it to a job: --prepare job",
+            meaning="ftkit was installed without the packages for training",
+            fix="pip install 'ftkit[train]'; or let a job do it: --prepare job",
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
     from ftkit.data.weights import export_weights, fetch_weights  # noqa: PLC0415 - the hub's client
@@ -61,7 +61,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
     """Return a value that changes when files that the prepared data depends on change.
 
     Raises:
-        NotFoundError: a file may not be looked at, there is none, or a folder is too large to be a data set's.
+        NotFoundError: a file can't be read or does not exist, or a folder is too large for a data set.
         PrerequisiteError: a package or credentials for an address are missing.
     """
     stamps = [_stamp(place, key) for key, place in recipe.data.files if is_address(place)]
@@ -107,7 +107,7 @@ def _stamp(place: str, key: str) -> str:
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
-    """Return the files that matter: of a model's folder, the tokenizer's; of a data set's folder, all."""
+    """Return the files that the prepared data depends on: of a model, the tokenizer's; of a data set, all."""
     about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]

@@ -29,10 +29,10 @@ _YOUNG_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Prunable:
-    """A folder that is not needed any more.
+    """A folder that is no longer needed.
 
     Attributes:
-        folder: of a run; None for prepared data.
+        folder: the run; None for prepared data.
         reason: why it can be removed.
     """
 
@@ -52,12 +52,12 @@ class Findings:
 
 
 def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
-    """Find the folders that can be removed. Changes nothing.
+    """Find the folders that can be removed, without removing them.
 
     Args:
-        workspace: where.
-        with_checkpoints: also failed runs that could be resumed.
-        now: seconds since the epoch; the present if null.
+        workspace: the workspace.
+        with_checkpoints: include failed runs that could be resumed.
+        now: seconds since the epoch; the current time if null.
 
     Raises:
         PrerequisiteError: the workspace can't be used.
@@ -71,13 +71,13 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
         has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELLED)
         if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
             root = entry.folder.layout.root
-            left = f", with {len(checkpoints)} checkpoints" if checkpoints else ", without a checkpoint"
+            left = f", {len(checkpoints)} checkpoints" if checkpoints else ", no checkpoint"
             items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}{left}", entry.folder))
-    going = {item.path.name for item in items}
-    kept = [entry for entry in entries if entry.folder.id not in going]
+    removed = {item.path.name for item in items}
+    kept = [entry for entry in entries if entry.folder.id not in removed]
     unreadable = [entry.folder.id for entry in kept if _fingerprint(entry) is None]
     if unreadable:
-        warnings.append(f"prepared data is kept: it is unknown what {', '.join(unreadable)} uses")
+        warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")
     else:
         used = {_fingerprint(entry) for entry in kept}
         items += _unused_data(workspace, used, time.time() if now is None else now)
@@ -105,10 +105,10 @@ def _unused_data(workspace: Workspace, used: set[str | None], now: float) -> Ite
 
 
 def prune(items: Sequence[Prunable]) -> int:
-    """Remove the folders, and return the freed bytes. Keeps a run that was resumed meanwhile.
+    """Remove the folders, and return the freed bytes. A run that was resumed in the meantime is kept.
 
     Raises:
-        ExceptionGroup: of errors: some could not be removed.
+        ExceptionGroup: some could not be removed.
     """
     freed, errors = 0, []
     for item in items:
@@ -122,12 +122,12 @@ def prune(items: Sequence[Prunable]) -> int:
         except FtkitError as error:
             errors.append(error)
     if errors:
-        raise ExceptionGroup("not all could be removed", errors)
+        raise ExceptionGroup("some folders could not be removed", errors)
     return freed
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files of a folder, as far as they can be read."""
+    """Return the size of all readable files of a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         try:

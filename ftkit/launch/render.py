@@ -1,7 +1,7 @@
-"""From a plan to the script of its job.
+"""Render the job script of a plan.
 
 `render_job` is pure, apart from reading the templates in sbatch/ and caching their compiled code. Every value in a
-script passes through one of the filters below: Jinja refuses any other.
+script passes through one of the filters below: Jinja refuses a value without a filter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SideJob:
     """Slurm options of a job that accompanies a run.
 
     Attributes:
-        name: follows the run's in the name of the job.
-        num_gpus: of one node; on CPUs, processes.
-        log: where its output goes.
-        time_limit: the profile's if null.
-        mounts: folders that it needs besides those of the run.
-        environment: variables of the submitting shell that its container needs, if they are set.
+        name: suffix of the job's name, after the run's name.
+        num_gpus: GPUs of one node; on CPUs, processes.
+        log: file of its output.
+        time_limit: Slurm's time limit; the profile's if null.
+        mounts: folders to mount in addition to those of the run.
+        environment: variables of the submitting shell to pass into the container, if they are set.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SideJob:
     environment: tuple[str, ...] = ()
 
 
-_FROM_THE_JOB = (
+_SET_BY_SCRIPT = (
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
     "OMP_NUM_THREADS",
@@ -68,8 +68,8 @@ _FROM_THE_JOB = (
 )
 """Variables that the script sets, and that the image may also set."""
 
-_TAKEN_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
-"""Variables that the script looks for when it runs, because a site's script or the user may have set them."""
+_PASSED_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
+"""Prefixes of variables that the script looks up at run time, because a site's script or the user may set them."""
 
 
 _PREFLIGHT_SECONDS: Final = 600
@@ -81,8 +81,8 @@ def render_job(plan: RunPlan | ScriptPlan, *, prepares: bool = True) -> str:
     """Render the script of a run.
 
     Args:
-        plan: of the run.
-        prepares: whether a job on Slurm prepares data that is missing when it starts, which holds its GPUs meanwhile.
+        plan: plan of the run.
+        prepares: whether a Slurm job prepares missing data when it starts, while its GPUs are idle.
 
     Raises:
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
@@ -127,14 +127,14 @@ def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Payload:
-    """What a run's job starts: ftkit's trainer, or a script.
+    """The program that a run's job starts: ftkit's trainer, or a script.
 
     Attributes:
-        module: of ftkit that each process runs.
-        data_manifest: file that is there once the data is prepared; None: there is no data to prepare.
-        weights: folder of weights to export first; None: none.
-        can_restart: whether it continues from a checkpoint when it is started again.
-        max_restarts: of the processes within a job.
+        module: the module of ftkit that each process runs.
+        data_manifest: file that exists once the data is prepared; None if there is no data to prepare.
+        weights: folder of weights to export first; None if there are none.
+        can_restart: whether it continues from a checkpoint when it is restarted.
+        max_restarts: maximum restarts of the processes within a job.
     """
 
     module: str
@@ -157,7 +157,7 @@ def _payload(plan: RunPlan | ScriptPlan) -> _Payload:
 
 
 def _image_to_start(*, is_staged: bool) -> dict[str, object]:
-    """Return what templates are told of the image: whether it is copied to each node, and bash's name of its path."""
+    """Return the templates' values for the image: whether nodes get a copy, and the bash variable of its path."""
     return {"stages_image": is_staged, "image_variable": "$staged_image" if is_staged else "$CONTAINER_IMAGE"}
 
 
@@ -170,12 +170,12 @@ class NodeChecks:
     """The checks of `ftkit doctor` on some nodes of a Slurm cluster.
 
     Attributes:
-        cluster: its profile.
+        cluster: the profile.
         placement: nodes, and the processes on each.
         workspace: the shared folder.
-        python: Python of a cluster without containers, else that of the image.
-        container_image: as the runtime expects it; None without containers.
-        folder: where the script writes the results.
+        python: Python interpreter: this one on a cluster without containers, else the image's.
+        container_image: image in the runtime's notation; None without containers.
+        folder: folder for the results.
     """
 
     cluster: ClusterProfile
@@ -217,9 +217,9 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object
     """Render the script of a job that accompanies a run, on GPUs of one node. Raises as `render_job` does.
 
     Args:
-        template: its name.
-        plan: of the run.
-        job: its Slurm options.
+        template: name of the template.
+        plan: plan of the run.
+        job: Slurm options of the job.
         values: additional values of the template.
     """
     cluster, num_gpus = plan.cluster, job.num_gpus
@@ -248,12 +248,12 @@ def _in_container(cluster: ClusterProfile) -> str:
 
 def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None, *, has_code: bool = False) -> list[str]:
     names = {
-        *_FROM_THE_JOB,
+        *_SET_BY_SCRIPT,
         *(["PYTHONPATH"] if has_code else []),
         *cluster.environment,
         *(nccl.environment if nccl else ()),
     }
-    return sorted(name for name in names if not name.startswith(_TAKEN_BY_PREFIX))
+    return sorted(name for name in names if not name.startswith(_PASSED_BY_PREFIX))
 
 
 # --- Mounts --------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def quote_word(value: object) -> str:
     """Quote any value as one word of bash."""
     text = str(value)
     if "\0" in text:
-        raise ConfigError([Problem("", "", f"scripts and variables can't contain a zero byte: {text!r}.")])
+        raise ConfigError([Problem("", "", f"scripts and variables can't contain a NUL byte: {text!r}.")])
     return _Safe(shlex.quote(text))
 
 
@@ -332,17 +332,17 @@ def _refuse_unfiltered(value: object) -> str:
 
 
 class _CompiledTemplates(BytecodeCache):
-    """Keeps templates' bytecode in the user's cache, as Python does its modules': compiling takes a tenth of a second.
+    """Caches the bytecode of templates in the user's cache folder, because compiling takes a tenth of a second.
 
-    Jinja compares the digest of a template's source, and compiles it again if it differs. Without a folder that can be
-    written, templates are compiled each time.
+    Jinja compares the digest of a template's source, and compiles the template again if it differs. Without a writable
+    folder, templates are compiled each time.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load_bytecode(self, bucket: Bucket) -> None:
-        """Read a template's bytecode, if it is there."""
+        """Read a template's bytecode, if it is cached."""
         with suppress(OSError):
             bucket.bytecode_from_string((self._folder / bucket.key).read_bytes())
 
@@ -360,7 +360,7 @@ def _environment() -> Environment:
         bytecode_cache=_CompiledTemplates(cache_folder(os.environ) / "templates"),
         undefined=StrictUndefined,
         finalize=_refuse_unfiltered,
-        autoescape=False,  # noqa: S701 - that would be for HTML
+        autoescape=False,  # noqa: S701 - only for HTML
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -39,7 +39,7 @@ _SAME = {
 }
 """Keys that must be equal in a repetition, by section, if both runs have them."""
 _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "image_size", "image_modified")
-"""Keys that may differ without a difference in content, or that follow from another key."""
+"""Keys that may differ although the content is the same, or that follow from another key."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class RerunArgs:
     """Arguments of `ftkit rerun RUN`.
 
     Args:
-        is_own: whether the original is a run of this workspace. The profile in a manifest from elsewhere is not used:
-            its set-up lines would run here; the profile of that name is looked up instead.
+        is_own: whether the original is a run of this workspace. For a manifest from elsewhere, the local profile of the
+            same name is used instead of the manifest's, whose setup lines would run here.
     """
 
     cluster: str | None = None
@@ -59,32 +59,32 @@ class RerunArgs:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the run is repeated in another place than the original's."""
+        """Whether the run is repeated on other nodes or another cluster than the original's."""
         return any((self.cluster, self.num_nodes, self.gpus_per_node))
 
 
 def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
     """Plan a run that repeats `original`.
 
-    In the original's place, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
-    are chosen again; the global batch stays.
+    On the original's nodes, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
+    are resolved again; the global batch stays.
 
     Args:
         original: the run.
         args: where to repeat it.
         ctx: where cluster profiles are searched for.
-        workspace: of the new run.
-        default: the image of the settings, for a run that had no container.
+        workspace: workspace of the new run.
+        default: image from the settings, for a run that had no container.
 
     Raises:
         PlanError: the manifest is incomplete.
-        ConfigError: the plan is impossible in that place.
+        ConfigError: the plan is impossible on that cluster.
         NotFoundError: the cluster, or a file of the recipe, does not exist.
     """
     manifest = original.manifest
     if "script" in manifest:
         raise PlanError(
-            f"{original.run.id} is not repeatable: it started a script, whose data and weights ftkit does not know",
+            f"{original.run.id} can't be repeated: it ran a script, whose data and weights ftkit does not know",
             fix=f"start it again, and compare the results: {shlex.join(map(str, manifest.get('command', [])))}",
         )
     recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
@@ -105,7 +105,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request, ftkit_version=__version__)
     file = Path(str(manifest.get("container_image")))
     is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")
-    if is_same and file.is_file():  # by digest: the tag may be that of another image by now
+    if is_same and file.is_file():  # named by digest, while the tag may now refer to another image
         return replace(plan, container_image=str(file))
     return resolve_image_link(plan)
 
@@ -115,8 +115,8 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
 
     Args:
         original: the run.
-        plan: of the new run.
-        manifest: of the new run.
+        plan: plan of the new run.
+        manifest: manifest of the new run.
     """
     inputs = describe_inputs(plan.layout, json.loads(plan_to_json(plan)), manifest, None)
     found = find_differences([original.run, ComparedRun(plan.id, inputs, original.run.results, ())])
@@ -128,22 +128,22 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
 
 
 def what_is_repeated(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest's entry of the run that is repeated, its data, and the parts that may differ."""
+    """Return the manifest's entry for the original run: its id, its data, and the parts that may differ."""
     starts = original.manifest.get("starts") or [{}]
     return {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
-    """Refuse a repetition of other data, or in another image.
+    """Refuse a repetition with other data, or in another image.
 
     Args:
-        differences: of the inputs.
+        differences: differences of the inputs.
         allowed: sections that may differ.
 
     Raises:
-        ConfigError: with each difference that is not allowed; or a section is none.
+        ConfigError: with each difference that is not allowed, and each unknown section.
     """
-    unknown = [Problem("", f"--allow {name}", "is not an input that can differ.", f"Choose of {', '.join(_SAME)}.")
+    unknown = [Problem("", f"--allow {name}", "is not an input that can differ.", f"Choose from {', '.join(_SAME)}.")
                for name in allowed if name not in _SAME]  # fmt: skip
     refused = [
         Problem("", f"{each.section}: {each.key}", f"is {each.values[1]}, was {each.values[0]}.",
@@ -173,8 +173,8 @@ def _read(value: Any, kind: type[Any], key: str) -> Any:
     except InvalidJsonError as error:
         raise PlanError(
             f"the manifest's {key} can't be read: {error}",
-            meaning="another version of ftkit wrote it, by other rules than this one's",
-            fix="repeat the run with that version: the manifest's 'ftkit' says which",
+            meaning="another version of ftkit wrote it, with other rules",
+            fix="repeat the run with that version, which is in the manifest's 'ftkit'",
         ) from error
 
 

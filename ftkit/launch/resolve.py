@@ -1,4 +1,4 @@
-"""Turn command-line arguments into a plan: load the specs, look at the machine, plan."""
+"""Resolve command-line arguments to a plan: load the specs, detect the hardware, plan."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Place:
 
 
 def load_place(words: RunArgs, ctx: Context) -> Place:
-    """Load the cluster and the image that the options and the settings select. Raises as `resolve`."""
+    """Load the cluster and the image that the options and the settings select. Raises as `resolve` does."""
     loaded = read_settings(words, ctx)
     _check_cluster_is_chosen(loaded, ctx)
     return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
@@ -117,8 +117,8 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     partitions = list(dict.fromkeys(each.name for each in answering_partitions(ctx.environment)))
     if partitions:
         raise ConfigError(
-            [Problem("", "cluster", f"none is chosen, and this machine has Slurm (partitions {', '.join(partitions)}).",
-                     "Set it up with 'ftkit init', or choose with --cluster NAME ('ftkit clusters'); "
+            [Problem("", "cluster", f"none is set, and this machine has Slurm (partitions {', '.join(partitions)}).",
+                     "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit clusters'); "
                      "--cluster local trains on this machine.")]
         )  # fmt: skip
 
@@ -173,24 +173,24 @@ def recipe_name(words: RunArgs, ctx: Context) -> str | None:
 
 
 def resolve_image_link(plan: PlanT) -> PlanT:
-    """Resolve a link to an image file now: it may point to another file when the job starts."""
+    """Resolve the link to an image file now, because it may point to another file when the job starts."""
     file = plan.image_file
     if file is None:
         return plan
-    while file.is_symlink() and file.exists():  # only the last part: folders may be mounted elsewhere on the nodes
+    while file.is_symlink() and file.exists():  # only the file itself: folders may be mounted elsewhere on the nodes
         file = file.parent / file.readlink()
     return replace(plan, container_image=str(file))
 
 
 def _assumed_cluster(words: RunArgs, loaded: LoadedSettings) -> str | None:
-    """Return the profile to use for `--image` when no cluster is chosen: the default profile has no containers."""
+    """Return the profile to use with `--image` if no cluster is set, since the default profile has no containers."""
     return _ANY_SLURM if words.image and ("cluster",) not in loaded.layers.origins else None
 
 
 def _assumption(cluster: ClusterProfile) -> str:
     return (
-        f"no cluster is chosen: this plan is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs of "
-        "unknown model per node; choose one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
+        f"no cluster is set: this plan is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs of "
+        "unknown model per node; set one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
     )
 
 
@@ -214,14 +214,18 @@ def _image_of(loaded: LoadedSettings) -> AnyImage | None:
 
 
 def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
-    """Read the definition of a `NAME:TAG`. A file or an address has none."""
+    """Read the definition of a `NAME:TAG`; None for a file or an address.
+
+    Raises:
+        ConfigError: the image is for serving; or as `load_image` does.
+    """
     if not isinstance(image, NamedImage):
         return None
     spec = load_image(image.reference, ctx)
     if spec.purpose == "serving":
         raise ConfigError(
             [Problem("", "image", f"{spec.reference} serves models, and can't train them.",
-                     f"Take a training image ('ftkit images'); serve with: ftkit serve RUN --image {spec.reference}.")]
+                     f"Use a training image ('ftkit images'); serve with: ftkit serve RUN --image {spec.reference}.")]
         )  # fmt: skip
     return spec
 
@@ -234,6 +238,7 @@ def build_request(
     workspace: Workspace,
     origins: Origins,
 ) -> RunRequest:
+    """Collect the inputs of a run besides recipe and profile. Raises as `data_stamp` does."""
     stamp = data_stamp(recipe)
     data = DataLayout(workspace.data / fingerprint(recipe, model, stamp))
     return RunRequest(
@@ -254,7 +259,7 @@ def build_request(
 
 
 def read_packs(data: DataLayout) -> dict[str, Any]:
-    """Return what a request says of the packs: nothing if the data is not prepared."""
+    """Return the request's fields about packs, from the data's manifest; none if the data is not prepared."""
     prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
     names = ("num_train_packs", "sequence_length", "num_row_tokens")
     num_packs, length, num_row_tokens = (prepared.get(name, 0) for name in names)
@@ -269,7 +274,7 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
     if image:
         return ConfigError(
             [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address, which has no default recipe.",
-                     "Name one; 'ftkit recipes' lists them.")]
+                     "Give one; 'ftkit recipes' lists them.")]
         )  # fmt: skip
     return ConfigError(
         [Problem(COMMAND_LINE, "RECIPE", "no recipe is given.",
@@ -278,7 +283,7 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
 
 
 def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
-    """Replace `device: auto` with what this machine has; `root` holds its /dev and /proc."""
+    """Replace `device: auto` with the hardware of this machine; `root` holds its /dev and /proc."""
     if profile.device != "auto":
         return profile
     found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or len(os.sched_getaffinity(0))}
@@ -291,7 +296,7 @@ def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], roo
 
 
 def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
-    """Count the GPUs that CUDA shows to a process started here."""
+    """Count the GPUs that are visible to a process started here."""
     present = len(list(root.glob("dev/nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

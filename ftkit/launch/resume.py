@@ -1,7 +1,7 @@
-"""Plan the continuation of a run: other nodes, another cluster, other values of its recipe.
+"""Plan the continuation of a run: on other nodes, on another cluster, or with other values of its recipe.
 
 Model, data, and the format of the checkpoints stay. The order of the data follows from the seed and the global batch,
-so a run that keeps both consumes the same packs at any number of processes.
+so a run that keeps both reads the same packs in the same order with any number of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
-"""No checkpoint of the run can be loaded with another value."""
+"""Keys with whose changed values no checkpoint of the run can be loaded."""
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS = (
     "evaluation.*",
@@ -59,7 +59,7 @@ _HARMLESS = (
         )
     ),
 )
-"""They change logging, speed or memory, but not the optimizer's inputs."""
+"""Keys that change logging, speed or memory, but not the optimizer's inputs."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ResumeArgs:
 
     @property
     def asks_for_changes(self) -> bool:
-        """Return whether the run continues with another plan."""
+        """Whether the run continues with another plan."""
         return self != ResumeArgs()
 
 
@@ -105,10 +105,10 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     """Plan a run again with the same id, model, and data.
 
     Args:
-        plan: the run's.
+        plan: plan of the run.
         args: the changes.
         ctx: where cluster profiles are searched for.
-        default_image: from the settings, for a run without a container so far.
+        default_image: image from the settings, for a run that had no container so far.
 
     Raises:
         ConfigError: with all changes that are refused, or all reasons why the new plan is impossible.
@@ -159,12 +159,12 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
 
 
 def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
-    """Return a recipe with `auto` where the plan had resolved it: another cluster may need other values.
+    """Return a recipe with `auto` where the plan resolved it, because another cluster may need other values.
 
     Args:
-        recipe: as planned.
+        recipe: the planned recipe.
         chosen: the keys of `training` that were `auto`.
-        engine: which one was chosen; it stays.
+        engine: the planned engine, which stays.
     """
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
@@ -193,7 +193,7 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_sections(args: ResumeArgs) -> None:
-    """Refuse changes that no checkpoint of the run could continue with, before the whole recipe is checked."""
+    """Refuse changes with which no checkpoint of the run can be loaded, before the whole recipe is checked."""
     _raise(
         Problem(COMMAND_LINE, key, "can't change when a run is resumed: its checkpoints have the former value.",
                 "Start a new run; 'model: run:NAME' continues from this run's result.")
@@ -206,12 +206,12 @@ def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
     changed = {change.key for change in changes}
     refused = [
         Problem(COMMAND_LINE, change.key, f"changes the result: from {change.before!r} to {change.after!r}.",
-                f"Omit it; or accept that the run is not the same: --allow {change.key}")
+                f"Omit it; or accept that the result differs: --allow {change.key}")
         for change in changes
         if change.key not in args.allowed and not _is_harmless(change)
     ]  # fmt: skip
     unused = [
-        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Leave it out.")
+        Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Omit it.")
         for key in args.allowed
         if key not in changed
     ]
@@ -234,7 +234,7 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyImage | None) -> AnyImage | None:
-    """Return the image to continue in: the run's own; for a run that had none, the first that is set."""
+    """Return the image to continue in: the run's own, else the recipe's, else the default one."""
     if cluster.runtime == "none":
         return None
     name = plan.image or plan.recipe.image
@@ -242,7 +242,7 @@ def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyIma
 
 
 def image_definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
-    """Read the definition of an image. The run's image may be one whose definition is not here any more."""
+    """Read the definition of an image; None for a file, an address, or an image whose definition was removed."""
     try:
         return load_image(image.reference, ctx) if isinstance(image, NamedImage) else None
     except NotFoundError:
@@ -264,7 +264,7 @@ def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
         if change.key in _LENGTHS and training.schedule != "constant":
             yield (
                 f"{change.key} changes from {change.before} to {change.after}: the {training.schedule} schedule of the "
-                "learning rate is stretched over all steps, so its next value is higher than the last one was"
+                "learning rate is stretched over all steps, so its next value is higher than its last one"
             )
         elif change.key == "image" or (change.key.startswith("training.") and not _is_harmless(change)):
             yield f"{change.key} changes from {change.before} to {change.after}: this run can't be repeated as one run"

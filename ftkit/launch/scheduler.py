@@ -1,4 +1,4 @@
-"""The interface of schedulers, and which ones there are."""
+"""The interface of schedulers, and its implementations by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scheduler(Protocol):
 
         Raises:
             SubmitError: the scheduler refused the job.
-            PrerequisiteError: the scheduler is not on this machine.
+            PrerequisiteError: the scheduler's programs are not on this machine.
         """
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptArgs:
-    """The arguments of `ftkit run` that are about a script.
+    """The arguments of `ftkit run` for a script.
 
     Args:
-        path: of the script.
-        args: what follows `--`.
-        accelerate_config: a file of accelerate's.
-        stop_signal: what its processes are sent when the run is asked to stop.
-        can_restart: whether it continues by itself when it is started again.
+        path: the script.
+        args: its arguments, which follow `--`.
+        accelerate_config: a configuration file of accelerate.
+        stop_signal: signal for its processes when the run is asked to stop.
+        can_restart: whether it continues from its own checkpoint when it is restarted.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class ScriptArgs:
 
 
 class _OnlyResources(Spec):
-    """What can be set for a script without a recipe."""
+    """The keys of a recipe that apply to a script without one."""
 
     resources: ResourcesSpec = ResourcesSpec.model_construct()
 
@@ -67,22 +67,22 @@ def resolve_script(
 ) -> tuple[ScriptPlan, list[CodeCopy]]:
     """Make the plan of a script, and copy its folder.
 
-    With a recipe, accelerate's configuration is made from the plan that the recipe has in that place.
+    With a recipe, accelerate's configuration is derived from the recipe's plan on the same cluster.
 
     Args:
         args: the script.
         words: the recipe, if any, and where to run.
-        copies: other code that the run carries; that of the script too if another machine sent it.
+        copies: copies of other code; also the script's if another machine sent it.
         ctx: where recipes, profiles and settings are searched for.
 
     Raises:
-        NotFoundError: the script, or something named, does not exist.
+        NotFoundError: the script, the recipe, the cluster or the image does not exist.
         ConfigError: with every problem of the arguments.
     """
     base = resolve(words, ctx) if words.recipe else None
     if base and args.accelerate_config:
-        problem = Problem(COMMAND_LINE, "--accelerate-config", "the recipe makes a configuration already.")
-        raise ConfigError([replace(problem, fix="Leave one of the two out.")])
+        problem = Problem(COMMAND_LINE, "--accelerate-config", "the configuration already comes from the recipe.")
+        raise ConfigError([replace(problem, fix="Omit one of the two.")])
     workspace = Workspace(read_settings(words, ctx).workspace_folder(ctx))
     sent = next((copy for copy in copies if copy.plan.name == SCRIPT_CODE), None)
     own = sent or copy_script(args.path, workspace)
@@ -99,27 +99,27 @@ def resolve_script(
     )
     plans = tuple(copy.plan for copy in everything)
     plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, words, ctx)
-    if sent:  # the folder in which the command was typed is on another machine
+    if sent:  # the folder where the command was typed is on another machine
         plan = replace(plan, script=replace(script, folder=str(plan.layout.code / SCRIPT_CODE)))
     return resolve_image_link(plan), everything
 
 
 def copy_script(path: Path, workspace: Workspace) -> CodeCopy:
-    """Copy the folder of a script, without what ftkit makes in it.
+    """Copy the folder of a script, without ftkit's own folders in it.
 
     Raises:
         NotFoundError: the script does not exist.
-        ConfigError: the folder is larger than code is.
+        ConfigError: the folder has too many files or bytes to be code.
     """
     file = path.absolute()
     if not file.is_file():
         raise NotFoundError(f"--script: there is no file {file}", fix="give the path of a Python file")
     made = (workspace.runs, workspace.data, workspace.images, workspace.hub_home)
-    return copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, but=made)
+    return copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, exclude=made)
 
 
 def _of_recipe(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
-    """Put a script in the place that was planned for the recipe. Raises ConfigError if its folder can't be mounted."""
+    """Plan a script with the placement of the recipe's plan. Raises ConfigError if its folder can't be mounted."""
     if problems := list(check_mounts(base.cluster, base.workspace, [(COMMAND_LINE, "--script", script.folder)])):
         raise ConfigError(problems)
     place = {field.name: getattr(base, field.name) for field in fields(JobPlan)}
@@ -130,7 +130,7 @@ def _without_recipe(script: Script, code: tuple[Any, ...], words: RunArgs, ctx: 
     place = load_place(words, ctx)
     image = place.image
     if isinstance(image, NamedImage) and place.cluster.runtime != "none":
-        load_image(image.reference, ctx)  # which says so if there is none
+        load_image(image.reference, ctx)  # raises an error if it is not defined
     request = RunRequest(
         name=words.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script",
         num_nodes=words.num_nodes,
@@ -153,16 +153,16 @@ def _resources(overrides: Sequence[str]) -> ResourcesSpec:
         layers = parse_override(override).over(layers)
     if unknown := sorted(key for key in layers.values if key != "resources"):
         raise ConfigError(
-            [Problem(COMMAND_LINE, unknown[0], "is a key of a recipe, and none is given.",
+            [Problem(COMMAND_LINE, unknown[0], "is a key of a recipe, and no recipe is given.",
                      "Without a recipe, --script takes resources.KEY=VALUE; the script's own arguments follow '--'.")]
         )  # fmt: skip
     return validate(_OnlyResources, layers).resources
 
 
 def accelerate_json(plan: ScriptPlan) -> str:
-    """Return what accelerate.json of a script's run holds; empty if accelerate is told nothing.
+    """Return the content of accelerate.json; empty if the plan has no configuration for accelerate.
 
-    JSON, because accelerate reads YAML 1.1, in which `no` is a boolean.
+    It is JSON, because accelerate reads YAML 1.1, in which `no` is a boolean.
     """
     config = plan.script.accelerate
     return "" if config is None else json.dumps(placed(config, plan.placement), indent=2) + "\n"

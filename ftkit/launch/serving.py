@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import AnyImage
 
 SERVING_IMAGE: Final = "vllm:0.33"
-_WEIGHTS_PART = 0.5
+_MAX_WEIGHTS = 0.5
 """Maximum fraction of a GPU's memory for weights; the rest is for the KV cache."""
 _POLL_SECONDS = 3.0
 
@@ -52,7 +52,7 @@ class ServingJob:
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """Arguments of `ftkit serve RUN`; null: chosen here. `words` are passed to vLLM unchanged."""
+    """Arguments of `ftkit serve RUN`; defaults are chosen for nulls. `words` are passed to vLLM unchanged."""
 
     num_gpus: int | None = None
     port: int | None = None
@@ -66,15 +66,15 @@ def plan_serving(
     """Render the script of the job that serves an export of a run.
 
     Args:
-        plan: of the run.
-        cluster: where it is served: one that sees the run's workspace.
-        image: to serve with; the shipped one if null. Unused if the cluster has no containers.
-        folder: the export, weights or adapters.
+        plan: plan of the run.
+        cluster: cluster to serve on, which shares the run's workspace.
+        image: serving image; the shipped one if null. Unused if the cluster has no containers.
+        folder: the export: weights or adapters.
         args: the command's arguments.
         ctx: where images are defined.
 
     Raises:
-        PrerequisiteError: the cluster has no Slurm.
+        PrerequisiteError: the cluster does not use Slurm.
         ConfigError: the model can't be served with these arguments, or the image is not for serving.
         NotFoundError: the image is not defined, or not imported.
     """
@@ -85,7 +85,7 @@ def plan_serving(
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
     if num_gpus > cluster.gpus_per_node:
         what = f"{num_gpus} GPUs requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
-        raise ConfigError([Problem("command line", "--gpus", what, "A model is served on one node.")])
+        raise ConfigError([Problem("command line", "--gpus", what, "Take fewer: a model is served on one node.")])
     heads = plan.recipe.model.architecture.num_attention_heads
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
@@ -102,13 +102,13 @@ def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
     if isinstance(image, NamedImage):
         spec = load_image(image.reference, ctx)
         if spec.purpose != "serving":
-            fix = f"Take {SERVING_IMAGE}, or another with purpose 'serving'."
+            fix = f"Use {SERVING_IMAGE}, or another image with purpose 'serving'."
             raise ConfigError([Problem("command line", "--image", f"{spec.reference} is a training image.", fix)])
         link = Workspace(plan.workspace).image_file(image, plan.cluster.image_format)
         if not link.exists():
             raise NotFoundError(
                 f"the image {spec.reference} is not imported: there is no {link}",
-                fix=f"ftkit build {spec.reference}; ftkit push; ftkit import {spec.reference}",
+                fix=f"ftkit build {spec.reference} --push, where docker is; then here: ftkit import {spec.reference}",
             )
         found = resolve_image_link(replace(plan, image=image.reference, container_image=str(link)))
         return {"image": image.reference, "container_image": found.container_image}
@@ -116,11 +116,11 @@ def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
 
 
 def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
-    """Return the smallest power of two of GPUs that hold the weights in bf16, with room for requests."""
+    """Return the smallest power of two of GPUs that hold the weights in bf16 and leave room for the KV cache."""
     gpu = GPUS[cluster.gpu] if cluster.gpu else None
     num_gpus = 1
     weights_gib = 2 * plan.num_parameters / 2**30
-    while gpu and weights_gib / num_gpus > _WEIGHTS_PART * gpu.memory_gib and 2 * num_gpus <= cluster.gpus_per_node:
+    while gpu and weights_gib / num_gpus > _MAX_WEIGHTS * gpu.memory_gib and 2 * num_gpus <= cluster.gpus_per_node:
         num_gpus *= 2
     return num_gpus
 
@@ -135,7 +135,7 @@ def serve_words(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
         ConfigError: vLLM can't serve adapters of this kind.
     """
     adapter = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any])
-    shared = ["--host", "0.0.0.0", "--tensor-parallel-size", str(num_gpus)]  # noqa: S104 - other nodes are to reach it
+    shared = ["--host", "0.0.0.0", "--tensor-parallel-size", str(num_gpus)]  # noqa: S104 - other machines must reach it
     if adapter is None:
         return ["vllm", "serve", str(folder), "--served-model-name", plan.name, *shared]
     model, rank = plan.recipe.model, adapter.get("r")
@@ -164,13 +164,13 @@ def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None])
     """Wait until the server answers; return its address.
 
     Raises:
-        RunFailedError: the job ended before.
-        SubmitError: Slurm can't be asked.
+        RunFailedError: the job ended first.
+        SubmitError: Slurm can't be queried.
     """
     file = job.address_file.with_name(f"{job.address_file.name}-{job_id}")
     submission = Submission(scheduler="slurm", job_id=job_id, submitted=time.time(), host=socket.gethostname())
     run = SubmittedRun(job.plan.layout, submission)
-    said = ""
+    shown = ""
     while True:
         try:
             return read_small(file).decode().strip()
@@ -183,9 +183,9 @@ def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None])
                 meaning=f"the end of its log: {_last_line(job.log)}",
                 fix=f"see {job.log}",
             )
-        if seen is not None and str(seen) != said:
-            said = str(seen)
-            report(f"job {job_id}: {said}")
+        if seen is not None and str(seen) != shown:
+            shown = str(seen)
+            report(f"job {job_id}: {shown}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -193,8 +193,8 @@ def _last_line(log: Path) -> str:
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return "(there is none)"
-    return next((line for line in reversed(lines) if line.strip()), "(it is empty)")
+        return "(the log does not exist)"
+    return next((line for line in reversed(lines) if line.strip()), "(the log is empty)")
 
 
 def tunnel(address: str, login: str, user: str) -> str:

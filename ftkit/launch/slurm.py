@@ -1,6 +1,6 @@
-"""Jobs on a Slurm cluster, by its command line programs.
+"""Jobs on a Slurm cluster, through its command-line programs.
 
-Their JSON is not used: its shape differs from release to release (22.05 to 26.05).
+Their JSON output is not used, because its structure differs between releases (22.05 to 26.05).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _IDS_IN_A_QUERY = 400
-_NOT_ABOUT_A_JOB = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
+_CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
+"""SLURM_* variables that configure the programs, rather than describe an enclosing job."""
 
 
 class SlurmScheduler:
-    """Submits with sbatch; asks squeue for pending and running jobs, and sacct for the others."""
+    """Submits with sbatch; queries squeue for pending and running jobs, and sacct for the others."""
 
     poll_seconds: ClassVar[float] = 4.0
 
@@ -55,7 +56,7 @@ class SlurmScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-        """Ask squeue first: a requeued job is listed there while sacct may report it as ended."""
+        """Query squeue first: it lists a requeued job, while sacct may report it as ended."""
         states: dict[str, Observation] = {}
         for first in range(0, len(runs), _IDS_IN_A_QUERY):
             some = runs[first : first + _IDS_IN_A_QUERY]
@@ -99,7 +100,7 @@ def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) 
 
 
 def _expedites_requeues(environment: Mapping[str, str]) -> bool:
-    """Tell whether jobs that lose a node may start again before all others: from Slurm 25.11 on, if enabled."""
+    """Return whether Slurm restarts jobs that lose a node before all others: from Slurm 25.11 on, if enabled."""
     try:
         configuration = _ask(["scontrol", "show", "config"], environment).stdout
     except FtkitError:  # sbatch has the last word
@@ -124,11 +125,11 @@ def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = 
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables of an enclosing job and of the user's output formats; print times as epoch seconds."""
+    """Remove variables of an enclosing job and of the user's output formats; have times printed as epoch seconds."""
     kept = {
         key: value
         for key, value in environment.items()
-        if not key.startswith(("SLURM_", "SQUEUE_", "SACCT_")) or key in _NOT_ABOUT_A_JOB
+        if not key.startswith(("SLURM_", "SQUEUE_", "SACCT_")) or key in _CLIENT_VARIABLES
     }
     return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
 
@@ -146,7 +147,7 @@ def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
 
 
 def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Ask sacct. It fails on clusters without accounting; then the runs' own files decide."""
+    """Query sacct. It fails on clusters without accounting; then the runs' own files decide."""
     jobs = ",".join(run.submission.job_id for run in runs)
     try:
         answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
@@ -156,10 +157,10 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
 
 
 # --- Output of squeue and sacct ---------------------------------------------------------------
-# Both print each job's folder too: job ids start over when a cluster is set up again, and another cluster on the
+# Both also print each job's folder: job ids start again at 1 when a cluster is reinstalled, and another cluster on the
 # same file system has its own. A job in another folder than the run's is not the run's.
 
-# The folder is last: only it may contain the separator.
+# The folder comes last, because only it may contain the separator.
 SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
 SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 
@@ -195,11 +196,11 @@ _FINAL = {
     "TIMEOUT": RunState.TIMED_OUT,
 }
 _REASONS = {
-    "BeginTime": "its start was delayed; after a requeue Slurm waits about two minutes",
+    "BeginTime": "its start is delayed; after a requeue Slurm waits about two minutes",
     "Dependency": "it waits for the job that prepares its data and weights",
     "DependencyNeverSatisfied": "the job that prepares its data and weights failed: it will never start",
     "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held: scontrol release",
+    "JobHeldUser": "it is held; to release it: scontrol release JOB",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "its nodes are down or reserved"
     ),
@@ -225,7 +226,8 @@ def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observatio
 def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     """Parse sacct's output: the final state of each run.
 
-    A job that sacct lists as active but squeue does not list is lost; sacct's reason is why the job once waited.
+    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
+    once pending.
     """
     states = {}
     for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
@@ -267,7 +269,7 @@ def _explain(word: str, reason: str) -> str:
     if word == "CONFIGURING":
         return "its nodes are starting"
     if word == "EXPEDITING":
-        return "Slurm starts it again before all other jobs"
+        return "Slurm restarts it before all other jobs"
     if word in ("SUSPENDED", "STOPPED"):
         return "Slurm has suspended it"
     code = reason.strip("()").partition(", UnavailableNodes")[0]
@@ -324,7 +326,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "generic resource|gres",
-        "the cluster's GPUs have other names than the profile requests",
+        "the cluster's GPUs have other GRES names than the profile requests",
         "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
     ),
     (
@@ -335,7 +337,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         "node count|partition configuration|more processors",
         "more nodes than the partition has or allows",
-        "see 'sinfo -s' and take fewer --nodes",
+        "see 'sinfo -s' and use fewer --nodes",
     ),
     (
         "group not permitted|access.*denied|permission denied",
@@ -345,7 +347,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     (
         "unrecognized option|invalid option",
         "this Slurm does not know an option that the job script uses",
-        "print the script with --dry-run; take the option out of the cluster's profile",
+        "print the script with --dry-run; remove the option from the cluster's profile",
     ),
 )
 

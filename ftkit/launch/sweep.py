@@ -30,7 +30,7 @@ _PAIRS = {"[": "]", "{": "}"}
 
 @dataclass(frozen=True)
 class Trial:
-    """The arguments of one run of a sweep, and the values that are its own, by key."""
+    """The arguments of one run of a sweep, and its values of the swept keys."""
 
     args: RunArgs
     values: dict[str, str]
@@ -63,7 +63,7 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
     """Plan the run of a command line, or all runs of a sweep.
 
     Raises:
-        ConfigError: with the problems of all that are impossible; then none is submitted.
+        ConfigError: with the problems of all impossible runs.
         NotFoundError: a selected recipe, cluster, image, or file does not exist.
     """
     if len(trials) == 1:
@@ -133,12 +133,12 @@ def split(text: str) -> list[str]:
 def _check(trials: Sequence[Trial]) -> None:
     problems = []
     if len(trials) > MAX_RUNS:
-        problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Take fewer."))
+        problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Use fewer."))
     seen: list[dict[str, str]] = []
     for trial in trials:
         if trial.values in seen:
             shown = ", ".join(f"{key}={value}" for key, value in trial.values.items())
-            problems.append(Problem("", shown, "is there twice.", "Name each value once."))
+            problems.append(Problem("", shown, "is given twice.", "Give each value once."))
             break
         seen.append(trial.values)
     if problems:

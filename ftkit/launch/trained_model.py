@@ -33,19 +33,19 @@ _WITHOUT_EFFECT = frozenset(
     ]
 )  # fmt: skip
 """Keys of adapter_config.json about the adapters' origin or initialization, and those that are compared separately."""
-_BEGAN_AS_USUAL = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca")
+_INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca")
 """Values of `init_lora_weights` that do not change the base model's weights."""
 
 
 @dataclass(frozen=True)
 class Continued:
-    """The model of a recipe that continues training.
+    """The model of a recipe that continues from a trained one.
 
     Attributes:
-        model: the model to load, as another recipe would specify it.
-        adapter: folder of the adapters on it.
-        trained: run and step of the result.
-        plan: the model in the plan of an earlier run, if its checkpoint is exported later.
+        model: the model to load, in the form of a recipe's `model`.
+        adapter: folder of the adapters on it; None without adapters.
+        trained: run and step of the trained weights.
+        plan: the model in the plan of an earlier run, if its checkpoint is not exported yet.
     """
 
     model: ModelSpec
@@ -83,7 +83,7 @@ def _export_of(layout: RunLayout) -> TrainedWeights:
         steps = ", ".join(str(step) for step, _ in layout.list_checkpoints())
         raise NotFoundError(
             f"model.weights: run {layout.root.name} has no export",
-            meaning="a run exports its model after the last step: this run is not there yet, or it failed",
+            meaning="a run exports its model after the last step: this run has not finished, or it failed",
             fix=f"train on one of its checkpoints (steps {steps}): run:{layout.root.name}@last"
             if steps
             else f"see its progress: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
@@ -101,7 +101,7 @@ def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
     if not (checkpoint / MARKER).is_file():
         raise NotFoundError(
             f"model.weights: checkpoint {checkpoint} has no {MARKER}",
-            meaning="files of it were deleted or moved",
+            meaning="some of its files were deleted or moved",
             fix=f"give another step: ftkit checkpoints {layout.root.name} lists them",
         )
     digest = _sha256(checkpoint / MARKER)
@@ -116,7 +116,7 @@ def _sha256(file: Path) -> str:
 def _on_base(model: ModelSpec, base: ModelPlan, folder: Path) -> ModelSpec:
     """Return the base model of a run's adapters, with the recipe's changes."""
     if base.weights == "random":
-        what = "these are adapters on random weights, which only that run has."
+        what = "these are adapters on random weights, which exist only in that run."
         raise ConfigError(
             [Problem("", "model.weights", what, "Continue that run itself: ftkit resume RUN training.max_steps=N.")]
         )
@@ -133,7 +133,7 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
     """Return the plan of a model that is not exported yet: it has the shape that the run trained."""
     changed = [key for key in ("architecture", "added_tokens") if key in model.model_fields_set]
     if changed:
-        what = f"it can't be changed before the checkpoint of step {trained.step} is exported."
+        what = f"can't be changed before the checkpoint of step {trained.step} is exported."
         fix = f"Export it first: ftkit export {trained.run} --step {trained.step} --to {trained.folder}"
         raise ConfigError([Problem("", f"model.{key}", what, fix) for key in changed])
     update = {name: field.get_default() for name, field in ModelPlan.model_fields.items() if not field.is_required()}
@@ -158,8 +158,8 @@ def continue_adapters(model: ModelSpec) -> Continued:
     problems = [Problem(str(folder / ADAPTER_CONFIG), key, what, fix) for key, what, fix in _not_trained(stored)]
     base = stored.get("base_model_name_or_path")
     if not isinstance(base, str) or not base or base == "random":
-        fix = "Write the hub id or the folder of the model that they were trained on there."
-        what = "it does not say which model the adapters are for."
+        fix = "Set it to the hub id or the folder of the model that the adapters were trained on."
+        what = "does not specify the adapters' base model."
         problems.append(Problem(str(folder / ADAPTER_CONFIG), "base_model_name_or_path", what, fix))
     if problems:
         raise ConfigError(problems)
@@ -200,17 +200,17 @@ def _not_trained(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT}
     for key, value in stored.items():
         if key == "init_lora_weights":
-            if value not in _BEGAN_AS_USUAL:
+            if value not in _INIT_KEEPS_BASE:
                 yield key, f"'{value}' changed the base model's weights when training began.", merge
         elif key not in known and value and value != "none":
             yield key, reasons.get(key, f"ftkit does not train adapters with {key}."), merge
 
 
 def check_adapter(recipe: RecipePlan) -> None:
-    """Check that the adapters that training continues with are of the kind that the recipe trains.
+    """Check that the adapters to continue from have the rank, scale and targets of the recipe's.
 
     Raises:
-        ConfigError: they are of another kind.
+        ConfigError: they differ.
         NotFoundError: their configuration can't be read.
     """
     lora, folder = recipe.training.adapters, recipe.model.adapter
@@ -220,7 +220,7 @@ def check_adapter(recipe: RecipePlan) -> None:
         there = _read_adapter_config(Path(folder))
     else:  # a checkpoint, which is exported when the data is prepared
         there = _as_peft(read_plan(RunLayout(Path(folder).parents[1])).recipe.training.adapters)
-    where, fix = str(recipe.model.source), "Set what the adapters were trained with."
+    where, fix = str(recipe.model.source), "Set the values that the adapters were trained with."
     problems = [
         Problem(where, f"training.lora.{key}", f"{getattr(lora, key)} in the recipe, {there[name]} there.", fix)
         for key, name in _LORA_KEYS.items()

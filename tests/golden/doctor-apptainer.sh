@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks nodes; written by 'ftkit doctor'. salloc runs it on the machine where it was typed.
+# Checks nodes. Written by 'ftkit doctor'; salloc runs it on the machine where the command was typed.
 set -euo pipefail
 
 readonly RUN_DIR=/shared/ftkit/checks
@@ -27,8 +27,8 @@ export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="$FTKIT_CACHE_DIR/flash-attn"
 export XDG_CACHE_HOME="$FTKIT_CACHE_DIR/cache"
 
-# Weights and data of the hub: on the shared file system, for all nodes and runs. The token of
-# `hf auth login` is in the former HF_HOME.
+# Weights and data from the hub: on the shared file system, for all nodes and runs. The token of
+# `hf auth login` is in the submitting shell's HF_HOME, so it is read before HF_HOME is set.
 hub_token=${HF_TOKEN_PATH:-${HF_HOME:-${HOME:-}/.cache/huggingface}/token}
 if [[ -z ${HF_TOKEN:-} ]]; then
     HF_TOKEN=${HUGGING_FACE_HUB_TOKEN:-}
@@ -44,14 +44,14 @@ export HF_HOME="${HF_HOME:-$WORKSPACE/huggingface}"
 # --- Rendezvous ----------------------------------------------------------------------------------
 # Resolved outside the container, which has no scontrol.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux' ephemeral ports
+readonly MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # below Linux's ephemeral ports
 
 # --- Tasks ---------------------------------------------------------------------------------------
 readonly CONTAINER_IMAGE=/shared/ftkit/images/olmo3+25.02.sif
 export FTKIT_CONTAINER_IMAGE=$CONTAINER_IMAGE # recorded by the trainer
 if [[ ! -f $CONTAINER_IMAGE ]]; then
-    say "error: the container image $CONTAINER_IMAGE is not there, seen from $HOSTNAME"
-    say "import it first, to a file system that all nodes share; or name another with --image"
+    say "error: the container image $CONTAINER_IMAGE does not exist on $HOSTNAME"
+    say "import it first, to a file system that all nodes share; or choose another one with --image"
     exit 4
 fi
 
@@ -86,7 +86,7 @@ if [[ -z $container_program ]]; then
     say "error: neither apptainer nor singularity is on PATH on $HOSTNAME"
     exit 5
 fi
-# By these names, because variables of the image would override others.
+# With these prefixes, the values override the image's own variables.
 for name in "${container_env[@]}"; do
     if [[ -v $name ]]; then
         export "APPTAINERENV_$name=${!name}" "SINGULARITYENV_$name=${!name}"
@@ -110,7 +110,8 @@ srun_options=(
     --wait=60
 )
 
-# The check on a node exits with 0 whatever it finds. If it can't run at all, the other nodes don't wait for it.
+# The check of a node exits with 0 even if the node is unhealthy. If it can't run at all, HOST.absent tells the other
+# nodes not to wait for it.
 check_node() { # HOST FOLDER OPTION...
     # shellcheck disable=SC2016
     timeout --kill-after=10 300 srun --nodes=1 --ntasks=1 --nodelist="$1" "${srun_options[@]}" \
@@ -152,7 +153,7 @@ list_bad_nodes() { # FOLDER
     done
 }
 
-# Start of the check on its node. It writes nothing to the node's disk, which may be full.
+# Start of the check on its node. Nothing is written to the node's disk, which may be full.
 # shellcheck disable=SC2016
 IN_CHECK=$(declare -p container_start)'
 set -eu

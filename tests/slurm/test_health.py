@@ -121,7 +121,7 @@ def test_a_run_excludes_nodes_that_are_slow_or_do_not_see_its_folder(cluster: Cl
     ):  # the node on which the job script starts, and its replacement
         excluded, trained = run_excluding(cluster, image, "picky")
     assert set(excluded) == {"n1", "n3"}
-    assert excluded["n1"].startswith("does not see ")
+    assert excluded["n1"].startswith("can't access ")
     assert "matrix products" in excluded["n3"]
     assert trained == {"n2", "n4"}
 

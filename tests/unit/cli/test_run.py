@@ -295,8 +295,8 @@ def test_a_plan_exits_like_its_run(
     tokenizer = "model.tokenizer={source: model, vocab_size: null}"
     result = ftkit(*words, "demo", data, "evaluation.sql_execution=null", f"model.weights={tmp_path}/no", tokenizer)
     assert result.code == 4
-    assert "error: data.source.train names " in result.err
-    assert f"error: model.weights names {tmp_path}/no, which is not there" in result.err
+    assert "error: data.source.train: " in result.err
+    assert f"error: model.weights: {tmp_path}/no does not exist" in result.err
     assert bool(result.out) == (words[0] == "plan")
     assert not workspace.root.exists()
 

@@ -172,7 +172,7 @@ def test_cached_files_are_not_requested_and_are_required_offline(environment: di
     (stored / "snapshots" / "abc" / CONFIG_FILE).write_text(json.dumps(CONFIG))
     with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE is set, and not all files of 'org/gated' are in"):
         check_weights(model("org/gated"), offline, tmp_path)
-    assert "not to be seen from here" in str(check_weights(model("org/gated"), offline, tmp_path / "on-a-node"))
+    assert "not visible from here" in str(check_weights(model("org/gated"), offline, tmp_path / "on-a-node"))
     (stored / "snapshots" / "abc" / WEIGHTS_FILE).touch()
     assert check_weights(model("org/gated"), offline, tmp_path) is None
     assert check_weights(model("org/gated"), environment | {"HF_HOME": str(tmp_path)}) is None
@@ -307,7 +307,7 @@ def test_a_cached_data_set_is_not_requested_and_is_required_offline(
 ) -> None:
     offline = environment | {"HF_DATASETS_OFFLINE": "1"}
     wanted = dataset("org/MyData")
-    assert "not to be seen from here" in str(check_data(wanted, offline, tmp_path))
+    assert "not visible from here" in str(check_data(wanted, offline, tmp_path))
     (tmp_path / "datasets").mkdir()
     with pytest.raises(NotFoundError, match="HF_DATASETS_OFFLINE is set, and not all files of 'org/MyData' are in"):
         check_data(wanted, offline, tmp_path)
@@ -332,7 +332,7 @@ def test_the_token_is_read_from_the_variable_or_from_the_librarys_file(tmp_path:
     assert read_token(home | {"HF_TOKEN_PATH": str(tmp_path / "other")}) == "other"
     assert read_token({"HOME": str(tmp_path / "nobody")}) is None
     assert read_token(home | {"HUGGING_FACE_HUB_TOKEN": "older"}) == "older"
-    with pytest.raises(PrerequisiteError, match="what HF_TOKEN holds is not a token") as caught:
+    with pytest.raises(PrerequisiteError, match="the content of HF_TOKEN is not a hub token") as caught:
         read_token({"HF_TOKEN": "two words"})
     assert "two words" not in str(caught.value)
 

@@ -52,7 +52,7 @@ def test_a_checkout_is_copied_as_git_tracks_it_with_its_commit(tmp_path: Path) -
 
 def test_a_plain_folder_is_copied_without_hidden_files_and_ftkits_output(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "lib/part.py", "lib/__pycache__/part.pyc", ".venv/x.py", "runs/a/plan.json")
-    copy = copy_code(tmp_path, "script", "--script", but=[tmp_path / "runs"])
+    copy = copy_code(tmp_path, "script", "--script", exclude=[tmp_path / "runs"])
     assert sorted(copy.files) == ["lib/part.py", "train.py"]
     assert sorted(files_of([copy])) == ["code/script/lib/part.py", "code/script/train.py"]
 
@@ -77,7 +77,7 @@ def test_the_digest_distinguishes_names_from_contents() -> None:
 def test_a_folder_larger_than_the_code_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "_LIMIT_BYTES", 10)
     write(tmp_path, "long-name-and-content.py")
-    with pytest.raises(ConfigError, match="more than code"):
+    with pytest.raises(ConfigError, match="too many for code"):
         copy_code(tmp_path, "script", "--script")
 
 

@@ -115,7 +115,7 @@ def test_a_run_whose_preparation_failed_has_failed_and_not_been_cancelled(
 
 def test_a_read_only_workspace_is_reported(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
-    with pytest.raises(PrerequisiteError, match="can't make the run's folder"):
+    with pytest.raises(PrerequisiteError, match="can't create the run's folder"):
         submit(slurm_plan, "", {}, os.environ)
 
 

@@ -236,6 +236,6 @@ def test_a_run_that_slurm_accepted_despite_an_error_is_not_submitted_twice(
     run = make_run()
     run.layout.submission.unlink()
     trains_in(run, "55")
-    with pytest.raises(SubmitError, match="is trained already, by job 55"):
+    with pytest.raises(SubmitError, match="is already being trained by job 55"):
         resume(read_plan(run.layout), os.environ)
     assert programs.calls() == []

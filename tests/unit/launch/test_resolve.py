@@ -41,7 +41,7 @@ def test_an_image_without_a_cluster_is_planned_for_generic_slurm_with_a_note(
 ) -> None:
     plan = resolve(RunArgs(image="olmo3:25.02", num_nodes=num_nodes), ctx(project))
     assert (plan.cluster.name, plan.recipe.name, plan.image) == ("slurm", "olmo3-32b-malware-full", "olmo3:25.02")
-    assert plan.notes[0].startswith("no cluster is chosen: this plan is for profile 'slurm'")
+    assert plan.notes[0].startswith("no cluster is set: this plan is for profile 'slurm'")
 
 
 def test_an_explicit_cluster_is_never_replaced(project: Path) -> None:

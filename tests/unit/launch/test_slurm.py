@@ -281,4 +281,4 @@ def test_a_job_with_expedited_requeue_after_a_lost_node_has_not_ended(
     programs.answer("squeue", squeue_line(run, "EXPEDITING"))
     seen = slurm.observe([run])[run.id]
     assert (seen.state, seen.is_final) == (RunState.PENDING, False)
-    assert seen.reason == "Slurm starts it again before all other jobs"
+    assert seen.reason == "Slurm restarts it before all other jobs"

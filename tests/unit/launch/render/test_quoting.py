@@ -88,7 +88,7 @@ def test_control_characters_in_directives_are_rejected(bad: str) -> None:
 
 
 def test_a_nul_byte_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="zero byte"):
+    with pytest.raises(ConfigError, match="NUL byte"):
         quote_word("a\0b")
 
 

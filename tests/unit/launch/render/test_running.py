@@ -428,7 +428,7 @@ def test_a_missing_image_is_reported(make_plan: PlanMaker, machine: Machine) -> 
     plan = make_plan("slurm")
     code, said = machine.run(plan, with_image=False)
     assert code == 4
-    assert f"the container image {plan.container_image} is not there" in said
+    assert f"the container image {plan.container_image} does not exist" in said
     assert not machine.calls("srun")
 
 
@@ -590,7 +590,7 @@ def test_a_node_that_does_not_see_the_run_folder_excludes_itself(checked_plan: R
     machine.environment["FAKE_JOB"] = "   Comment=ftkit-excluded n1"
     machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": "ok"})
     machine.run(checked_plan)
-    assert "does not see" in checked_plan.layout.excluded_nodes.read_text()
+    assert "can't access" in checked_plan.layout.excluded_nodes.read_text()
 
 
 def test_the_image_is_staged_once_and_verified_or_else_started_from_the_shared_file_system(
