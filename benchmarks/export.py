@@ -27,7 +27,7 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.export import ExportedParts, Exporter, build_whole, write_shards
+from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, write_shards
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import TextConfig, build_empty
 from ftkit.train.model.lora import is_adapter
@@ -82,7 +82,7 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
 
 
 def export(parts: ExportedParts, base: Path, target: Path) -> tuple[float, float]:
-    model = build_whole(parts)
+    model = build_export_model(parts)
     adapters = {name: torch.randn(each.shape) * 0.01 for name, each in model.named_parameters() if is_adapter(name)}
     exporter = Exporter(parts, model, adapters)
     record = exporter.record("benchmark", 1, "bf16", merges=True)

@@ -16,7 +16,7 @@ from ftkit.model_folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
-from ftkit.train.components.export import ExportedParts, Exporter, build_whole
+from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import TextConfig, make_config, read_config
 
@@ -70,7 +70,7 @@ def export_run(
     report(f"reading the checkpoint of step {step}")
     _check_checkpoint(checkpoint, step)
     parts = _load_parts(plan)
-    model = build_whole(parts)
+    model = build_export_model(parts)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
         trained = CheckpointTensors(checkpoint, shapes)

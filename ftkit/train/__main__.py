@@ -1,6 +1,6 @@
-"""`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun; --self-check tries this environment.
+"""`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun.
 
-RESTARTS is how often training was started again within the job.
+RESTARTS is how often training was restarted within the job. `--self-check` checks whether this environment can train.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
                 at_end.enter_context(sampling(layout))
             context_parallel = plan.recipe.training.context_parallel
             num_replicas = plan.engine.num_replicas
-            with init_world(plan.placement, context_parallel, num_replicas) as world:  # rank 0 joins with the lease
-                layout.rank_error(rank).unlink(missing_ok=True)  # of an earlier start
+            with init_world(plan.placement, context_parallel, num_replicas) as world:  # all ranks wait for rank 0
+                layout.rank_error(rank).unlink(missing_ok=True)  # left by an earlier start
                 with copied_beside(plan) if rank == 0 else nullcontext():
                     run_training(plan, world)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
@@ -60,7 +60,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    """Log and record the error that ended this rank; return its exit code. In another job's run it is only logged."""
+    """Log and record the error that ended this rank; return its exit code. If another job has the run, only log it."""
     reason = as_disk_full(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
@@ -121,6 +121,6 @@ if __name__ == "__main__":
     code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
     logging.shutdown()
     sys.stdout.flush()
-    # Only exit handlers of the interpreter and of libraries would follow; gloo's threads can abort in them, and turn a
-    # success into a failure.
+    # Skips the exit handlers of the interpreter and of libraries: gloo's threads can abort in them, and turn a success
+    # into a failure.
     os._exit(code)

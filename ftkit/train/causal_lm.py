@@ -27,15 +27,15 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document; only this separates documents. With tensor
-            parallelism, those of the whole packs.
-        label_index: int64 [N], indices into the flattened tokens of those whose next token is a label.
+        position_ids: int64 [B, T]; they restart at 0 with each document, which is all that separates documents. With
+            tensor parallelism, they are those of the full packs.
+        label_index: int64 [N], indices into the flattened tokens; the next token of each is a label.
         labels: int64 [N], these next tokens.
-        cu_seqlens: int32, offset of each document in the flattened tokens, and B * T at the end; with context or
-            tensor parallelism those of the whole packs, of which this process has a part.
+        cu_seqlens: int32 [D + 1], the offset of each of D documents in the flattened tokens, then B * T; with context
+            or tensor parallelism, the offsets in the full packs, of which this process has a part.
         max_seqlen: upper bound of the documents' lengths.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
-        label_sources: int64 [N], the source of each label, as its place in `data.source`; None for a single source.
+        label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
     """
 
     input_ids: torch.Tensor
@@ -48,11 +48,11 @@ class MicroBatch:
     label_sources: torch.Tensor | None = None
 
     def pinned(self) -> MicroBatch:
-        """Return it in pinned memory, from which copies to a GPU don't stop the host."""
+        """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
         return self._each(torch.Tensor.pin_memory)
 
     def on(self, device: torch.device) -> MicroBatch:
-        """Return it on a device; from pinned memory, the copies are only queued."""
+        """Return a copy on a device; from pinned memory, the copy is only queued."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
@@ -87,8 +87,8 @@ class CausalLM(nn.Module):
     through `forward`: the loss by default, else its argument `compute`.
 
     Attributes:
-        hf_model: the model as transformers has it. Its parameters have the names of the files; those of this module
-            have a prefix, which is in no file.
+        hf_model: the transformers model. Its parameters have the names of the weight files; this module's names add a
+            prefix that no file has.
         has_head_layers: whether there are layers between decoder and output projection, as in ModernBERT's decoder:
             the loss is then computed from all logits of the model's own class.
         logit_transform: scaling and soft cap of the logits before the loss.
@@ -106,7 +106,7 @@ class CausalLM(nn.Module):
         Args:
             hf_model: a causal language model of transformers.
             by_weight: read the output projection's weight, and compute the loss from a chunk of logits at a time;
-                otherwise call the projection as a module, for an engine that gathers weights around every module.
+                otherwise call the projection as a module, for an engine that gathers weights in hooks of every module.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
@@ -118,7 +118,7 @@ class CausalLM(nn.Module):
         self._autocast = autocast
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
-        """Return `compute(self, **inputs)`; without it the loss of `batch`, see `loss`."""
+        """Return `compute(self, **inputs)`, or `self.loss(**inputs)` without `compute`."""
         with self._autocast():
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 
@@ -126,8 +126,8 @@ class CausalLM(nn.Module):
         """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
 
         Args:
-            batch: the labels are its.
-            source_losses: the losses are added to it too, if the labels are of several sources.
+            batch: tokens and their labels.
+            source_losses: accumulates the losses of each source, if the labels are from several sources.
         """
         if self._is_chunked:
             hidden, projection = self._label_states(batch), self.hf_model.get_output_embeddings()
@@ -140,7 +140,7 @@ class CausalLM(nn.Module):
         return loss
 
     def _label_states(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the last hidden states of the tokens whose next one counts, [N, H]."""
+        """Return the last hidden states of the tokens whose next token is a label, [N, H]."""
         return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
 
     def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
@@ -171,7 +171,7 @@ def _has_head_layers(hf_model: Any) -> bool:
 
 
 def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
-    """Return the arguments of a transformers model for a micro-batch, of those that it accepts.
+    """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
     Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention
     kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their

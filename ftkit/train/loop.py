@@ -98,7 +98,7 @@ class TrainingLoop:
                     end_profiled_step()
         self.trace.begin_step(None)
         if self.world.is_first:  # after the last save, which waits for all ranks and so for what they measured
-            self.rank_times.name_stragglers()
+            self.rank_times.report_stragglers()
         return "completed" if self.is_complete else "stopped"
 
     @property

@@ -13,7 +13,7 @@ from torch import nn
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.runs.records import StartRecord
 from ftkit.train.components import adamw8bit
-from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 from ftkit.train.private_apis.torch import leave_out_step
 
@@ -134,11 +134,11 @@ def test_scales_are_resized_to_those_of_a_checkpoint_and_older_states_are_reject
     optimizer = AdamW8bit([value], lr=1e-2, betas=(0.9, 0.95))
     descend(optimizer, [value], 1)
     states = {"w": optimizer.state_dict()["state"][0]}
-    take_saved_scales(states, {"w.exp_avg_absmax": torch.Size([3, 6]), "w.exp_avg_sq_absmax": torch.Size([1, 17])})
+    allocate_saved_scales(states, {"w.exp_avg_absmax": torch.Size([3, 6]), "w.exp_avg_sq_absmax": torch.Size([1, 17])})
     assert states["w"]["exp_avg_absmax"].shape == (3, 6)
     assert states["w"]["exp_avg_sq_absmax"].any()
     with pytest.raises(TrainingError, match="no 'exp_avg_absmax' of 'w'") as caught:
-        take_saved_scales(states, {"w.exp_avg": torch.Size([140, 30]), "w.exp_avg_sq": torch.Size([140, 30])})
+        allocate_saved_scales(states, {"w.exp_avg": torch.Size([140, 30]), "w.exp_avg_sq": torch.Size([140, 30])})
     assert "older ftkit" in caught.value.meaning
 
 

@@ -18,10 +18,10 @@ from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BLOCK = 256
-"""States that share a scale: the only block size of bitsandbytes' optimizers."""
-SMALLEST = 4096
-"""Parameters with at least as many elements have 8-bit states; smaller ones have fp32 states, as in bitsandbytes."""
+BLOCK_SIZE = 256
+"""Number of states that share a scale: the only block size of bitsandbytes' optimizers."""
+MIN_8BIT_SIZE = 4096
+"""Parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)."""
 _STATES = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the states in torch's AdamW, and whether they are signed."""
 _BYTES, _ABSMAX = "_8bit", "_absmax"
@@ -45,13 +45,13 @@ class _Layout:
     @property
     def num_blocks(self) -> int:
         """Number of scales of the first shard; every shard allocates as many."""
-        return -(-self.elements_per_shard // BLOCK)
+        return -(-self.elements_per_shard // BLOCK_SIZE)
 
     def scale_of_each(self, absmax: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return the scales of a range of elements of the whole parameter; `absmax` is [shards, blocks]."""
         size = self.elements_per_shard
         parts = [
-            absmax[shard].repeat_interleave(BLOCK)[max(begin - shard * size, 0) : min(end - shard * size, size)]
+            absmax[shard].repeat_interleave(BLOCK_SIZE)[max(begin - shard * size, 0) : min(end - shard * size, size)]
             for shard in range(begin // size, -(-end // size))
         ]
         return torch.cat(parts)
@@ -67,7 +67,7 @@ class AdamW8bit(torch.optim.Optimizer):
         params: parameters or groups, as in torch.
         lr: the learning rate.
         betas: AdamW's decay rates.
-        eps: AdamW's.
+        eps: added to the denominator, as in torch.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
@@ -95,9 +95,9 @@ class AdamW8bit(torch.optim.Optimizer):
         values, gradient = _local(parameter), _local(cast("torch.Tensor", parameter.grad))
         state = self.state[parameter]
         state["step"] += 1
-        if not values.numel():  # a rank may have no part of a parameter with few rows
+        if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
             return
-        (beta1, beta2), codes, blocks = group["betas"], _codes(values.device), -(-values.numel() // BLOCK)
+        (beta1, beta2), codes, blocks = group["betas"], _codes(values.device), -(-values.numel() // BLOCK_SIZE)
         _library().optimizer_update_8bit_blockwise(
             "adam", gradient, values, state["exp_avg" + _BYTES], state["exp_avg_sq" + _BYTES], beta1, beta2, 0.0, 0.0,
             group["eps"], int(state["step"]), group["lr"], codes["exp_avg"], codes["exp_avg_sq"],
@@ -127,22 +127,22 @@ class AdamW8bit(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, on the same or another number of shards (see `take_saved_scales`)."""
+        """Load what `state_dict` returned, on the same or another number of shards (see `allocate_saved_scales`)."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
             given = state_dict["state"].get(index)
             if given is not None:
-                self.state[parameter] = _own(parameter, given)
+                self.state[parameter] = _load_local(parameter, given)
 
 
-def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
-    """Allocate all scales of a checkpoint that has another number of shards.
+def allocate_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
+    """Allocate scales of the saved sizes, to load a checkpoint that has another number of shards.
 
     Args:
-        states: of each parameter by name, as `state_dict` returns them; the checkpoint is read into them.
-        sizes: of the checkpoint's tensors, by names that begin with the parameter's.
+        states: states of each parameter by its name, as `state_dict` returns them; the checkpoint is read into them.
+        sizes: shapes of the checkpoint's tensors, by names that begin with the parameter's.
 
     Raises:
         TrainingError: the states of the checkpoint were not stored in 8 bits.
@@ -161,8 +161,8 @@ def take_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, 
 
 
 def _is_large(parameter: torch.Tensor) -> bool:
-    """Return whether the states have 8 bits: by the whole parameter's size, so that every number of shards agrees."""
-    return parameter.numel() >= SMALLEST
+    """Return whether the states have 8 bits. The unsharded size decides, so the number of shards doesn't matter."""
+    return parameter.numel() >= MIN_8BIT_SIZE
 
 
 def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -197,7 +197,7 @@ def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, s
     return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _own(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _load_local(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's part of the states of a `state_dict`."""
     device = _local(parameter).device
     state = {key: _local(value).to(device) for key, value in given.items() if key != "step"}
@@ -215,7 +215,7 @@ def _reblocked(
 ) -> dict[str, torch.Tensor]:
     """Return bytes and scales in the blocks of this rank's shard; `absmax` has the scales of all saved shards.
 
-    A block with one scale does not change. In a block with several, the largest scales all states, so no state grows.
+    A block with one scale does not change. A block with several takes the largest of them, so no state grows.
     """
     part, layout = local_shard(parameter), _layout(parameter)
     scales = stored.new_zeros(layout.num_blocks, dtype=torch.float32)
@@ -223,10 +223,10 @@ def _reblocked(
         return {name + _BYTES: stored, name + _ABSMAX: scales}
     saved = _Layout.of(parameter, absmax.shape[0])
     before = saved.scale_of_each(absmax, part.begin, part.end)
-    padded = functional.pad(before, (0, -len(before) % BLOCK)).view(-1, BLOCK)
+    padded = functional.pad(before, (0, -len(before) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
     blocks = padded.amax(dim=1)
     scales[: len(blocks)] = blocks
-    after = blocks.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(BLOCK)[: len(before)]
+    after = blocks.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(BLOCK_SIZE)[: len(before)]
     code = _codes(stored.device)[name]
     values = code.index_select(0, stored.flatten().int()) * (before / after)
     nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WINDOW, _LEAST, _SIGMAS = 128, 32, 6.0
-"""Standard deviations above the mean of the last steps that make a spike (OLMo-core's SkipStepOptimizer), here of
-logarithms: losses and gradient norms are positive and skewed, and single batches often multiply a norm near zero."""
+_WINDOW, _MIN_STEPS, _SIGMAS = 128, 32, 6.0
+"""A spike is 6 standard deviations above the mean of the last 128 steps, and needs 32 of them (OLMo-core's
+SkipStepOptimizer). Logarithms are compared: losses and gradient norms are positive and skewed, and single batches often
+multiply a norm near zero."""
 _FLOOR = 1e-3
-"""Smaller values count as this one: of a loss of nearly nothing, a multiple is nothing too."""
-_MOST_LEFT_OUT = 10
+"""Smaller values are raised to this one: a multiple of a negligible loss is negligible too."""
+_MAX_SKIPPED = 10
 """Consecutive skipped steps after which the cause is not single batches."""
-_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 class AnomalyWatch:
@@ -43,10 +44,10 @@ class AnomalyWatch:
         """Start without history.
 
         Args:
-            run_id: for advice.
+            run_id: for the commands in error messages.
             policy: whether training stops after a step that is not finite.
-            recorder: takes the records.
-            packs_of_step: returns the packs of a step, counted from 0.
+            recorder: writes the records.
+            packs_of_step: returns the packs of a step; steps are counted from 0.
         """
         self._run_id = run_id
         self._policy = policy
@@ -54,7 +55,7 @@ class AnomalyWatch:
         self._packs_of_step = packs_of_step
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._num_left_out = 0
+        self._num_skipped = 0
 
     def check(self, result: StepResult) -> None:
         """Report an anomalous step.
@@ -65,7 +66,7 @@ class AnomalyWatch:
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._report_nonfinite(result)
             return
-        self._num_left_out = 0
+        self._num_skipped = 0
         if _is_spike(result.loss, self._losses) or _is_spike(result.grad_norm, self._norms):
             log.warning(
                 "step %d spikes: loss %.4f (mean %.4f), grad norm %.2f (mean %.2f); packs %s",
@@ -77,17 +78,17 @@ class AnomalyWatch:
 
     def _report_nonfinite(self, result: StepResult) -> None:
         packs = self._record(result, "nonfinite")
-        self._num_left_out += 1
+        self._num_skipped += 1
         what = f"step {result.step}: loss {result.loss:.4f}, grad norm {result.grad_norm:.2f}; its update was skipped"
-        if self._policy == "skip" and self._num_left_out < _MOST_LEFT_OUT:
+        if self._policy == "skip" and self._num_skipped < _MAX_SKIPPED:
             log.warning("%s; packs %s", what, packs)
             return
         resume = f"ftkit resume {self._run_id}"
         raise TrainingError(
-            what if self._policy == "stop" else f"{what}, as were the {_MOST_LEFT_OUT - 1} before it",
-            meaning="examples that no model should learn, too high a learning rate, or too low a precision; "
-            "the newest checkpoint is unharmed",
-            fix=f"look at its packs: ftkit data show --packs {packs.removesuffix(',…')} {self._run_id}; "
+            what if self._policy == "stop" else f"{what}, as were the {_MAX_SKIPPED - 1} before it",
+            meaning="broken examples, a learning rate that is too high, or a precision that is too low; "
+            "the newest checkpoint is intact",
+            fix=f"inspect its packs: ftkit data show --packs {packs.removesuffix(',…')} {self._run_id}; "
             + (f"to skip such steps: {resume} training.on_nonfinite=skip" if self._policy == "stop" else resume),
         )
 
@@ -95,11 +96,11 @@ class AnomalyWatch:
         """Write a record; return the first packs of the step as text."""
         packs = self._packs_of_step(result.step - 1)
         self._recorder.write(AnomalyRecord(time.time(), result.step, kind, result.loss, result.grad_norm, tuple(packs)))
-        return ",".join(map(str, packs[:_SHOWN])) + (",…" if len(packs) > _SHOWN else "")
+        return ",".join(map(str, packs[:_MAX_SHOWN])) + (",…" if len(packs) > _MAX_SHOWN else "")
 
 
 def _is_spike(value: float, before: deque[float]) -> bool:
-    if len(before) < _LEAST:
+    if len(before) < _MIN_STEPS:
         return False
     usual = [math.log(max(each, _FLOOR)) for each in before]
     return math.log(max(value, _FLOOR)) > fmean(usual) + _SIGMAS * pstdev(usual)

@@ -118,29 +118,29 @@ def to_micro_batch(
 
     Args:
         packs: int32 [packs, 4, length].
-        device: where to.
-        is_mixed: whether they are of several sources, so that each label has its source.
-        context: of each pack, its part is taken.
+        device: the destination.
+        is_mixed: whether the packs are from several sources, so that each label gets its source.
+        context: decides which part of each pack this process takes.
     """
     positions = packs[:, 2]
-    borders = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-    own = packs[:, :, context.part(packs.shape[2])]
-    own_positions = positions if context.gathers_tokens else own[:, 2]
-    labels = own[:, 1].reshape(-1)
+    cu_seqlens = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+    local = packs[:, :, context.part(packs.shape[2])]
+    position_ids = positions if context.gathers_tokens else local[:, 2]
+    labels = local[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 
     def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype))
 
     batch = MicroBatch(
-        input_ids=tensor(own[:, 0], np.int64),
-        position_ids=tensor(own_positions, np.int64),
+        input_ids=tensor(local[:, 0], np.int64),
+        position_ids=tensor(position_ids, np.int64),
         label_index=tensor(index, np.int64),
         labels=tensor(labels[index], np.int64),
-        cu_seqlens=tensor(borders, np.int32),
+        cu_seqlens=tensor(cu_seqlens, np.int32),
         # The same bound for all batches, because kernels are compiled for it.
         max_seqlen=packs.shape[2],
-        label_sources=tensor(own[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
+        label_sources=tensor(local[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
     return batch.on(device)
 

@@ -73,7 +73,7 @@ def delete_oldest(
 ) -> None:
     """Delete all checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`.
 
-    Later ones are damaged: they will be written again, and don't count.
+    Later checkpoints don't count: they are damaged, or training would have resumed from them.
 
     Raises:
         OSError: one can't be deleted.
@@ -124,7 +124,7 @@ def describe_damage(folder: Path, step: int) -> str:
 def read_state(state: dict[str, Any], folder: Path) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
-    Every rank must call it, where there is a process group.
+    Collective if there is a process group: every rank must call it.
 
     Args:
         state: contains only tensors.
@@ -135,9 +135,9 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
 
 def _read(state: dict[str, Any], reader: _Reader) -> None:
     with warnings.catch_warnings():
-        # A single process that reads a checkpoint to try or export it has no process group.
+        # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsAlone())
+        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
 
 
 def read_index(folder: Path) -> Metadata:
@@ -167,7 +167,7 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
 
 
 def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
-    """Return the frozen parameters that a checkpoint lacks: versions before wrote none."""
+    """Return the frozen parameters that a checkpoint lacks: earlier versions of ftkit did not write them."""
     saved = saved_sizes(folder, _MODEL)
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad and name not in saved}
 
@@ -175,7 +175,8 @@ def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
 class CheckpointTensors(Mapping[str, torch.Tensor]):
     """The trained weights of a checkpoint, by their names in the model; each is read on access.
 
-    In one process, for any engine and world size of the run: ZeRO-3 writes flat tensors. Threads may share it.
+    It reads, in one process, what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
+    Threads may share it.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -183,7 +184,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
 
         Args:
             folder: the checkpoint.
-            shapes: those of the model's parameters, of which some are trained.
+            shapes: of all of the model's parameters, by name; the checkpoint has the trained ones.
 
         Raises:
             DamagedCheckpointError: the index is damaged, or belongs to another model.
@@ -208,10 +209,10 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
-        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with self._lock:
-            _read({_MODEL + name: whole}, self._reader)
-        return whole.view(self._shapes[name])
+            _read({_MODEL + name: tensor}, self._reader)
+        return tensor.view(self._shapes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -225,7 +226,7 @@ _MODEL = "model."
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with a safe reader of the index. Without `kwargs`, torch tries no other index."""
+    """torch's reader, with a safe unpickler. As `read_metadata` takes no `kwargs`, torch looks for no index per rank."""
 
     @cached_property
     def _index(self) -> Metadata:
@@ -235,7 +236,7 @@ class _Reader(FileSystemReader):
         return replace(self._index, storage_meta=metadata.StorageMeta(load_id=self.load_id))
 
 
-class _TensorsAlone(DefaultLoadPlanner):
+class _TensorsOnlyPlanner(DefaultLoadPlanner):
     """torch's planner, which would unpickle every entry that the index does not declare as a tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -251,7 +252,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return found
         # Python 3.13 has pathlib's classes in a module below it.
         if (found := _ALLOWED.get((module.removesuffix("._local"), name))) is None:
-            raise pickle.UnpicklingError(f"it holds a '{module}.{name}', which no checkpoint does")
+            raise pickle.UnpicklingError(f"it contains '{module}.{name}', which no index of torch has")
         return found
 
 

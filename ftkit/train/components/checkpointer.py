@@ -55,7 +55,7 @@ class _Save:
     """A checkpoint that is being written.
 
     Attributes:
-        step: the step that it is of.
+        step: number of steps before it.
         began: when training stopped for it (`time.perf_counter`).
         resumed: when training continued; None if it waits.
         ended: gives the time at which the checkpoint was complete.
@@ -76,9 +76,9 @@ class _SaveError(Exception):
 class Checkpointer:
     """Write one checkpoint at a time, in a thread with a separate process group.
 
-    A failed write is reported, and training continues, until `max_failed_checkpoints` consecutive ones failed. Training
-    waits only for the copy to host memory; without room for a copy, for the whole checkpoint. The end of the context,
-    also after an error, waits until the current checkpoint is complete.
+    A failed write is reported, and training continues, unless more than `max_failed_checkpoints` fail in a row.
+    Training waits only for the copy to host memory or, without room for a copy, for the whole checkpoint. The end of
+    the context, even after an error, waits until the current checkpoint is complete.
     """
 
     def __init__(self, plan: RunPlan, world: World, recorder: Recorder) -> None:
@@ -87,7 +87,7 @@ class Checkpointer:
         self._recorder = recorder
         # The order of two threads' collectives in one group could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_take_device, initargs=(world.device,))
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_set_device, initargs=(world.device,))
         self._snapshot = HostSnapshot(world)
         self._has_room: bool | None = None
         self._save: _Save | None = None
@@ -178,7 +178,8 @@ class Checkpointer:
             self._has_room = 1.1 * needed <= available
             if not self._has_room:
                 log.warning(
-                    "training waits for its checkpoints: a copy takes %.1f GiB a node, %.1f GiB are free",
+                    "training waits while checkpoints are written: a copy needs %.1f GiB of a node's memory, "
+                    "%.1f GiB is free",
                     needed / GIB, available / GIB,
                 )  # fmt: skip
         return self._has_room
@@ -195,12 +196,12 @@ class Checkpointer:
         writer = partial(FileSystemWriter, folder, per_thread_copy_ahead=0)
         save = state_dict_saver.save
         try:
-            self._on_first(lambda: begin(final))
-            self._on_all(lambda: save(state, storage_writer=writer(), process_group=self._group))
-            parts = self._on_all(
+            self._on_first_rank(lambda: begin(final))
+            self._on_all_ranks(lambda: save(state, storage_writer=writer(), process_group=self._group))
+            parts = self._on_all_ranks(
                 lambda: {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
             )
-            self._on_first(lambda: self._complete(final, progress, parts))
+            self._on_first_rank(lambda: self._complete(final, progress, parts))
         except _SaveError:
             if self._world.is_first:
                 with suppress(OSError):
@@ -224,11 +225,11 @@ class Checkpointer:
         except OSError as error:
             log.warning("an older checkpoint can't be deleted: %s", error)
 
-    def _on_first(self, action: Callable[[], object]) -> None:
-        self._on_all(lambda: action() if self._world.is_first else None)
+    def _on_first_rank(self, action: Callable[[], object]) -> None:
+        self._on_all_ranks(lambda: action() if self._world.is_first else None)
 
-    def _on_all(self, action: Callable[[], T]) -> list[T]:
-        """Run a part of a save; return its result on each rank. A barrier.
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Run one stage of a save; return its results on all ranks. Collective.
 
         Raises:
             _SaveError: on all ranks, if it failed on one.
@@ -239,11 +240,11 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             log.warning("a checkpoint can't be written", exc_info=error)
             reason = _describe(error)
-        answers: list[Any] = [None] * self._world.size
-        dist.all_gather_object(answers, (value, reason), group=self._group)
-        if reasons := [reason for _, reason in answers if reason]:
+        outcomes: list[Any] = [None] * self._world.size
+        dist.all_gather_object(outcomes, (value, reason), group=self._group)
+        if reasons := [reason for _, reason in outcomes if reason]:
             raise _SaveError(reasons[0])
-        return [value for value, _ in answers]
+        return [value for value, _ in outcomes]
 
 
 def _describe(error: OSError | CheckpointException) -> str:
@@ -253,7 +254,7 @@ def _describe(error: OSError | CheckpointException) -> str:
     return str(error)
 
 
-def _take_device(device: torch.device) -> None:
+def _set_device(device: torch.device) -> None:
     """Set the thread's GPU: every new thread starts on the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -265,7 +266,7 @@ def _take_device(device: torch.device) -> None:
 def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
     """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
 
-    `data` is the identity of the prepared data.
+    `data` is the fingerprint of the prepared data.
 
     Raises:
         TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
@@ -280,8 +281,8 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
         if marker.progress.fingerprint != data:
             raise TrainingError(
                 f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
-                meaning="the data was deleted and prepared again by another version of ftkit, which makes other packs",
-                fix="resume with the version of ftkit that the run began with, or start a new run",
+                meaning="the data was deleted and prepared again by another version of ftkit, which packs it differently",
+                fix="resume with the version of ftkit that started the run, or start a new run",
             )
         _load(engine, folder)
         return marker.progress
@@ -303,7 +304,7 @@ def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> boo
     folder = layout.checkpoint(step)
     marker, damage = _check(step, folder, world)
     if marker is None:
-        log.warning("the best checkpoint, %s, is damaged (%s): the last one is exported", folder.name, damage)
+        log.warning("the best checkpoint, %s, is damaged (%s): exporting the last one", folder.name, damage)
         return False
     _load(engine, folder)
     return True
@@ -318,7 +319,7 @@ def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path
         except OSError as error:
             raise TrainingError(
                 f"the checkpoints of this run can't be listed: {error}",
-                meaning="you lack permission to read them, or the file system is not reachable",
+                meaning="you lack permission to read them, or the file system is unreachable",
                 fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
             ) from error
     listed: list[tuple[int, Path]] = world.gather_objects(found)[0]

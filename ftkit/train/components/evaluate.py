@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 When = Literal["before", "during", "after"]
-ANSWERS_AT_ONCE = 50
+GENERATION_BATCH_SIZE = 50
 NUM_SAMPLES = 6
 """Samples in a record: enough to show right and wrong ones."""
-_LONGEST_QUESTION = 2_000
-"""Characters of a sample's prompt: its end has the question."""
+_MAX_PROMPT_CHARACTERS = 2_000
+"""Characters of a sample's prompt: its end is kept, which has the question."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluate a model on the validation split. Collective: every rank must call it, and gets the same result."""
+    """Evaluates a model on the validation split. Collective: every rank must call it, and gets the same result."""
 
     plan: RunPlan
     data: PreparedData
@@ -63,16 +63,16 @@ class Evaluator:
         return EvaluationRecord(time.time(), step, when, loss, perplexity, scores.get("sql"), samples, sources, scores)
 
     @cached_property
-    def questions(self) -> EvaluationSet:
+    def evaluation_set(self) -> EvaluationSet:
         """The assistant turns for which completions are generated."""
-        asked, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
-        rows = take_rows(self.data.read_validation_rows(), max(asked.num_rows, asked.num_rows_during) if asked else 0)
+        settings, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
+        rows = take_rows(self.data.read_validation_rows(), max(settings.num_rows, settings.num_rows_during) if settings else 0)
         shape = recipe.model.architecture
         model = ModelInput(self.tokenizer, recipe.model.weights, shape.vocab_size, shape.max_position_embeddings)
         return make_evaluation_set(model, rows, recipe.data, log.warning)
 
     def _loss(self, model: CausalLM) -> tuple[float, dict[str, SourceLoss]]:
-        """Return the mean loss over the targets of the validation packs, and that of each of several sources."""
+        """Return the mean loss over the targets of the validation packs, and the mean losses of a mixture's sources."""
         names = self.data.read_manifest().mixed_sources
         store = self.data.read_validation()
         num_packs = min(len(store), self.plan.recipe.evaluation.max_packs)
@@ -87,7 +87,7 @@ class Evaluator:
                     batch = to_padded_micro_batch(own, self.world.device, is_mixed=bool(names))
                     total += model(batch=batch, source_losses=source_losses)
                 continue
-            # Ranks beyond the end recompute the last packs without counting them.
+            # Ranks beyond the end compute the last pack again, uncounted: each forward is a collective.
             begin = first + self.world.data_rank * micro
             counts = begin < num_packs
             chosen = range(begin, min(begin + micro, num_packs)) if counts else range(num_packs - 1, num_packs)
@@ -101,32 +101,32 @@ class Evaluator:
 
     def _score(self, model: CausalLM, when: When) -> tuple[dict[str, float], tuple[Sample, ...]]:
         """Return the mean of each score that applies, and samples."""
-        asked = self.plan.recipe.evaluation.completions
-        if asked is None:
+        settings = self.plan.recipe.evaluation.completions
+        if settings is None:
             return {}, ()
-        num_rows = asked.num_rows_during if when == "during" else asked.num_rows
-        cases = [case for case in self.questions.cases if case.number < num_rows]
+        num_rows = settings.num_rows_during if when == "during" else settings.num_rows
+        cases = [case for case in self.evaluation_set.cases if case.number < num_rows]
         if not cases:
             return {}, ()
-        answers = self._answer(model, cases, asked.max_new_tokens)
+        completions = self._complete(model, cases, settings.max_new_tokens)
         by_metric = {
-            metric: [metric.score(case, answer) for case, answer in zip(cases, answers, strict=True)]
-            for metric in choose_metrics(asked.metrics, self.questions.cases)
+            metric: [metric.score(case, answer) for case, answer in zip(cases, completions, strict=True)]
+            for metric in choose_metrics(settings.metrics, self.evaluation_set.cases)
         }
         found = {metric.name: [score for score in scores if score is not None] for metric, scores in by_metric.items()}
         means = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}
         first, scores = next(iter(by_metric.items()))
         best = 0.0 if first.is_lower_better else 1.0
-        told = zip(cases[:NUM_SAMPLES], answers, scores, strict=False)
-        samples = tuple(self._sample(case, answer, is_correct=score == best) for case, answer, score in told)
+        sampled = zip(cases[:NUM_SAMPLES], completions, scores, strict=False)
+        samples = tuple(self._sample(case, answer, is_correct=score == best) for case, answer, score in sampled)
         return means, samples
 
-    def _answer(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Answer]:
+    def _complete(self, model: CausalLM, cases: Sequence[Case], max_new_tokens: int) -> list[Answer]:
         """Return the completions of all cases, each generated by one of the ranks."""
         own = cases[self.world.rank :: self.world.size]
         completions: list[list[int]] = []
-        for number in range(-(-len(cases) // (self.world.size * ANSWERS_AT_ONCE))):
-            batch = own[number * ANSWERS_AT_ONCE : (number + 1) * ANSWERS_AT_ONCE]
+        for number in range(-(-len(cases) // (self.world.size * GENERATION_BATCH_SIZE))):
+            batch = own[number * GENERATION_BATCH_SIZE : (number + 1) * GENERATION_BATCH_SIZE]
             # A rank without cases generates one that is dropped: generation all-gathers the shards on all ranks.
             generated = self._generate(model, batch or cases[:1], max_new_tokens)
             completions += generated[: len(batch)]
@@ -151,5 +151,5 @@ class Evaluator:
     def _sample(self, case: Case, answer: Answer, *, is_correct: bool) -> Sample:
         question = case.columns.get("sql_prompt")
         if not isinstance(question, str):
-            question = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()[-_LONGEST_QUESTION:]
+            question = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()[-_MAX_PROMPT_CHARACTERS:]
         return Sample(question, answer.reference or "", answer.text, is_correct)

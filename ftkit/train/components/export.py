@@ -53,17 +53,17 @@ log = logging.getLogger(__name__)
 _SHARD_BYTES = 2 * 2**30
 """Maximum size of a file, which is held in memory until it is written."""
 _FILES_IN_FLIGHT = 2
-"""Files that are being written while the next one is computed: one is synced or hashed, and one goes to disk."""
+"""Files that are written while the next one is computed: one is being hashed or synced, and one is being written."""
 _LENGTH_BYTES = 8
 """Bytes of the little-endian length of a header in a safetensors file (its format's specification)."""
 
-_MOST_RECORDED = 4 * 10**9
-"""Parameters of the largest model whose logits are recorded after training, on a CPU: GPUs are idle meanwhile."""
+_MAX_RECORDED_PARAMETERS = 4 * 10**9
+"""Parameters of the largest model whose logits are recorded after training: on a CPU, while the GPUs are idle."""
 
 
 @dataclass(frozen=True)
 class ExportedParts:
-    """Everything of an exported model besides its weights.
+    """All parts of an exported model besides its weights.
 
     Attributes:
         pretrained: the folder of the initial weights; None if they were random.
@@ -83,12 +83,13 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
     """
     weights = engine.trained_weights()
     if world.is_first:
-        model = build_whole(parts)
+        model = build_export_model(parts)
         exporter = Exporter(parts, model, weights)
         precision = parts.recipe.training.compute_precision
         record = exporter.record(layout.root.name, step, precision, merges=False)
-        if sum(parameter.numel() for parameter in model.parameters()) > _MOST_RECORDED:
-            log.info("the export of so large a model is verified by 'ftkit export %s', off the GPUs", layout.root.name)
+        if sum(parameter.numel() for parameter in model.parameters()) > _MAX_RECORDED_PARAMETERS:
+            log.info("no logits are recorded for so large a model while GPUs wait: to verify it, 'ftkit export %s'",
+                     layout.root.name)  # fmt: skip
         else:
             try:
                 record = exporter.with_logits(record)
@@ -100,8 +101,8 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
     world.barrier()
 
 
-def build_whole(parts: ExportedParts) -> PreTrainedModel:
-    """Build the model on the meta device, with its adapters if there are any, and nothing quantized."""
+def build_export_model(parts: ExportedParts) -> PreTrainedModel:
+    """Build the model on the meta device as it is exported: unquantized, with its adapters if there are any."""
     model = build_empty(parts.config.text, "eager")
     training = parts.recipe.training
     unquantized = {"precision": training.compute_precision, "base_precision": "auto"}
@@ -118,11 +119,11 @@ class Exporter:
     """
 
     def __init__(self, parts: ExportedParts, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
-        """Take the weights.
+        """Find the base model's weights, if there is one.
 
         Args:
-            parts: everything else.
-            model: what `build_whole` returned.
+            parts: all that is exported besides weights.
+            model: the result of `build_export_model`.
             trained: the trained weights by the model's names; each is read on access.
         """
         self._parts, self._model, self._trained = parts, model, trained
@@ -156,13 +157,13 @@ class Exporter:
         def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
             if self._parts.recipe.training.adapters is None:
                 return streamed_logits(self._model, self._with_untrained(weights), record.prompts)
-            return streamed_logits(self._model, AdaptedTensors(self._need_base(), weights), record.prompts)
+            return streamed_logits(self._model, AdaptedTensors(self._required_base(), weights), record.prompts)
 
         exported, dtype = None, DTYPES[record.precision]
         if dtype is not torch.float32 and record.kind == "adapters":
             exported = of_trained(_RoundedTensors(self._trained, dtype))
         elif dtype is not torch.float32:
-            exported = streamed_logits(self._plain, _RoundedTensors(self._whole_weights(dtype), dtype), record.prompts)
+            exported = streamed_logits(self._plain, _RoundedTensors(self._full_weights(dtype), dtype), record.prompts)
         untrained = None if self._base is None else streamed_logits(self._plain, self._base, record.prompts)
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
@@ -180,15 +181,15 @@ class Exporter:
         _let_others_read(folder)
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
-        """Write the files for `AutoModelForCausalLM.from_pretrained`: the text model, also of a multimodal one.
+        """Write the files for `AutoModelForCausalLM.from_pretrained`; of a multimodal model, its text model.
 
-        Returns those of weights.
+        Returns the weight files.
         """
-        weights = self._whole_weights(dtype)
+        weights = self._full_weights(dtype)
         if missing := sorted({name for name, _ in self._plain.named_parameters()} - weights.keys()):
             raise TrainingError(
-                f"{len(missing)} of the model's parameters are not there: {', '.join(missing[:3])} …",
-                meaning="the weights of the base model are incomplete, or the checkpoint is of another model",
+                f"{len(missing)} of the model's parameters are missing: {', '.join(missing[:3])} …",
+                meaning="the weights of the base model are incomplete, or the checkpoint belongs to another model",
                 fix="download the base model again",
             )
         config = self._parts.config.text
@@ -197,24 +198,24 @@ class Exporter:
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
         return files
 
-    def _whole_weights(self, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Return the weights of a whole model; adapters are merged into their base, and rounded, on access.
+    def _full_weights(self, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        """Return the weights of a full model; adapters are merged into their base, and rounded to `dtype`, on access.
 
-        Weights without adapters keep the dtype that they have.
+        Weights without adapters keep their dtype.
         """
         lora = self._parts.recipe.training.adapters
         if lora is None:
             return self._with_untrained(self._trained)
-        return MergedTensors(self._need_base(), self._trained, lora, dtype)
+        return MergedTensors(self._required_base(), self._trained, lora, dtype)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal.
 
-        Returns the file of adapters.
+        Returns the adapter file.
         """
         lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
         if lora is None:
-            raise AssertionError("there are adapters to write, or the whole model is written")
+            raise AssertionError("a run without adapters exports the full model")
         name_of = wrapped_name if is_wrapped else str
         named = to_peft_names({name_of(name): _contiguous(tensor.to(dtype)) for name, tensor in self._trained.items()})
         save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
@@ -227,7 +228,7 @@ class Exporter:
     def _write_sentencepiece(self, folder: Path) -> None:
         """Copy the SentencePiece model of the pretrained tokenizer, if it has one, and list the added tokens.
 
-        transformers has both in `tokenizer.json`; llama.cpp's converter reads these files, for Gemma no others.
+        transformers reads both from `tokenizer.json`; llama.cpp's converter reads these files, for Gemma only these.
         """
         model, pretrained = self._parts.recipe.model, self._parts.pretrained
         if model.tokenizer.source != "model" or pretrained is None or not (pretrained / SENTENCEPIECE_FILE).is_file():
@@ -246,10 +247,10 @@ class Exporter:
         untrained = frozen | {name for name, _ in self._plain.named_buffers()}
         return ChainMap(cast("Any", weights), {name: self._base[name] for name in untrained if name in self._base})
 
-    def _need_base(self) -> PretrainedTensors:
+    def _required_base(self) -> PretrainedTensors:
         if self._base is None:
             raise TrainingError(
-                "these adapters were trained on random weights, which are in no file",
+                "these adapters were trained on random weights, which were not saved",
                 meaning="the recipe has no pretrained model (model.weights=random)",
                 fix="train adapters on a pretrained model, or all weights: training.method=full",
             )
@@ -261,8 +262,8 @@ def _as_stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors in the layout of files on the hub, one decoder layer at a time.
 
-    The tensors of a layer are computed in parallel, each by one thread. The operations are short: on a loaded
-    machine, several threads for each of them spend most of their time waiting for each other.
+    The tensors of a layer are computed in parallel, each by one thread. The operations are short: on a loaded machine,
+    several threads per operation spend most of their time waiting for each other.
     """
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -277,7 +278,7 @@ def _as_stored(
 
 @contextmanager
 def one_thread_per_operation() -> Iterator[None]:
-    """Have torch compute each operation on a CPU by the thread that asks for it."""
+    """Have torch compute each CPU operation in the calling thread alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -334,10 +335,10 @@ def write_shards(
     if len(parts) == 1:
         (folder / "0.part").rename(folder / WEIGHTS_FILE)
         return {WEIGHTS_FILE: parts[0]}
-    files = [f"model-{one + 1:05d}-of-{len(parts):05d}.safetensors" for one in range(len(parts))]
-    for one, file in enumerate(files):
-        (folder / f"{one}.part").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[one] for name, one in places.items()}}
+    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    for number, file in enumerate(files):
+        (folder / f"{number}.part").rename(folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: files[place] for name, place in places.items()}}
     write_json(folder / WEIGHTS_INDEX, index)
     return dict(zip(files, parts, strict=True))
 
@@ -360,7 +361,7 @@ def _save(shard: dict[str, torch.Tensor], file: Path) -> SavedFile:
     """
     save_file(shard, file, metadata={"format": "pt"})
     with file.open("rb") as written:
-        # Linux writes dirty pages to disk when told that they are not needed: while the digest is computed.
+        # POSIX_FADV_DONTNEED has Linux write dirty pages to disk at once, while the digest is computed.
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         length = written.read(_LENGTH_BYTES)
         header = written.read(int.from_bytes(length, "little"))
@@ -383,7 +384,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _let_others_read(folder: Path) -> None:
-    """Give all files the mode of new files: safetensors makes its files private, whatever the umask is."""
+    """Give all files the mode that the umask gives new files: safetensors makes its files private."""
     mode = mode_of_new_files(folder)
     for path in folder.rglob("*"):
         if path.is_file():

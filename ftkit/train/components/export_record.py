@@ -39,7 +39,7 @@ class Prompt:
     Attributes:
         turns: role and content of each.
         text: the rendered conversation, with a generation prompt after a user's turn.
-        tokens: the text's.
+        tokens: token ids of the text.
     """
 
     turns: tuple[tuple[str, str], ...]
@@ -63,18 +63,18 @@ class ExportRecord:
 
     Attributes:
         run: the id of the run.
-        step: training steps that its weights have seen.
+        step: number of training steps of its weights.
         kind: a whole model, or adapters in peft's layout.
         precision: dtype of the weights.
         base: hub id or folder of the pretrained model; None if training began with random weights.
         revision: commit of the base model on the hub.
-        end_tokens: tokens that end a completion; first the trained one.
+        end_tokens: tokens that end a completion; the trained one is the first.
         prompts: fixed texts.
         trained: per prompt and token, logits of `columns` of the vocabulary, and the log-sum-exp of all of them; None
             if there is no base model to compute them with.
-        untrained: the same of the base model.
-        files: files of weights.
-        exported: the same of the trained weights rounded to `precision`; None if that changes nothing, and in records
+        untrained: the same for the base model.
+        files: the weight files.
+        exported: the same for the trained weights rounded to `precision`; None if that changes nothing, and in records
             of earlier versions.
     """
 
@@ -112,7 +112,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 @torch.no_grad()
 def sample_logits(model: Any, prompts: Sequence[Prompt]) -> list[list[list[float]]]:
-    """Compute the logits of prompts, in one batch, and return a sample that depends on the whole vocabulary.
+    """Compute the logits of prompts in one batch, and return a sample that depends on the full vocabulary.
 
     Rows are padded on their right without a mask: in a causal model no token sees what follows.
 
@@ -147,7 +147,7 @@ def streamed_logits(
     layers = find_decoder_layers(model)
     prefixes = {name: module for name, module in model.named_modules() if any(module is layer for layer in layers)}
     names: dict[str, list[str]] = {prefix: [] for prefix in ("", *prefixes)}
-    for name, _ in model.named_parameters():  # a tied parameter is in it once
+    for name, _ in model.named_parameters():  # lists a tied parameter once
         names[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), "")].append(name)
     for name, buffer in model.named_buffers():
         if name in tensors:

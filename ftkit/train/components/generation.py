@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
-    """Return end tokens as in configurations: a single token as a number, since some readers accept no list."""
+    """Return end tokens as config.json has them: a single one as a number, since some readers accept no list."""
     return list(end_tokens) if len(end_tokens) > 1 else next(iter(end_tokens), None)
 
 
@@ -65,7 +65,7 @@ class Generation:
         )
 
     def answer(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Answer:
-        """Return a completion for metrics, with the turn of the data."""
+        """Return a completion for metrics, with the reference from the data."""
         return Answer(
             self.up_to_end(completion),
             self.text_of(tokenizer, completion),
@@ -95,10 +95,10 @@ class Generation:
 
         Args:
             generate: as transformers' `generate`: int64 [B, T] to [B, T + new].
-            prompts: tokens; shorter ones are padded on the left, so that all of them end where generation begins.
-            config: how to decode.
-            device: of the model.
-            options: for `generate`.
+            prompts: token ids; shorter ones are padded on the left, so that all of them end where generation begins.
+            config: the decoding settings.
+            device: the model's device.
+            options: passed on to `generate`.
         """
         length = max(len(prompt) for prompt in prompts)
         padding = 0 if config.pad_token_id is None else config.pad_token_id
@@ -115,5 +115,5 @@ class Generation:
         return [answer[: len(text) + 1] for answer, text in zip(answers, whole, strict=True)]
 
     def save(self, folder: Path) -> None:
-        """Write `generation_config.json`, also settings of the hub that transformers refuses to write."""
+        """Write `generation_config.json`, including settings from the hub that transformers refuses to write."""
         write_json(folder / GENERATION_FILE, self.settings)

@@ -28,9 +28,9 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
     low = training.min_learning_rate_ratio
     match training.schedule:
         case "constant":
-            part = 1.0
+            factor = 1.0
         case "linear":
-            part = 1 - (1 - low) * progress
+            factor = 1 - (1 - low) * progress
         case "cosine":
-            part = low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
-    return training.learning_rate * part
+            factor = low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+    return training.learning_rate * factor

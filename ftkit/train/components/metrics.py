@@ -48,9 +48,9 @@ class StepOutcome:
 
 
 class Recorder:
-    """Append records to metrics.jsonl on rank 0, and send them to the trackers; other ranks write nothing.
+    """Appends records to metrics.jsonl on rank 0, and sends them to the trackers; other ranks write nothing.
 
-    While the file can't be written (disk full, file system unreachable), records wait for the next one.
+    While the file can't be written (disk full, file system unreachable), records are kept, and written with the next.
 
     Jobs that evaluate checkpoints write a separate file (`RunLayout.evaluations`). Its records are copied here, so that
     metrics.jsonl and the trackers have one writer.
@@ -62,7 +62,7 @@ class Recorder:
         self._waiting: deque[Record] = deque()
         self._has_failed = False
         self._evaluations = RecordTail(layout.evaluations, skips_old=True)
-        self._left = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
+        self._unread_evaluations = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
 
     def write(self, record: Record) -> None:
         """Append a record, and send it.
@@ -73,16 +73,16 @@ class Recorder:
         if self._path is None:
             return
         if isinstance(record, EndRecord):  # nothing follows it
-            self._take_over(self._path)
+            self._copy_evaluations(self._path)
         self._append(record, self._path)
         if isinstance(record, StartRecord | StepRecord):  # trackers are open
-            self._take_over(self._path)
+            self._copy_evaluations(self._path)
 
-    def _take_over(self, path: Path) -> None:
+    def _copy_evaluations(self, path: Path) -> None:
         """Copy new evaluations of other jobs."""
-        for evaluation in (*self._left, *self._evaluations.read_new()):
+        for evaluation in (*self._unread_evaluations, *self._evaluations.read_new()):
             self._append(evaluation, path)
-        self._left = []
+        self._unread_evaluations = []
 
     def _append(self, record: Record, path: Path) -> None:
         self._waiting.append(record)
@@ -95,7 +95,7 @@ class Recorder:
             if isinstance(record, EndRecord):
                 raise
             if not self._has_failed:
-                log.error("%s can't be written: %s; records wait", path, one_line(error))  # noqa: TRY400
+                log.error("%s can't be written: %s; its records are kept in memory", path, one_line(error))  # noqa: TRY400
             self._has_failed = True
         self._send(record)
 
@@ -118,7 +118,7 @@ class StepTiming:
 
 
 class Stopwatch:
-    """Measure a step's time: forward, backward and optimizer; waiting for a batch; and in total."""
+    """Measures a step's time: forward, backward and optimizer; waiting for a batch; and in total."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -145,13 +145,13 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out: checkpoints and evaluations report their own time."""
+        """Exclude the block: checkpoints and evaluations report their own time."""
         begin = time.perf_counter()
         yield
         self._paused += time.perf_counter() - begin
 
     def take(self) -> StepTiming:
-        """Return the times since the last call, and start again."""
+        """Return the times since the last call, and reset them."""
         now = time.perf_counter()
         timing = StepTiming(now - self._begin - self._paused, self._work, self._wait)
         self._begin, self._work, self._wait, self._paused = now, 0.0, 0.0, 0.0
@@ -183,7 +183,7 @@ class _Pending:
 
 
 class StepReducer:
-    """Sum losses and stop requests over the ranks, one step behind.
+    """Sums losses and stop requests over the ranks, one step behind.
 
     A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
     the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
@@ -198,8 +198,8 @@ class StepReducer:
 
     def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
         """Start the sums of a step. Collective; the step before must have been popped."""
-        asked = torch.full_like(outcome.loss, float(stop))
-        sums = torch.cat([torch.stack([outcome.loss, asked]), outcome.source_losses.sums.flatten()])
+        stop_requests = torch.full_like(outcome.loss, float(stop))
+        sums = torch.cat([torch.stack([outcome.loss, stop_requests]), outcome.source_losses.sums.flatten()])
         dist.all_reduce(sums)
         numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
         copied = None
@@ -253,7 +253,7 @@ def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, Source
 
 
 class StepReporter:
-    """Write a record every few steps, with the throughput since the last record."""
+    """Writes a record every few steps, with the throughput since the last record."""
 
     def __init__(
         self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, num_steps: int, tokens_per_step: int

@@ -23,7 +23,7 @@ NUM_SAMPLED_PACKS = 64
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """Turn a throughput into MFU.
+    """Converts a throughput to MFU.
 
     Attributes:
         flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.step_time`), without

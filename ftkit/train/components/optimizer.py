@@ -27,7 +27,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
     """Return the trained parameters in groups: matrices with weight decay, vectors and scalars without.
 
-    Each group is of one mesh: torch's fused update takes no others together.
+    The parameters of a group are on the same mesh, as torch's fused update requires.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = []
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str,
 
 
 def by_mesh(parameters: Iterable[T]) -> list[list[T]]:
-    """Group parameters or gradients by the mesh that they are sharded over; unsharded ones are a group too."""
+    """Group parameters or gradients by the mesh that they are sharded over; unsharded ones are one group."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for each in parameters:
         groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)

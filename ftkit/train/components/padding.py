@@ -1,4 +1,4 @@
-"""Documents of packs as padded rows, for models that can't keep packed documents apart.
+"""Documents of packs as padded rows, for models that can't isolate packed documents.
 
 A step takes the same packs either way, and its loss is a sum over the same tokens: order, resuming and world size don't
 depend on it. Only the computation differs: each document becomes one row, padded on the right to the width of its
@@ -30,15 +30,15 @@ class PaddedRows:
     lengths: NDArray[np.int64]
 
 
-def pad_documents(packs: NDArray[np.int32], tokens_at_once: int, num_ranks: int) -> list[PaddedRows]:
+def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ranks: int) -> list[PaddedRows]:
     """Divide the documents of packs into micro-batches of padded rows.
 
     Widths are the packs' length, half of it, a quarter and so on, so that only a few shapes are compiled; rows times
-    width is at most `tokens_at_once`.
+    width is at most `tokens_per_micro_batch`.
 
     Args:
         packs: int32 [P, R, T], at least one pack; those of all ranks.
-        tokens_at_once: tokens of a micro-batch, T or more.
+        tokens_per_micro_batch: tokens of a micro-batch, T or more.
         num_ranks: the number of micro-batches is a multiple of it, at least one each. The last ones may be empty.
     """
     documents = _find_documents(packs)
@@ -46,7 +46,7 @@ def pad_documents(packs: NDArray[np.int32], tokens_at_once: int, num_ranks: int)
     groups: list[PaddedRows] = []
     while documents or not groups or len(groups) % num_ranks:
         width = row_width(documents[0].length if documents else 1, packs.shape[2])
-        num_rows = tokens_at_once // width
+        num_rows = tokens_per_micro_batch // width
         groups.append(_pad(packs, documents[:num_rows], num_rows, width))
         documents = documents[num_rows:]
     return groups

@@ -25,8 +25,8 @@ def prefetched(
 ) -> Iterator[Iterator[StepBatch]]:
     """Yield an iterator over the batches of `steps`, on `device`.
 
-    `build` makes a batch in host memory, and is called in the thread. An exception of `build` is raised where its batch
-    would be returned. The thread ends with the block.
+    A thread calls `build`, which returns a batch in host memory. An exception of `build` is raised where its batch would
+    be returned. The thread ends with the block.
     """
     builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
     try:
@@ -51,5 +51,5 @@ def _in_order(
     while ahead:
         batch = ahead.popleft().result()
         ahead.extend(builder.submit(build_on_host, step) for step in islice(steps, 1))
-        # Pinned, so this only queues the copies. On the compute stream, which orders them without events.
+        # This only queues the copies, since the batch is pinned; on the compute stream, they need no events.
         yield batch.on(device)

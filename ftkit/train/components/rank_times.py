@@ -1,8 +1,8 @@
-"""The times of this rank's steps, outside of collectives and in them, so that stragglers can be found.
+"""Step times of this rank, within collectives and outside of them, so that stragglers can be found.
 
-Marks around the decoder layers of a step's first micro-batch: on a GPU, CUDA events on the stream that computes, read
-once the device is past them anyway; on a CPU, the clock. FSDP2 all-gathers a layer's weights in a hook before its
-forward, so the time between the hooks around that one is waiting, and the forward itself is computing.
+The decoder layers of a step's first micro-batch are timed: on a GPU with CUDA events on the compute stream, read once
+the device has passed them anyway; on a CPU with the clock. FSDP2 all-gathers a layer's weights in a forward pre-hook, so
+the time between a hook before that one and a hook after it is waiting, and the forward itself is computing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _WRITE_SECONDS = 60.0
 
 
 class LayerMarks:
-    """Times when the device came to a decoder layer, began it and ended it; see the module's docstring."""
+    """Records when the device reaches a decoder layer, begins it and ends it; see the module's docstring."""
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Register the hooks around those of FSDP2. Layers that nothing gathers have nothing to wait for."""
+        """Register hooks before and after those of FSDP2."""
         self._is_cuda = device.type == "cuda"
         self._marks: list[Any] | None = None
         for layer in layers:
@@ -78,7 +78,7 @@ class LayerMarks:
 
 
 class RankTimes:
-    """Measures the steps of this rank, leaves their medians in its file, and names stragglers on rank 0."""
+    """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0."""
 
     def __init__(
         self, layout: RunLayout, world: World, layers: Iterable[nn.Module], *, excludes_stragglers: bool
@@ -89,12 +89,12 @@ class RankTimes:
             layout: of the run.
             world: this rank and the others.
             layers: decoder layers.
-            excludes_stragglers: whether the job script is told to leave them out when it requeues the job.
+            excludes_stragglers: whether the job script is told to exclude their nodes when it requeues the job.
         """
         self._layout = layout
         self._world = world
         self._excludes = excludes_stragglers
-        # Where gathers happen within layers (ZeRO-3, context parallelism), computing can't be told from waiting.
+        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
         self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
         self._pending: dict[int, list[Any]] = {}
@@ -102,10 +102,10 @@ class RankTimes:
         self._last_step = 0
         self._num_unwritten = 0
         self._written = time.monotonic()
-        self._named: set[str] = set()
-        self._remove_old()
+        self._reported: set[str] = set()
+        self._remove_old_files()
 
-    def _remove_old(self) -> None:
+    def _remove_old_files(self) -> None:
         own = self._layout.rank_timing(self._world.rank)
         old = self._layout.logs.glob("timing-*.json") if self._world.is_first else [own]
         with suppress(OSError):
@@ -122,7 +122,7 @@ class RankTimes:
             self._pending[step] = marks
 
     def count(self, result: StepResult) -> None:
-        """Add a step that the device has ended."""
+        """Add a step that the device has completed."""
         marks = self._pending.pop(result.step, None)
         if marks is None:
             return
@@ -132,7 +132,7 @@ class RankTimes:
         self._num_unwritten += 1
 
     def write_if_due(self, *, is_last: bool) -> None:
-        """Write the medians of the last steps; on a full disk, nothing."""
+        """Write the medians of the last steps, if the disk has room."""
         is_due = self._num_unwritten >= MIN_STEPS and time.monotonic() - self._written > _WRITE_SECONDS
         if not self._num_unwritten or not (is_due or is_last):
             return
@@ -144,15 +144,15 @@ class RankTimes:
         with suppress(OSError):
             write_json(self._layout.rank_timing(self._world.rank), timing)
             if is_due and self._world.is_first:
-                self.name_stragglers()
+                self.report_stragglers()
 
-    def name_stragglers(self) -> None:
-        """Log new stragglers, and leave the slowest for the job script if the recipe allows it. On rank 0."""
+    def report_stragglers(self) -> None:
+        """Log new stragglers and, if the recipe allows it, write the slowest for the job script. On rank 0."""
         found = find_stragglers(read_timings(self._layout))
         for each in found:
-            if each.host not in self._named:
+            if each.host not in self._reported:
                 log.warning("node %s is %s", each.host, each.reason)
-                self._named.add(each.host)
+                self._reported.add(each.host)
         if self._excludes:
             with suppress(OSError):
                 lines = [f"{each.host}\t{each.reason}\n" for each in found[:1]]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
-from ftkit.train.components.adamw8bit import AdamW8bit, take_saved_scales
+from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
 from ftkit.train.components.optimizer import HostStateAdamW, by_mesh, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
@@ -203,7 +203,7 @@ class Fsdp2Engine:
         for name in absent_frozen(self.model.hf_model, folder) & model.keys():
             del model[name]
         if isinstance(self.optimizer, AdamW8bit):
-            take_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
+            allocate_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
         read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
         set_state_dict(
             self.model.hf_model,

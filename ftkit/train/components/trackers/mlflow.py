@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 _RUN_TAG = "ftkit.run"
 _STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_PARAMETERS_AT_ONCE = 100
-_LONGEST_PARAMETER = 500
-"""Characters that every server accepts, older ones too."""
+_PARAMETERS_PER_REQUEST = 100
+_MAX_PARAMETER_LENGTH = 500
+"""Characters that every server accepts, even older ones."""
 
 
 class MlflowTracker:
@@ -37,9 +37,9 @@ class MlflowTracker:
         from mlflow.entities import Param  # noqa: PLC0415
 
         begun: Any = self._client.create_run(experiment_id, tags={_RUN_TAG: run.plan.id}, run_name=run.plan.id)
-        parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(run.config()).items()]
-        for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
-            self._client.log_batch(begun.info.run_id, params=parameters[first : first + _PARAMETERS_AT_ONCE])
+        parameters = [Param(key, str(value)[:_MAX_PARAMETER_LENGTH]) for key, value in flat(run.config()).items()]
+        for first in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
+            self._client.log_batch(begun.info.run_id, params=parameters[first : first + _PARAMETERS_PER_REQUEST])
         return str(begun.info.run_id)
 
     def log(self, scalars: dict[str, float], step: int) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker:
-    """Event files, one more each time that the run is resumed."""
+    """Event files in the run's folder; each time the run is resumed, it begins another one."""
 
     def __init__(self, run: TrackerRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra

@@ -59,9 +59,9 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
     prefix, scores = "train", {}
     if not isinstance(record, StepRecord):
-        # A separate job's evaluations arrive late, and use other rows.
+        # Evaluations by a separate job arrive late, and use other rows of the validation split.
         prefix = "job_eval" if record.when == "job" else "eval"
-        # SQL's score has a separate name.
+        # The record has SQL's score as a field too.
         scores = {f"{prefix}/{name}": score for name, score in record.scores.items() if name != "sql"}
     by_source = {
         f"{prefix}/loss/{_REJECTED.sub('_', source)}": measured.loss for source, measured in record.sources.items()

@@ -54,7 +54,7 @@ def open_trackers(plan: RunPlan, world: World) -> Iterator[Callable[[Record], No
 
 
 def send_late(plan: RunPlan, records: Iterable[Record]) -> None:
-    """Send late records of a run whose trainer has ended, between the records of a start and of the end.
+    """Send late records of a run whose trainer has ended; the first must be a start record, the last an end record.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
