@@ -1,4 +1,4 @@
-"""Bind a rank to the CPUs of its GPU's NUMA node, with its share of threads."""
+"""Bind a rank to the CPUs of its GPU's NUMA node, and count its share of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/")) -> int:
-    """Bind this process to the CPUs of its GPU's NUMA node; return its share of them, in threads.
+    """Bind this process to the CPUs of its GPU's NUMA node; return its share of them, as a number of threads.
 
-    Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. Limits of
-    Slurm or a container stay; if the layout can't be read, nothing is bound.
+    Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. CPUs that
+    Slurm or a container excludes stay excluded. If the topology can't be read, the process is not bound.
 
     Args:
         bus_ids: PCI addresses of the GPUs of all ranks on this node, by local rank.
         local_rank: of this process.
-        root: holds /sys.
+        root: the folder that contains /sys.
     """
     nodes = [_numa_node(bus_id, root) for bus_id in bus_ids]
     allowed = os.sched_getaffinity(0)

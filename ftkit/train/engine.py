@@ -26,7 +26,7 @@ class ShardingOptions:
     """When FSDP2 reshards and reduces, as the plan decided.
 
     Attributes:
-        reshard_after_forward: whether layers give their gathered weights back between forward and backward.
+        reshard_after_forward: whether layers reshard their weights between forward and backward.
         defer_sync: whether gradients are reduced only in the last micro-batch of a step.
     """
 
@@ -34,7 +34,7 @@ class ShardingOptions:
     defer_sync: bool = False
 
 
-USUAL_SHARDING = ShardingOptions()
+DEFAULT_SHARDING = ShardingOptions()
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class ShardingStats:
         num_units: modules whose parameters are all-gathered together.
         num_sharded_layers: decoder layers that are such a unit.
         checkpointed_layers: how many decoder layers have each mode of activation checkpointing.
-        total_elements: of the whole model; 4-bit matrices count as their weights.
+        total_elements: of the unsharded model; a 4-bit matrix counts as the weights that it encodes.
         local_elements: on this rank.
         max_local_elements: the maximum on this rank: an even share.
-        trainable_elements: of the whole model, with gradients.
-        quantized_elements: of the whole model, stored in 4 bits.
+        trainable_elements: of the unsharded model, with gradients.
+        quantized_elements: of the unsharded model, stored in 4 bits.
         is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """
 
@@ -77,7 +77,7 @@ class Engine(Protocol):
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels: a scalar in fp32, with its graph.
 
-        The losses are added to `source_losses` too, if the labels are of several sources.
+        If the labels are from several sources, their losses are also added to `source_losses`.
         """
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
         Args:
             loss: what `forward` returned for one micro-batch.
-            num_labels: labels of the whole step, over all ranks and micro-batches.
+            num_labels: labels of the step, over all ranks and micro-batches.
             is_last: whether this is the step's last micro-batch; gradients are reduced over the ranks by then.
         """
 

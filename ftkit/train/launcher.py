@@ -1,10 +1,10 @@
-"""`python -m ftkit.train.launcher ...`: torchrun, as job scripts start it; and how a rank ends with its torchrun.
+"""`python -m ftkit.train.launcher ...`: run torchrun for a job script, and end each rank with its torchrun.
 
 Slurm may send a stop request (before preemption, or by `scancel --signal`) as a signal to every process of a job. The
 task's shell turns it into the stop file, which leads to a checkpoint; torchrun would end all ranks, so it ignores the
 signal. A rank, in turn, checks by the sender whether SIGTERM comes from its torchrun.
 
-A rank that a signal ends can't record that: the launcher writes its error.
+A rank that is killed by a signal can't record its error, so the launcher does.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 _REPORT_SECONDS = 120
 _HEED_SIGNALS = "--heed-signals"
-_ENDED_BY = {
-    "SIGBUS": "a file that it had mapped is gone: the file system was full or unreachable",
-    "SIGKILL": "most often the kernel does this when the node has no memory left",
+_LIKELY_CAUSES = {
+    "SIGBUS": "a memory-mapped file is gone: the file system was full or unreachable",
+    "SIGKILL": "usually the kernel's OOM killer: the node ran out of memory",
 }
 
 
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write_report(layout: RunLayout) -> None:
-    """Write the page of a completed run if matplotlib is installed; a failure does not fail the run."""
+    """Write the HTML report of a completed run if matplotlib is installed; a failure does not fail the run."""
     last = read_last_record(layout.metrics)
     is_wanted = os.environ.get("FTKIT_REPORT", "1") != "0" and find_spec("matplotlib") is not None
     if not (is_wanted and isinstance(last, EndRecord) and last.outcome == "completed"):
@@ -100,7 +100,7 @@ def _write_report(layout: RunLayout) -> None:
 
 
 def _stage_weights(layout: RunLayout) -> None:
-    """Copy the weights to this node's own disk, if the cluster has one, and pass the ranks the path."""
+    """Copy the weights to this node's local disk, if the cluster profile says so, and pass the path to the ranks."""
     cache = os.environ.get("FTKIT_CACHE_DIR")
     try:
         plan = read_plan(layout)
@@ -108,7 +108,7 @@ def _stage_weights(layout: RunLayout) -> None:
         return
     if cache is None or plan.cluster.stage != "local":
         return
-    from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters do
+    from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters need it
 
     def report(text: str) -> None:
         sys.stderr.write(f"stage: {text}\n")
@@ -119,28 +119,28 @@ def _stage_weights(layout: RunLayout) -> None:
 
 
 def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
-    """Tell whether ranks ended by a signal that ftkit sent to a script, which does not handle it."""
+    """Tell whether ranks ended because ftkit sent a stop signal to a script that does not handle it."""
     last = read_last_record(layout.metrics)
     is_stopped = isinstance(last, EndRecord) and last.outcome == "stopped" and not last.has_checkpoint
-    asked = {-signal.SIGTERM, -signal.SIGUSR1}
-    return is_stopped and all(failure.exitcode in asked for failure in error.failures.values())
+    stop_signals = {-signal.SIGTERM, -signal.SIGUSR1}
+    return is_stopped and all(failure.exitcode in stop_signals for failure in error.failures.values())
 
 
 def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
-    """Write an error for each rank that a signal ended."""
+    """Write an error for each rank that was killed by a signal."""
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:
             name = failure.signal_name()
-            meaning = _ENDED_BY.get(name)
-            message = f"rank {rank} was ended by {name}" + (f": {meaning}" if meaning else "")
-            # Its time is in whole seconds, rounded down: before that of the ranks that only lost this one.
+            meaning = _LIKELY_CAUSES.get(name)
+            message = f"rank {rank} was killed by {name}" + (f": {meaning}" if meaning else "")
+            # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
             died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", 1)
             with suppress(OSError):
                 write_rank_error(layout.rank_error(rank), died)
 
 
 def end_with_launcher() -> int:
-    """Make the kernel end this process when its parent ends; return the parent's pid."""
+    """Have the kernel kill this process when its parent ends; return the parent's pid."""
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died just before
@@ -164,7 +164,7 @@ def follow_launcher(on_end: Callable[[], None]) -> None:
 
 def _wait_for_sigterm(launcher: int, on_end: Callable[[], None]) -> None:
     while (received := signal.sigwaitinfo({signal.SIGTERM})).si_pid != launcher:
-        log.warning("SIGTERM of process %d: a rank stops when the stop file is there, or its torchrun ends it",
+        log.warning("SIGTERM from process %d ignored: a rank ends by the stop file, or by its torchrun's SIGTERM",
                     received.si_pid)  # fmt: skip
     on_end()
     os._exit(TERMINATED)

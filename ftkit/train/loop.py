@@ -44,7 +44,7 @@ Outcome = Literal["completed", "stopped"]
 
 @dataclass
 class TrainingLoop:
-    """The optimizer steps of a run. The state that changes from step to step is in the engine, and in `state`."""
+    """Runs the optimizer steps of a run. What changes from step to step is in `engine` and `state`."""
 
     plan: RunPlan
     world: World
@@ -60,10 +60,10 @@ class TrainingLoop:
     anomalies: AnomalyWatch
     rank_times: RankTimes
     sources: tuple[str, ...] = ()
-    """The names of several sources, whose losses are reported separately."""
+    """Names of the sources of a mixture, whose losses are also reported separately."""
 
     def train(self) -> Outcome:
-        """Train to the last step, early stopping, or a stop request; in any case, end with a checkpoint."""
+        """Train until the last step, early stopping or a stop request; always end with a checkpoint."""
         tokens_per_step = self.plan.batch.tokens_per_step
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer(self.sources)
@@ -82,22 +82,22 @@ class TrainingLoop:
                     batch = next(batches)
                 with stopwatch.work():
                     outcome = self._train_step(batch)
-                    before = reducer.pop()  # host sync: on the previous step, while the device computes this one
+                    previous = reducer.pop()  # host sync: on the previous step, while the device computes this one
                 self.state = replace(self.state, step=self.state.step + 1)
-                stop = self._is_asked_to_stop()
+                stop = self._is_stop_requested()
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
-                stopped = self._judge(reporter, before)
+                stopped = self._report_and_check(reporter, previous)
                 watchdog.end()
                 with stopwatch.paused():
-                    if stopped or self._waits_for_step():
-                        stopped |= self._judge(reporter, reducer.pop())
+                    if stopped or self._syncs_with_step():
+                        stopped |= self._report_and_check(reporter, reducer.pop())
                     is_best = self._evaluate_if_due()
                     is_last = stopped or self.is_complete
                     self.rank_times.write_if_due(is_last=is_last)
                     self._save_if_due(is_best=is_best, is_last=is_last)
                     end_profiled_step()
         self.trace.begin_step(None)
-        if self.world.is_first:  # after the last save, which waits for all ranks and so for what they measured
+        if self.world.is_first:  # the last save waited for all ranks, so all have written their times
             self.rank_times.report_stragglers()
         return "completed" if self.is_complete else "stopped"
 
@@ -118,14 +118,14 @@ class TrainingLoop:
 
     @contextmanager
     def _reporting_to_the_end(self, reporter: StepReporter, reducer: StepReducer) -> Iterator[None]:
-        """Also report the last step of a run that fails, unless the device may never finish it."""
+        """Report the last step even if the run fails, unless the device might never finish it."""
         try:
             yield
         finally:
             if reducer.is_done:
                 self._report(reporter, reducer.pop())
 
-    def _waits_for_step(self) -> bool:
+    def _syncs_with_step(self) -> bool:
         """Return whether the host waits for this step anyway, so that it can be reported first."""
         return (
             self.world.device.type == "cpu"
@@ -160,11 +160,11 @@ class TrainingLoop:
         text = f"{self.plan.recipe.training.seed} {self.state.step} {self.world.rank}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def _is_asked_to_stop(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         """Check for a stop request on rank 0; the step's all-reduce passes it to the others."""
-        return self.world.is_first and any(map(_is_there, _stop_files(self.plan.layout)))
+        return self.world.is_first and any(map(_exists, _stop_files(self.plan.layout)))
 
-    def _judge(self, reporter: StepReporter, result: StepResult | None) -> bool:
+    def _report_and_check(self, reporter: StepReporter, result: StepResult | None) -> bool:
         """Report a step, and check it for anomalies; return whether a stop was requested."""
         stopped = self._report(reporter, result)
         if result is not None:
@@ -186,7 +186,7 @@ class TrainingLoop:
         evaluation, step = self.plan.recipe.evaluation, self.state.step
         if evaluation.every_steps is None:
             return False
-        if step == self.num_steps:  # it is evaluated again, completely, after training
+        if step == self.num_steps:  # the full evaluation follows after training
             return evaluation.selection is not None
         return step % evaluation.every_steps == 0
 
@@ -199,7 +199,7 @@ class TrainingLoop:
         evaluation = self.plan.recipe.evaluation
         if evaluation.selection is None:
             return False
-        state = compared(self.state, record, evaluation.selection, evaluation.early_stopping_threshold)
+        state = with_evaluation(self.state, record, evaluation.selection, evaluation.early_stopping_threshold)
         self.state = self.world.gather_objects(state)[0]  # host sync: once an evaluation
         return self.state.best is not None and self.state.best.step == self.state.step
 
@@ -213,34 +213,34 @@ class TrainingLoop:
             self.checkpointer.report_ended()
 
 
-def compared(state: TrainState, record: EvaluationRecord, wanted: BestSpec, threshold: float) -> TrainState:
-    """Compare an evaluation with the best one, and count consecutive ones without improvement.
+def with_evaluation(state: TrainState, record: EvaluationRecord, criterion: BestSpec, threshold: float) -> TrainState:
+    """Return the state after an evaluation: the best one so far, and the number of them without improvement.
 
     As in transformers: any better value becomes the best one, but one that is better by at most `threshold` does not
     count as an improvement. A value that is not finite is never better.
     """
-    value, best = record.value_of(wanted.metric), state.best
-    if best is not None and best.metric != wanted.metric:  # the run was resumed with another one
+    value, best = record.value_of(criterion.metric), state.best
+    if best is not None and best.metric != criterion.metric:  # the run was resumed with another metric
         best = None
-    gain = math.inf if best is None else (best.value - value) * (1 if wanted.is_lower_better else -1)
+    gain = math.inf if best is None else (best.value - value) * (1 if criterion.is_lower_better else -1)
     if not math.isfinite(value) or gain <= 0:
         gain = 0.0
     return replace(
         state,
-        best=BestEvaluation(record.step, wanted.metric, value) if gain else best,
+        best=BestEvaluation(record.step, criterion.metric, value) if gain else best,
         evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
     )
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         path.stat()
-    except OSError:  # the file system may also be out of reach for a while
+    except OSError:  # the file system may also be unreachable for a while
         return False
     return True
 
 
 def _stop_files(layout: RunLayout) -> list[Path]:
-    """Return the files that request a stop: of the run, and of this Slurm job."""
-    own = os.environ.get("FTKIT_STOP_FILE")
-    return [layout.stop_request, *([Path(own)] if own else [])]
+    """Return the files that request a stop: one for the run, and one for this Slurm job."""
+    job_file = os.environ.get("FTKIT_STOP_FILE")
+    return [layout.stop_request, *([Path(job_file)] if job_file else [])]

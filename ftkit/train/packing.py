@@ -1,4 +1,4 @@
-"""Choose packs or padded rows: packs if the model keeps their documents apart."""
+"""Choose packs or padded rows: packs if the model isolates packed documents."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class PackingChoice:
 def choose_packing(
     engine: Engine, world: World, wanted: Packing, vocab_size: int, batch: BatchPlan, training: TrainingPlan
 ) -> PackingChoice:
-    """Choose packs if the model keeps packed documents apart, else padded rows. Every rank must call it.
+    """Choose packs if the model isolates packed documents, else padded rows. Collective: every rank must call it.
 
     Raises:
-        TrainingError: a rank has only a part of each pack, and the model can't be trained on packs.
+        TrainingError: the model can't be trained on packs, but context or tensor parallelism needs them.
     """
 
     def probe(*, is_packed: bool) -> ProbeResult:

@@ -39,7 +39,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
     """Count the parameters of a model; those of experts also per token (the active ones).
 
     Args:
-        model: unsharded, with or without its weights, and without adapters.
+        model: an unsharded model without adapters; its parameters may be on the meta device.
         feed_forward: width of its feed-forward layers without experts.
     """
     layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
@@ -72,8 +72,8 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
 def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
     """Add the number and the size of heads if the class has no keys for them."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    told = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
-    return {"num_key_value_heads": heads, "head_dim": hidden // heads} | told if heads and hidden else told
+    known = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    return {"num_key_value_heads": heads, "head_dim": hidden // heads} | known if heads and hidden else known
 
 
 def _widest(model: Any) -> int:
@@ -119,7 +119,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
             found.setdefault(name.rpartition(".")[2], []).append(module)
     missing = [target for target in targets if target not in found]
     if missing:
-        there = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears_in_layers(model))
+        available = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears_in_layers(model))
         others = {
             type(part).__name__
             for layer in find_decoder_layers(model)
@@ -128,10 +128,12 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
         }
         raise TrainingError(
             f"training.lora.targets: the model has no linear layer {', '.join(missing)}",
-            meaning=f"the linear layers of its decoder layers are: {', '.join(there)}"
-            if there
-            else f"its decoder layers have no nn.Linear, which alone gets adapters, but {', '.join(sorted(others))}",
-            fix="list those that get an adapter: training.lora.targets=[…]" if there else "set training.method=full",
+            meaning=f"the linear layers of its decoder layers are: {', '.join(available)}"
+            if available
+            else f"ftkit adapts nn.Linear, but its decoder layers have only {', '.join(sorted(others))}",
+            fix="list those that get an adapter: training.lora.targets=[…]"
+            if available
+            else "set training.method=full",
         )
     return [linear for target in targets for linear in found[target]]
 
@@ -153,21 +155,21 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
 
 def main() -> None:
     """Print the counts of the model in the first argument, given by its configuration or its shape."""
-    asked = json.loads(sys.argv[1])
-    if "config" in asked:
-        raw = asked["config"]
+    request = json.loads(sys.argv[1])
+    if "config" in request:
+        raw = request["config"]
         if raw["model_type"] not in CONFIG_MAPPING:
             sys.exit(UNKNOWN_FAMILY)
         config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        config = make_config(ArchitectureSpec.model_validate(asked["architecture"]), cast("Any", no_tokens))
+        config = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         sys.exit(NO_CAUSAL_CLASS)
-    tied = text_part(asked.get("config", {})).get("tie_word_embeddings")
+    tied = text_part(request.get("config", {})).get("tie_word_embeddings")
     if tied is not None:
         config.tie_word_embeddings = tied
-    with torch.device("meta"):  # accelerate's empty weights are allocated for a moment: 30 GB for some experts
+    with torch.device("meta"):  # accelerate's init_empty_weights allocates each for a moment: 30 GB for some experts
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     saved = json.loads(config.to_json_string(use_diff=False))

@@ -1,7 +1,7 @@
-"""`python -m ftkit.train.script PLAN [RESTARTS]`: one process of a run whose payload is a script of the user's.
+"""`python -m ftkit.train.script PLAN [RESTARTS]`: one process of a run that executes a user's script.
 
-torchrun starts it. It sets up what accelerate is told, then runs the script as `__main__` in this process, unchanged.
-At the script's first optimizer step it looks at how the model is spread over the processes, and says so.
+torchrun starts it. It sets accelerate's environment variables, then runs the unchanged script as `__main__` in this
+process. Before the script's first optimizer step, it checks how the model is sharded, and reports it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class ScriptRank:
         self.rank = int(os.environ["RANK"])
         self.num_steps = 0
         self.began = time.time()
-        self.is_asked_to_stop = False
+        self.is_stop_requested = False
         self._next_record = 0.0
-        self._is_looked_at = False
+        self._is_checked = False
 
     def record(self, record: Record) -> None:
         """Append a record to the run's metrics, on rank 0."""
@@ -55,8 +55,8 @@ class ScriptRank:
                 append_record(self.plan.layout.metrics, record)
 
     def record_end(self) -> None:
-        """Record how far the script got."""
-        now, is_stopped = time.time(), self.is_asked_to_stop
+        """Record the script's number of steps and its time."""
+        now, is_stopped = time.time(), self.is_stop_requested
         seconds = now - self.began
         self.record(
             EndRecord(
@@ -65,7 +65,7 @@ class ScriptRank:
         )
 
     def watch_optimizer(self) -> None:
-        """Look at the model before the first optimizer step of this process, and count the steps."""
+        """Check the sharding before this process's first optimizer step, and count the steps."""
         from torch.optim.optimizer import (  # noqa: PLC0415 - after the logs are set up: its import can fail
             Optimizer,
             register_optimizer_step_post_hook,
@@ -73,7 +73,7 @@ class ScriptRank:
         )
 
         def before(*_: object) -> None:
-            self.look_at_model()
+            self.check_sharding()
 
         def after(optimizer: Optimizer, *_: object) -> None:
             del optimizer
@@ -85,19 +85,19 @@ class ScriptRank:
         register_optimizer_step_pre_hook(before)
         register_optimizer_step_post_hook(after)
 
-    def look_at_model(self) -> None:
-        """Record how the model is spread, once.
+    def check_sharding(self) -> None:
+        """Record how the model is sharded, once.
 
         Raises:
             TrainingError: it is not sharded, although sharding was requested.
         """
-        if self._is_looked_at:
+        if self._is_checked:
             return
-        self._is_looked_at = True
-        from ftkit.train.distributed.found_sharding import find_sharding, living_modules  # noqa: PLC0415 - as above
+        self._is_checked = True
+        from ftkit.train.distributed.found_sharding import find_sharding, live_modules  # noqa: PLC0415 - as above
 
         script, place = self.plan.script, self.plan.placement
-        found = find_sharding(living_modules(), place.world_size)
+        found = find_sharding(live_modules(), place.world_size)
         warning = found.explain_missing(was_asked=script.asks_for_sharding, device=place.device)
         self.record(
             ShardingRecord(
@@ -109,43 +109,43 @@ class ScriptRank:
             say(f"warning: {warning}")
         if found.sharding in {"ddp", "none"} and script.asks_for_sharding and warning and place.device == "cuda":
             raise TrainingError(
-                warning, fix="see accelerate.json in the run's folder; without a recipe, nothing asks for sharding"
+                warning, fix="see accelerate.json in the run's folder; without a recipe, ftkit requests no sharding"
             )
 
-    def look_at_model_of_failure(self) -> None:
-        """Record how the model is spread if the script failed before its first step: it may be why memory ran out."""
+    def check_sharding_after_failure(self) -> None:
+        """Record how the model is sharded if the script failed before its first step: it may be why memory ran out."""
         from torch import distributed  # noqa: PLC0415 - as above
 
         if distributed.is_available() and distributed.is_initialized():
             with suppress(Exception):
-                self.look_at_model()
+                self.check_sharding()
 
     def watch_stop_file(self) -> None:
-        """Pass a request to stop on to the script, as a signal to this process."""
+        """Pass a stop request on to the script, as a signal to this process."""
         threading.Thread(target=self._wait_for_stop, name="stop-request", daemon=True).start()
 
     def _wait_for_stop(self) -> None:
         path = Path(os.environ["FTKIT_STOP_FILE"])
         while not path.exists():
             time.sleep(_POLL_SECONDS)
-        self.is_asked_to_stop = True
+        self.is_stop_requested = True
         number = _SIGNALS.get(self.plan.script.stop_signal)
         if number is None:
             return
         if self.rank == 0:
-            say(f"asked to stop: sending {number.name} to the script")
+            say(f"stop requested: sending {number.name} to the script")
         self.record_end()  # a script that does not handle the signal ends with it
         os.kill(os.getpid(), number)
 
 
 def say(text: str) -> None:
-    """Tell the job's log."""
+    """Write a line to the job's log."""
     sys.stderr.write(f"ftkit: {text}\n")
     sys.stderr.flush()
 
 
 def main(plan_path: Path, num_restarts: int = 0) -> int:
-    """Run the script in this process; leave its error beside its log, for `ftkit status` to show."""
+    """Run the script in this process; write its error beside its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
     _take_signals()
     end_with_launcher()
@@ -163,13 +163,13 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
             at_end.enter_context(sampling(layout))
         with at_end:
-            layout.rank_error(rank.rank).unlink(missing_ok=True)  # of an earlier start
+            layout.rank_error(rank.rank).unlink(missing_ok=True)  # left by an earlier start
             _set_environment(plan)
             rank.watch_optimizer()
             rank.watch_stop_file()
             code = _run(plan)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
-        rank.look_at_model_of_failure()
+        rank.check_sharding_after_failure()
         return _fail(layout, rank.rank, error)
     if code == 0:
         rank.record_end()
@@ -184,7 +184,7 @@ def _take_signals() -> None:
 
 
 def _run(plan: ScriptPlan) -> int:
-    """Run the script as `__main__`; return what it exits with."""
+    """Run the script as `__main__`; return its exit code."""
     script = plan.script
     path = plan.layout.code / SCRIPT_CODE / script.path
     os.chdir(script.folder)
@@ -212,14 +212,14 @@ def _disconnect() -> None:
 
 
 def _set_environment(plan: ScriptPlan) -> None:
-    """Tell accelerate what its own launcher would, and the script where its run is."""
+    """Set the variables that accelerate's own launcher would set, and the run's folder."""
     os.environ["FTKIT_RUN_DIR"] = str(plan.layout.root)
     variables = {}
     if plan.script.accelerate is not None:
         from ftkit.train.private_apis.accelerate import accelerate_environment  # noqa: PLC0415 - a script may not need it
 
         variables = accelerate_environment(plan.layout.accelerate_config)
-    if plan.placement.device == "cpu":  # where accelerate refuses FSDP, or leaves it out in silence
+    if plan.placement.device == "cpu":  # on CPUs, accelerate refuses or silently ignores FSDP
         is_fsdp = {"ACCELERATE_USE_FSDP", *(name for name in variables if name.startswith("FSDP_"))}
         variables = {name: value for name, value in variables.items() if name not in is_fsdp}
         variables["ACCELERATE_USE_CPU"] = "true"

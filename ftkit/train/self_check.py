@@ -1,4 +1,4 @@
-"""`python -m ftkit.train --self-check`: whether this environment can train each family, on tiny models."""
+"""`python -m ftkit.train --self-check`: check with tiny models whether this environment can train each family."""
 
 from __future__ import annotations
 

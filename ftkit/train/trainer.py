@@ -81,8 +81,8 @@ class BuiltModel:
 
     Attributes:
         pretrained: the folder of the initial weights; None if they are random.
-        num_parameters: without adapters.
-        expected: numbers that the checks must find once it is sharded.
+        num_parameters: number of parameters without adapters.
+        expected: parameter counts that the checks must find once it is sharded.
     """
 
     config: TextConfig
@@ -107,7 +107,7 @@ class Trainer:
         """Build, verify, resume or start, train, evaluate, export.
 
         Raises:
-            MemoryExhaustedError: with changes that would fit.
+            MemoryExhaustedError: with suggestions that would fit.
         """
         began = time.time()
         store = self.data.read_train()
@@ -117,7 +117,7 @@ class Trainer:
             engine, built = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
             outcome, last_step = self._train(engine, built, store, num_steps)
-        log.info("%s after %d steps, %.0f s in all", outcome, last_step, time.time() - began)
+        log.info("%s after %d steps, %.0f s in total", outcome, last_step, time.time() - began)
 
     def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
         """Verify, train, evaluate and export with an engine; return the outcome, and the last step."""
@@ -174,7 +174,7 @@ class Trainer:
         self._stage("exporting the model")
         try:
             export(engine, parts, self.plan.layout, step, self.world)
-        except (OSError, FtkitError) as error:  # others are defects, or tell of another rank
+        except (OSError, FtkitError) as error:  # any other is a bug, or follows another rank's failure
             where = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
             raise TrainingError(
                 f"training is complete, but the export failed: {one_line(error)}{where}",
@@ -199,7 +199,7 @@ class Trainer:
     def _num_steps(self, num_packs: int) -> int:
         num_steps = count_steps(self.plan.recipe.training, num_packs)
         if not num_steps:
-            raise TrainingError("there are no packs to train on", fix="check the data of the recipe")
+            raise TrainingError("there are no packs to train on", fix="check 'data' in the recipe")
         check_profile(self.plan.recipe.profile, num_steps)
         return num_steps
 
@@ -235,11 +235,11 @@ class Trainer:
         plan = plan_for_counts(self.plan, counts)
         if plan.num_parameters != self.plan.num_parameters:
             log.info(
-                "the model has %s parameters, the plan's estimate was %s: predicted peak of %.1f GiB, layers %s",
+                "the model has %s parameters (the plan's estimate was %s): predicted peak %.1f GiB, layers %s",
                 f"{plan.num_parameters:,}",
                 f"{self.plan.num_parameters:,}",
                 plan.memory.total,
-                "keep gathered weights" if plan.engine.keeps_weights else "are resharded after the forward pass",
+                "stay unsharded" if plan.engine.keeps_weights else "are resharded after the forward pass",
             )
         expected = count_method(model, recipe.training)
         if recipe.model.architecture.is_measured:
@@ -255,21 +255,16 @@ class Trainer:
             init_adapters(sharded, recipe.training.seed)
             if recipe.model.adapter is not None:
                 load_adapters(sharded, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)
-            self.trace.begin("making the optimizer")
+            self.trace.begin("creating the optimizer")
 
-        engine = plan.engine
-        made = make_engine(
-            engine.name,
-            model,
-            recipe.training,
-            self.world,
-            initialize,
-            ShardingOptions(reshard_after_forward=not engine.keeps_weights, defer_sync=engine.defers_sync),
+        sharding = ShardingOptions(
+            reshard_after_forward=not plan.engine.keeps_weights, defer_sync=plan.engine.defers_sync
         )
-        return made, built
+        engine = make_engine(plan.engine.name, model, recipe.training, self.world, initialize, sharding)
+        return engine, built
 
     def _attention(self, config: PretrainedConfig, kernel: Kernel) -> str:
-        """Return transformers' name of the attention, over the tokens of all ranks that divide a pack."""
+        """Return transformers' name of the attention function; register one if several ranks divide a pack."""
         context, tensor_parallel = self.world.context, self.world.tensor_parallel
         if tensor_parallel > 1:
             check_tensor_parallel(config, kernel, tensor_parallel)
@@ -296,7 +291,7 @@ class Trainer:
             recipe.training,
         )
         if packing.reason is not None:
-            log.info("documents are padded rows instead of packs, which is slower: %s", packing.reason)
+            log.info("documents are padded instead of packed, which is slower: %s", packing.reason)
         checks |= {"documents are": "packed" if packing.is_packed else "padded rows"}
         checks |= verify_causality(packing.probe) | verify_logits(packing.probe)
         checks |= verify_isolation(packing.probe, shares_scales=recipe.training.precision == "fp8")
@@ -348,8 +343,8 @@ def run_training(plan: RunPlan, world: World) -> None:
     data = PreparedData(plan.data_directory)
     data.read_manifest()
     tokenizer = load_saved_tokenizer(data.tokenizer)
-    with open_trackers(plan, world) as pass_on:
-        recorder = Recorder(plan.layout, world, pass_on)
+    with open_trackers(plan, world) as send:
+        recorder = Recorder(plan.layout, world, send)
         Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write)).run()
 
 

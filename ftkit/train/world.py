@@ -26,13 +26,13 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that divide the tokens of the same packs among them; by default, a rank is alone.
+    """The ranks that divide the tokens of the same packs among them; by default, one rank has them all.
 
     Attributes:
-        rank: of this process in the group.
-        size: number of its processes.
-        group: their process group; None for a rank that is alone.
-        gathers_tokens: whether attention gets the hidden states of whole packs, so that it needs all positions.
+        rank: this process's rank in the group.
+        size: number of processes in the group.
+        group: their process group; None for a single rank.
+        gathers_tokens: whether attention gets the hidden states of full packs, so that it needs all positions.
     """
 
     rank: int = 0
@@ -56,11 +56,11 @@ class World:
     """This process among the `size` processes of a run.
 
     Attributes:
-        rank: of this process.
+        rank: this process's rank.
         size: number of processes.
-        num_hosts: machines that they are on.
-        local_rank: among the processes of this host.
-        device: of this process.
+        num_hosts: number of hosts that they run on.
+        local_rank: this process's rank on its host.
+        device: this process's device.
         mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
         host_mesh: the same, for tensors in host memory.
         context: this process in its context-parallel or tensor-parallel group, whose ranks are consecutive.
@@ -159,9 +159,9 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Args:
-        placement: where the processes are.
-        context_parallel: processes that divide the tokens of a pack; a divisor of all.
-        num_replicas: copies of the model, each on neighboring processes; a divisor of all.
+        placement: the plan's nodes, processes and devices.
+        context_parallel: number of processes that divide the tokens of a pack; a divisor of all.
+        num_replicas: number of copies of the model, each on consecutive ranks; a divisor of all.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.
@@ -169,12 +169,12 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:
         raise TrainingError(
-            f"the plan is for {placement.world_size} processes, {size} were started",
+            f"the plan is for {placement.world_size} processes, but {size} were started",
             fix="start the job script as it was rendered, or plan the run again",
         )
     device = _device(placement, local_rank)
     torch.set_num_threads(_num_threads(placement, local_rank))
-    # Precision fp32 is fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
+    # fp32 must mean fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
     torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -210,9 +210,9 @@ def _context_group(device: torch.device, size: int, context_parallel: int) -> Co
 
 
 def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
-    """Bind this rank to the CPUs of its GPU's NUMA node, and return the number of its threads.
+    """Bind this rank to the CPUs of its GPU's NUMA node, and return its number of threads.
 
-    The plan has one thread if the profile does not set the CPUs of a node.
+    The plan has one thread per process if the cluster profile does not set the number of CPUs of a node.
     """
     if placement.device == "cpu":
         return placement.threads_per_process
@@ -231,9 +231,9 @@ def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
         raise TrainingError(
-            f"the plan puts {placement.processes_per_node} processes with a GPU each on a node, torch sees {visible}",
+            f"the plan needs {placement.processes_per_node} GPUs on each node, but torch sees {visible}",
             meaning="the job was not given its GPUs, the container lacks the driver, or torch has no CUDA",
-            fix="try 'nvidia-smi' in the same job; on CPUs, use a cluster profile with device: cpu",
+            fix="run 'nvidia-smi' in the same job; to train on CPUs, use a cluster profile with device: cpu",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -36,5 +36,5 @@ def waits_for_step(training: TrainingLoop) -> bool:
 train_step = TrainingLoop._train_step
 TrainingLoop._train_step = train_step_or_die  # type: ignore[method-assign]
 if sys.argv[2] == "behind":
-    TrainingLoop._waits_for_step = waits_for_step  # type: ignore[method-assign]
+    TrainingLoop._syncs_with_step = waits_for_step  # type: ignore[method-assign]
 sys.exit(main(Path(sys.argv[-1])))

@@ -15,7 +15,7 @@ from ftkit.runs.records import StartRecord
 from ftkit.train.components import adamw8bit
 from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
-from ftkit.train.private_apis.torch import leave_out_step
+from ftkit.train.private_apis.torch import skip_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     values = [torch.nn.Parameter(torch.ones(64, 64))]
     optimizer = AdamW8bit(values, lr=1e-2, betas=(0.9, 0.95))
     values[0].grad = torch.full((64, 64), torch.nan)
-    leave_out_step(optimizer, torch.ones(()))
+    skip_step(optimizer, torch.ones(()))
     optimizer.step()
     assert torch.equal(values[0], torch.ones(64, 64))
     assert not optimizer.state[values[0]]

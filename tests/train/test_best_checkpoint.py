@@ -19,7 +19,7 @@ from ftkit.evaluate.source import find_target
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord
-from ftkit.train.loop import compared
+from ftkit.train.loop import with_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_the_best_evaluation_is_the_first_minimum_and_only_larger_gains_reset_pa
     for step, loss in enumerate(losses, start=1):
         before = min((each for each in losses[: step - 1] if math.isfinite(each)), default=math.inf)
         waited = 0 if math.isfinite(loss) and before - loss > threshold else waited + 1
-        state = compared(state, record(step, loss), BestSpec(), threshold)
+        state = with_evaluation(state, record(step, loss), BestSpec(), threshold)
     finite = [each for each in losses if math.isfinite(each)]
     assert (state.best.value if state.best else None) == min(finite, default=None)
     assert state.best is None or losses.index(state.best.value) + 1 == state.best.step
@@ -106,6 +106,6 @@ def test_the_best_evaluation_is_the_first_minimum_and_only_larger_gains_reset_pa
 
 
 def test_a_changed_metric_resets_the_best_evaluation() -> None:
-    state = compared(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
-    again = compared(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
+    state = with_evaluation(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
+    again = with_evaluation(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
     assert again.best == BestEvaluation(2, "perplexity", 20.0)

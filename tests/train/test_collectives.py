@@ -124,14 +124,14 @@ def test_nccl_is_used_without_nvlink(
 
 
 def test_requested_but_unavailable_copy_engines_are_an_error(world: World) -> None:
-    with pytest.raises(TrainingError, match="copy engines are not possible: there are no GPUs"):
+    with pytest.raises(TrainingError, match="copy engines can't run the collectives: there are no GPUs"):
         choose_collectives(training(collectives="copy_engine"), two(world))
 
 
 def test_collectives_are_verified_on_known_numbers(world: World) -> None:
     assert not find_error(make_collectives(OwnMemory(), OwnMemory(), torch.float32), world)
     wrong = make_collectives(OwnMemory(), ForgetfulMemory(), torch.float32)
-    assert find_error(wrong, world) == "copies of known numbers came out wrong"
+    assert find_error(wrong, world) == "copies of known numbers were wrong"
 
 
 def test_an_unexpected_reduction_is_rejected() -> None:

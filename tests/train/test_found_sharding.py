@@ -38,7 +38,7 @@ def test_the_sharding_or_replication_of_a_model_is_detected() -> None:
         assert "nothing wraps them" in found(build()).explain_missing(was_asked=False, device="cuda")
         copied = found(DistributedDataParallel(build()))
         assert copied.sharding == "ddp"
-        assert "although accelerate.json asks" in copied.explain_missing(was_asked=True, device="cuda")
+        assert "although accelerate.json enables" in copied.explain_missing(was_asked=True, device="cuda")
         assert "does not shard on CPUs" in copied.explain_missing(was_asked=True, device="cpu")
         sharded = build()
         fully_shard(sharded)

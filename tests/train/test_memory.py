@@ -53,7 +53,7 @@ def test_memory_is_recorded_for_each_stage_of_a_run_in_order(finished_run: Any) 
     records = finished_run.records(MemoryRecord)
     assert finished_run.memory_stages() == [
         "building the model",
-        "making the optimizer",
+        "creating the optimizer",
         "verifying sharding and document isolation",
         "loading the newest checkpoint",
         "evaluating on the validation split, before training",
@@ -156,7 +156,7 @@ def test_an_out_of_memory_error_reports_the_stage(plan: RunPlan, world: World, m
     monkeypatch.setattr(session, "init_weights", exhaust)
     text = message(plan, world)
     assert "'building the model':" in text
-    assert "held: not told apart yet" in text
+    assert "held: not attributed yet" in text
 
 
 @pytest.mark.parametrize(

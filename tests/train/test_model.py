@@ -215,7 +215,7 @@ def test_attention_across_documents_is_detected(
         return forward(self, input_ids, **(rest | {"attention_mask": torch.ones_like(input_ids)}))
 
     monkeypatch.setattr(decoder, "forward", with_mask)
-    with pytest.raises(TrainingError, match="documents in one pack see each other"):
+    with pytest.raises(TrainingError, match="packed documents attend to each other"):
         verify_isolation(probe(engine, world))
 
 
@@ -252,7 +252,7 @@ def test_a_model_that_mixes_documents_of_a_pack_is_trained_on_padded_rows(
     choice = packing_of(convolving(tokenizer), world)
     assert not choice.is_packed
     # transformers reports it if it has kernels for packs; otherwise ftkit's check detects it.
-    assert re.search("see each other|can't keep packed sequences apart", str(choice.reason))
+    assert re.search("attend to each other|can't keep packed sequences apart", str(choice.reason))
     assert packing_of(build("llama", tokenizer), world).is_packed
     assert packing_of(build("llama", tokenizer), world, "off").reason == "the recipe asks for it"
 
@@ -261,14 +261,14 @@ def test_a_model_without_position_ids_is_trained_on_padded_rows(
     tokenizer: PreTrainedTokenizerBase, world: World
 ) -> None:
     bloom = AutoModelForCausalLM.from_config(make_config(architecture("bloom"), tokenizer))
-    assert packing_of(bloom, world).reason == "BloomModel does not take the positions of packed documents"
+    assert packing_of(bloom, world).reason == "BloomModel does not accept the positions of packed documents"
 
 
 def test_a_non_causal_model_is_rejected(world: World) -> None:
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     bert = AutoModelForCausalLM.from_config(BertConfig(vocab_size=320, initializer_range=0.3, **sizes))
-    with pytest.raises(TrainingError, match="tokens see the ones that follow them"):
+    with pytest.raises(TrainingError, match="tokens attend to later ones"):
         packing_of(bert, world)
 
 

@@ -27,7 +27,7 @@ from ftkit.train.private_apis.torch import (
     compile_failures,
     complete_cpu_streams,
     dump_collectives,
-    leave_out_step,
+    skip_step,
     process_group,
     raise_recompile_limit,
     scaled_mm,
@@ -191,11 +191,11 @@ def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.full((3,), torch.nan)
-    leave_out_step(optimizer, torch.ones(()))
+    skip_step(optimizer, torch.ones(()))
     optimizer.step()
     assert torch.equal(weight, torch.ones(3))
     weight.grad = torch.ones(3)
-    leave_out_step(optimizer, torch.zeros(()))
+    skip_step(optimizer, torch.zeros(()))
     optimizer.step()
     assert torch.allclose(weight, torch.full((3,), 0.899))
     assert optimizer.state[weight]["step"] == 1

@@ -226,7 +226,7 @@ _MODEL = "model."
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with a safe unpickler. As `read_metadata` takes no `kwargs`, torch looks for no index per rank."""
+    """torch's reader with a safe unpickler. As `read_metadata` takes no `kwargs`, torch looks for no index per rank."""
 
     @cached_property
     def _index(self) -> Metadata:

@@ -281,7 +281,7 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
         if marker.progress.fingerprint != data:
             raise TrainingError(
                 f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
-                meaning="the data was deleted and prepared again by another version of ftkit, which packs it differently",
+                meaning="another version of ftkit prepared the data again, and packs it differently",
                 fix="resume with the version of ftkit that started the run, or start a new run",
             )
         _load(engine, folder)

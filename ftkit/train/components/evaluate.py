@@ -66,7 +66,9 @@ class Evaluator:
     def evaluation_set(self) -> EvaluationSet:
         """The assistant turns for which completions are generated."""
         settings, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
-        rows = take_rows(self.data.read_validation_rows(), max(settings.num_rows, settings.num_rows_during) if settings else 0)
+        rows = take_rows(
+            self.data.read_validation_rows(), max(settings.num_rows, settings.num_rows_during) if settings else 0
+        )
         shape = recipe.model.architecture
         model = ModelInput(self.tokenizer, recipe.model.weights, shape.vocab_size, shape.max_position_embeddings)
         return make_evaluation_set(model, rows, recipe.data, log.warning)
@@ -151,5 +153,6 @@ class Evaluator:
     def _sample(self, case: Case, answer: Answer, *, is_correct: bool) -> Sample:
         question = case.columns.get("sql_prompt")
         if not isinstance(question, str):
-            question = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()[-_MAX_PROMPT_CHARACTERS:]
+            prompt = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True))
+            question = prompt.strip()[-_MAX_PROMPT_CHARACTERS:]
         return Sample(question, answer.reference or "", answer.text, is_correct)

@@ -25,8 +25,8 @@ def prefetched(
 ) -> Iterator[Iterator[StepBatch]]:
     """Yield an iterator over the batches of `steps`, on `device`.
 
-    A thread calls `build`, which returns a batch in host memory. An exception of `build` is raised where its batch would
-    be returned. The thread ends with the block.
+    A thread calls `build`, which returns a batch in host memory. An exception in `build` is raised where its batch is
+    requested. The thread ends with the block.
     """
     builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
     try:

@@ -1,7 +1,7 @@
 """Step times of this rank, within collectives and outside of them, so that stragglers can be found.
 
 The decoder layers of a step's first micro-batch are timed: on a GPU with CUDA events on the compute stream, read once
-the device has passed them anyway; on a CPU with the clock. FSDP2 all-gathers a layer's weights in a forward pre-hook, so
+the device has passed them anyway; on a CPU with the clock. FSDP2 all-gathers a layer's weights in a forward pre-hook:
 the time between a hook before that one and a hook after it is waiting, and the forward itself is computing.
 """
 

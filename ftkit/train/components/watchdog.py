@@ -1,8 +1,8 @@
 """End a run that hangs: a step that takes far longer than those before it.
 
-Every rank watches itself, and all of them notice a hang, since they wait for each other. Each writes its Python stacks,
-torch's record of the last collectives, and a report; the rank without a report, or behind the others, is the cause. The
-processes then end, and the job script restarts them from the newest checkpoint.
+Every rank watches its own steps. All ranks notice a hang, since they wait for each other. Each writes its Python
+stacks, torch's record of the last collectives, and a report; the rank without a report, or behind the others, is the
+cause. The processes then end, and the job script restarts them from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TIMES_MEDIAN = 10.0
-_NUM_LEARNED = 64
-_NUM_NEEDED = 5
-"""Minimum steps for a limit: the first ones compile."""
+_LIMIT_IN_MEDIANS = 10.0
+_NUM_TIMED_STEPS = 64
+_MIN_TIMED_STEPS = 5
+"""Steps before there is a limit: the first ones compile."""
 _GRACE_SECONDS = 15.0
 """Seconds to wait for the reports of the other ranks."""
-_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 class HangError(Exception):
@@ -71,7 +71,7 @@ class Watchdog:
         self._world = world
         self._floor = floor_seconds
         self._waits_for_batch = waits_for_batch
-        self._seconds: deque[float] = deque(maxlen=_NUM_LEARNED)
+        self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
         self._now: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -90,7 +90,7 @@ class Watchdog:
         self._now = step, time.monotonic()
 
     def end(self) -> None:
-        """Record that it has ended; there is no limit until the next one begins."""
+        """Record that the step has ended; there is no limit until the next one begins."""
         if self._now is not None:
             self._seconds.append(time.monotonic() - self._now[1])
         self._now = None
@@ -98,9 +98,9 @@ class Watchdog:
     @property
     def limit_seconds(self) -> float | None:
         """The time after which a step counts as a hang; None during the first steps."""
-        if len(self._seconds) < _NUM_NEEDED:
+        if len(self._seconds) < _MIN_TIMED_STEPS:
             return None
-        return max(self._floor, _TIMES_MEDIAN * median(self._seconds))
+        return max(self._floor, _LIMIT_IN_MEDIANS * median(self._seconds))
 
     def _watch(self) -> None:
         while not self._ended.wait(min(5.0, self._floor / 4)):
@@ -119,7 +119,7 @@ class Watchdog:
             if collectives := dump_collectives():
                 layout.collectives(rank).write_bytes(collectives)
         reports = self._gather_reports()
-        cause = name_culprits(reports, self._world.size, step)
+        cause = describe_culprits(reports, self._world.size, step)
         error = HangError(
             f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
         )
@@ -139,7 +139,7 @@ class Watchdog:
             time.sleep(0.5)
 
 
-def name_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
+def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
     """Describe the ranks that the others wait for.
 
     Args:
@@ -148,18 +148,18 @@ def name_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> st
         step: current step of the reporting rank.
     """
     if silent := [str(rank) for rank in range(size) if rank not in reports]:
-        return f"no sign of life from {_ranks(silent)}"
+        return f"no report from {_ranks(silent)}"
     behind = [f"{rank} on {each.host} in step {each.step}" for rank, each in reports.items() if each.step < step]
     waiting = [f"{rank} on {each.host}" for rank, each in reports.items() if each.waits_for_batch]
     if behind:
-        return f"behind is {_ranks(behind)}"
+        return f"the others wait for {_ranks(behind)}"
     if waiting:
         return f"no batch yet for {_ranks(waiting)}"
-    return "all ranks wait for each other in it (a network problem, or ranks that execute different code)"
+    return "all ranks wait in the same step (a network problem, or ranks that execute different code)"
 
 
 def _ranks(words: list[str]) -> str:
-    shown = ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
+    shown = ", ".join(words[:_MAX_SHOWN]) + (f" and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else "")
     return f"rank{'s' if len(words) > 1 else ''} {shown}"
 
 

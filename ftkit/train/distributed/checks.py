@@ -95,27 +95,27 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
     if len(without):
         raise TrainingError(
             f"{len(without):,} of {len(num_targets):,} packs have no target token, the first is number {without[0]:,}",
-            meaning="the chat template marks no answers as such, or data.train_on leaves nothing to train on",
-            fix="look at data.train_on, data.format and data.chat_template of the recipe",
+            meaning="the chat template marks no assistant turns, or data.train_on leaves nothing to train on",
+            fix="check data.train_on, data.format and data.chat_template in the recipe",
         )
     return {"fewest targets in a pack": f"{int(num_targets.min()):,}"}
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Outputs of a model for two micro-batches of N tokens that differ only in some of them.
+    """Outputs of a model for two micro-batches of N tokens, some of which are the same in both.
 
-    With context parallelism, the N tokens of this rank's parts of the packs.
+    With context parallelism, these are the N tokens of this rank's part of the packs.
 
     Attributes:
         is_kept: bool [N], tokens that both micro-batches share: the first part of every other document.
-        is_later: bool [N], the tokens after them in the same document. All other tokens are their neighbors.
+        is_later: bool [N], the tokens after them in the same document. All others belong to neighboring documents.
         states: hidden states of each micro-batch, [N, H].
-        gradient_norms: of the gradient of the second one's kept hidden states to the first layer's output at each of
-            its tokens, fp32 [N].
-        kept_norm: their mean over the kept tokens, on all ranks with tokens of the same packs.
-        own_logits: logits of the model's own class for the last tokens of each row of the first, [M, V].
-        expected_logits: logits of ftkit's loss, [M, V].
+        gradient_norms: fp32 [N], for each token of the second micro-batch: the norm of the gradient of its kept hidden
+            states with respect to the first layer's output at that token.
+        kept_norm: the mean of these over the kept tokens, on all ranks with tokens of the same packs.
+        own_logits: logits of the model's own class for the last tokens of each row of the first micro-batch, [M, V].
+        expected_logits: logits that ftkit computes the loss from, for the same tokens, [M, V].
     """
 
     is_kept: torch.Tensor
@@ -136,7 +136,7 @@ def run_probe(
     sequence_length: int,
     is_packed: bool = True,
 ) -> ProbeResult:
-    """Run a model on two micro-batches as in training: with their shape, compiled, with gradients and the same kernels.
+    """Run a model on two micro-batches as in training: same shapes, same kernels, compiled, with gradients.
 
     Packs are filled with documents of uneven lengths, longer and shorter than most windows; padded rows have half the
     length of a pack. Weights don't change. Costs one backward pass and two forward passes of a micro-batch.
@@ -185,7 +185,7 @@ def _class_logits(
 
     Returns:
         Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
-        `CausalLM.loss` would compute its loss from, [M, V]: those of the class, where it has layers in between.
+        `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
     """
     states: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -217,14 +217,15 @@ def _class_logits(
 def _states_and_gradients(
     model: CausalLM, batch: MicroBatch, is_kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states, and gradients of the kept ones to the first layer's output at all tokens.
+    """Return the last hidden states, and gradients of the kept ones with respect to the first layer's output.
 
-    Not to the embeddings: a frozen table has no gradient in training, and adding one would recompile the first layer.
+    Not with respect to the embeddings: a frozen table has no gradient in training, and adding one would recompile the
+    first layer.
 
     Args:
         model: the model that is trained.
         batch: N tokens.
-        is_kept: bool [N], the tokens whose hidden states the gradients are of, in a random direction.
+        is_kept: bool [N]; the gradient is of these tokens' hidden states, projected on a random direction.
 
     Returns:
         Both with N rows.
@@ -243,7 +244,7 @@ def _states_and_gradients(
 
 
 def _by_token(values: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-    """Return what a layer returns of B rows of T tokens, [N, …]; some keep several streams of each: [S, B, T, H]."""
+    """Flatten a layer's output for B rows of T tokens to [N, …]; some models have S streams: [S, B, T, H]."""
     if values.shape[:2] == batch:
         return values.flatten(0, 1)
     axis = next((axis for axis in range(1, values.ndim - 1) if values.shape[axis : axis + 2] == batch), 0)
@@ -254,21 +255,21 @@ def verify_causality(probe: ProbeResult) -> dict[str, str]:
     """Verify that no token attends to later ones: hidden states have no gradient to them.
 
     Raises:
-        TrainingError: they have. The loss would fall because the model sees the tokens that it predicts.
+        TrainingError: they have one. The loss would fall because the model sees the tokens that it predicts.
     """
     leak = _leak(probe, probe.is_later)
     if not leak <= GRADIENT_TOLERANCE:
         raise TrainingError(
-            f"tokens see the ones that follow them: {leak:.1e} of the gradient of hidden states goes to later tokens; "
+            f"tokens attend to later ones: {leak:.1e} of the gradient of hidden states goes to later tokens; "
             f"rounding explains {GRADIENT_TOLERANCE:.0e}",
-            meaning="this model's attention is not causal: it would learn to copy the tokens that it is to predict",
+            meaning="this model's attention is not causal: it would learn to copy the tokens that it should predict",
             fix="choose a causal language model, or try another training.attention",
         )
     return {"later tokens unseen": f"gradient {leak:.0e}"}
 
 
 def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict[str, str]:
-    """Verify that documents of a micro-batch do not see each other, neither forward nor backward.
+    """Verify that documents of a micro-batch do not attend to each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
     The gradient is the stricter check: it is exactly zero unless documents attend to each other. Hidden states are
@@ -290,7 +291,7 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
     tolerance = math.inf if shares_scales else STATE_TOLERANCE[probe.states[0].dtype]
     if not (change <= tolerance and leak <= GRADIENT_TOLERANCE):  # NaN fails too
         raise TrainingError(
-            f"documents in one pack see each other: with other neighbors, hidden states change by {change:.1e}, and "
+            f"packed documents attend to each other: with other neighbors, hidden states change by {change:.1e}, and "
             f"{leak:.1e} of their gradient goes to the neighbors; rounding explains {tolerance:.0e} and "
             f"{GRADIENT_TOLERANCE:.0e}",
             meaning="this model's attention, or another of its layers, ignores where documents end",
@@ -307,7 +308,7 @@ def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
 def verify_logits(probe: ProbeResult) -> dict[str, str]:
     """Verify that the logits behind the loss are those of the model's own class.
 
-    Logits are compared, not losses: near the loss of an untrained model, a scale hardly shows.
+    Logits are compared, not losses: a wrong scale of the logits hardly changes the loss of an untrained model.
 
     Raises:
         TrainingError: they are not.
@@ -317,7 +318,7 @@ def verify_logits(probe: ProbeResult) -> dict[str, str]:
         raise TrainingError(
             f"the model's class computes logits of {own.shape[1]:,} tokens, its output projection of "
             f"{expected.shape[1]:,}",
-            meaning="it leaves some tokens out, which ftkit's loss would not",
+            meaning="it omits some tokens, which ftkit's loss would not",
             fix="choose another model, or please report this one",
         )
     difference = _largest_ratio((own - expected).norm(dim=1), own.norm(dim=1))
@@ -331,10 +332,10 @@ def verify_logits(probe: ProbeResult) -> dict[str, str]:
     return {"logits of the model's own class": f"difference {difference:.0e}"}
 
 
-def _largest_ratio(values: torch.Tensor, whole: torch.Tensor) -> float:
+def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:
     if not values.numel():
         return 0.0
-    return float((values / whole.clamp_min(torch.finfo(torch.float32).tiny)).max())  # host sync: before step 1
+    return float((values / reference.clamp_min(torch.finfo(torch.float32).tiny)).max())  # host sync: before step 1
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)
@@ -362,7 +363,7 @@ class _Layout:
 
 
 def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
-    """Lay out packs. Every other document is kept, those of the other parity in the next row."""
+    """Lay out packs. Every other document is kept: the odd ones in even rows, the even ones in odd rows."""
     ends = np.cumsum(_DOCUMENT_SHARES) * length
     begins = np.unique(np.concatenate([[0], ends.astype(np.int64) | 1]))  # odd lengths, unlike a kernel's tiles
     begins = begins[begins < length]

@@ -2,7 +2,7 @@
 
 NCCL kernels occupy SMs that matmuls could use: a matmul that overlaps with them takes up to 39 % longer
 (docs/reference/benchmarks.md). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed,
-for any dtype of the sum: each rank adds up the copies of its shard.
+whatever the dtype of the sum: each rank adds up the copies that it receives of its shard.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PeerMemory(Protocol):
     size: int
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [numel] of a rank's memory, from an offset on; both count elements."""
+        """Return [numel] of a rank's memory, starting at `offset`; both are counted in elements."""
         ...
 
     def barrier(self) -> None:
@@ -92,12 +92,12 @@ class AllGather:
         """Fill `output_tensor` [ranks × n] with all ranks' `input_tensor` [n], which is a part of it."""
         del group, async_op
         memory, dtype = self._memory, input_tensor.dtype
-        whole = output_tensor.view(memory.size, -1)
+        shards = output_tensor.view(memory.size, -1)
         for start, stop in _pieces(input_tensor.numel(), memory.num_bytes // dtype.itemsize):
             memory.of(memory.rank, 0, stop - start, dtype).copy_(input_tensor[start:stop])
             memory.barrier()
             for peer in _others_first(memory)[:-1]:
-                whole[peer, start:stop].copy_(memory.of(peer, 0, stop - start, dtype))
+                shards[peer, start:stop].copy_(memory.of(peer, 0, stop - start, dtype))
             memory.barrier()
 
 
@@ -138,20 +138,20 @@ class ReduceScatter:
                 fix="set training.collectives=nccl",
             )
         memory, dtype = self._memory, input_tensor.dtype
-        whole = input_tensor.view(memory.size, -1)
+        shards = input_tensor.view(memory.size, -1)
         for start, stop in _pieces(output_tensor.numel(), memory.num_bytes // dtype.itemsize // memory.size):
             numel = stop - start
             memory.barrier()
             for peer in _others_first(memory):
-                memory.of(peer, memory.rank * numel, numel, dtype).copy_(whole[peer, start:stop])
+                memory.of(peer, memory.rank * numel, numel, dtype).copy_(shards[peer, start:stop])
             memory.barrier()
             received = memory.of(memory.rank, 0, memory.size * numel, dtype).view(memory.size, numel)
             torch.mean(received, dim=0, dtype=self._averaged_in, out=output_tensor[start:stop])
 
 
-def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, numel, most):
-        yield start, min(start + most, numel)
+def _pieces(numel: int, max_numel: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, numel, max_numel):
+        yield start, min(start + max_numel, numel)
 
 
 def _others_first(memory: PeerMemory) -> list[int]:
@@ -172,23 +172,21 @@ class CopyEngineCollectives:
 
 
 def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
-    """Return copy engines' collectives if the recipe allows them and they work here; None for NCCL's. Collective.
+    """Return the copy engines' collectives if the recipe allows them and they work here; None for NCCL's. Collective.
 
     Raises:
         TrainingError: the recipe asks for copy engines, and they don't work.
     """
-    is_asked = training.collectives == "copy_engine"
-    if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_asked):
+    is_required = training.collectives == "copy_engine"
+    if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_required):
         return None
-    made, reason = None, _reason_against(training, world)
+    collectives, reason = None, _reason_against(training, world)
     if not reason:
-        made, reason = _try_copies(training, world)
-    if reason and is_asked:
-        raise TrainingError(
-            f"collectives by copy engines are not possible: {reason}", fix="set training.collectives=auto"
-        )
+        collectives, reason = _try_copies(training, world)
+    if reason and is_required:
+        raise TrainingError(f"copy engines can't run the collectives: {reason}", fix="set training.collectives=auto")
     log.info("collectives: %s", f"NCCL ({reason})" if reason else f"copy engines ({world.size} GPUs of one host)")
-    return made
+    return collectives
 
 
 def _reason_against(training: TrainingPlan, world: World) -> str:
@@ -212,15 +210,15 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
 def _try_copies(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
     """Create the collectives, and verify them on known numbers; return them, or why they can't be used."""
     precision = DTYPES[training.reduce_precision]
-    group, problem, made = world.mesh.get_group(), "", None
+    group, problem, collectives = world.mesh.get_group(), "", None
     try:
         gathered, reduced = SymmetricMemory(group, world.device), SymmetricMemory(group, world.device)
-        made = make_collectives(gathered, reduced, precision)
-        problem = find_error(made, world)
+        collectives = make_collectives(gathered, reduced, precision)
+        problem = find_error(collectives, world)
     except RuntimeError as error:
         problem = one_line(error)
     problems = [problem for problem in world.gather_objects(problem) if problem]
-    return (None, problems[0]) if problems else (made, "")
+    return (None, problems[0]) if problems else (collectives, "")
 
 
 def find_error(collectives: CopyEngineCollectives, world: World) -> str:
@@ -235,7 +233,7 @@ def find_error(collectives: CopyEngineCollectives, world: World) -> str:
     reduce(averaged, gradients, group, dist.ReduceOp.AVG)
     expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
     is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: once, before the weights
-    return "" if is_right else "copies of known numbers came out wrong"
+    return "" if is_right else "copies of known numbers were wrong"
 
 
 def make_collectives(gathered: PeerMemory, reduced: PeerMemory, averaged_in: torch.dtype) -> CopyEngineCollectives:
@@ -246,8 +244,8 @@ def make_collectives(gathered: PeerMemory, reduced: PeerMemory, averaged_in: tor
 def reaches(device: int, peer: int) -> bool:
     """Tell whether a GPU can access another's memory with atomics, as over NVLink.
 
-    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch has no such query; the driver
-    has.
+    Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch has no query for them; the
+    CUDA driver has.
     """
     return torch.cuda.can_device_access_peer(device, peer) and _has_native_atomics(device, peer)
 
@@ -257,9 +255,9 @@ def _has_native_atomics(device: int, peer: int) -> bool:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
         return False
-    handles, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+    handles, value = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
     statuses = [
         driver.cuDeviceGet(ctypes.byref(handle), one) for handle, one in zip(handles, (device, peer), strict=True)
     ]
-    statuses.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, *handles))
-    return not any(statuses) and answer.value == 1
+    statuses.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, *handles))
+    return not any(statuses) and value.value == 1

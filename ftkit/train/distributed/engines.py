@@ -1,11 +1,11 @@
-"""The engines by name."""
+"""Create an engine by its name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.engine import USUAL_SHARDING, ShardingOptions
+from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,15 +21,15 @@ def make_engine(
     training: TrainingPlan,
     world: World,
     init_weights: InitWeights,
-    sharding: ShardingOptions = USUAL_SHARDING,
+    sharding: ShardingOptions = DEFAULT_SHARDING,
 ) -> Engine:
     """Shard a transformers model, allocate and initialize its parameters, and return its engine.
 
     Args:
-        name: of the engine.
+        name: the engine's name.
         hf_model: the model, prepared for its method; its parameters may be on the meta device.
-        training: the plan of its training.
-        world: the processes that it is sharded over.
+        training: the resolved training settings.
+        world: the processes to shard it over.
         init_weights: initializes or loads the sharded parameters.
         sharding: when fsdp2 reshards and reduces; zero3 ignores it.
 

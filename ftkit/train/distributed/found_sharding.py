@@ -1,4 +1,4 @@
-"""How a model that ftkit did not build is spread over the processes, as its modules and parameters show."""
+"""Find how a model that ftkit did not build is sharded, from its modules and parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
-_FEWEST_UNITS = 3
-"""Two decoder layers and the rest: with fewer, the whole model is all-gathered in one piece."""
+_MIN_UNITS = 3
+"""Two decoder layers and the rest: with fewer, the model is all-gathered in one piece."""
 
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """How a model is spread over the processes.
+    """How a model is sharded over the processes.
 
     Attributes:
         sharding: what shards it, or replicates it.
-        num_units: modules that are sharded as one.
-        num_parameters: of all parameters in memory, whole.
-        num_held: of them, on this process.
+        num_units: modules whose parameters are sharded together.
+        num_parameters: elements of all parameters, unsharded.
+        num_held: elements of them in this process's memory.
         world_size: processes that torchrun started.
         is_connected: whether `torch.distributed` is initialized.
     """
@@ -41,11 +41,11 @@ class FoundSharding:
     is_connected: bool
 
     def explain_missing(self, *, was_asked: bool, device: str) -> str:
-        """Return what is wrong, for people; empty if nothing is.
+        """Return a sentence about what is wrong; an empty string if nothing is.
 
         Args:
             was_asked: whether accelerate was told to shard.
-            device: of the run.
+            device: the run's device.
         """
         if self.world_size == 1:
             return ""
@@ -57,7 +57,7 @@ class FoundSharding:
             )
         if self.sharding in {"ddp", "none"}:
             return f"{self._describe_copies()}{_reason(was_asked=was_asked, device=device)}"
-        if self.sharding != "zero3" and self.num_units < _FEWEST_UNITS:
+        if self.sharding != "zero3" and self.num_units < _MIN_UNITS:
             return (
                 f"FSDP is on, but the model is {self.num_units} unit(s): all {self.num_parameters:,} parameters are "
                 "all-gathered in one piece. Check the wrap policy of accelerate's configuration"
@@ -74,18 +74,18 @@ def _reason(*, was_asked: bool, device: str) -> str:
     if was_asked and device == "cpu":
         return ". accelerate does not shard on CPUs; on GPUs this run is refused"
     if was_asked:
-        return ", although accelerate.json asks for it: the script does not prepare its model with it"
+        return ", although accelerate.json enables it: the script does not prepare its model with accelerate"
     return ". To shard the model, give a recipe or --accelerate-config FILE"
 
 
-def living_modules() -> list[nn.Module]:
+def live_modules() -> list[nn.Module]:
     """Return every module of this process. Takes about a second where there are many objects."""
     # By type, not isinstance, which would make lazy objects of libraries import their modules.
     return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 
 def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundSharding:
-    """Look at modules, all of them without recursion, and at their parameters."""
+    """Determine how the parameters of modules are sharded; `modules` lists submodules too."""
     parameters = list(_parameters(modules))
     units = sum(isinstance(each, FSDPModule) for each in modules)
     flat_units = sum(isinstance(each, FullyShardedDataParallel) for each in modules)
@@ -99,10 +99,10 @@ def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundShardin
     elif any(isinstance(each, DistributedDataParallel) for each in modules):
         sharding = "ddp"
     sizes = [_sizes(each) for each in parameters]
-    held, whole = sum(size[1] for size in sizes), sum(size[0] for size in sizes)
+    held, total = sum(size[1] for size in sizes), sum(size[0] for size in sizes)
     if sharding == "fsdp1":  # flat parameters are one shard each
-        whole = held * world_size
-    return FoundSharding(sharding, units or flat_units, whole, held, world_size, distributed.is_initialized())
+        total = held * world_size
+    return FoundSharding(sharding, units or flat_units, total, held, world_size, distributed.is_initialized())
 
 
 def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -115,7 +115,7 @@ def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 
 def _sizes(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return the elements of a whole parameter, and those on this process."""
+    """Return the elements of an unsharded parameter, and those in this process's memory."""
     if isinstance(parameter, DTensor):
         return parameter.numel(), parameter.to_local().numel()
     shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed's

@@ -27,13 +27,13 @@ from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.distributed.tensor_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.engine import USUAL_SHARDING, ShardingOptions
+from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, leave_out_step
+from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, skip_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, sharded over the ranks.
 
-    One process is a mesh of one: the same code with nothing to all-gather. Adapters on one process are not sharded at
-    all (`is_unsharded`).
+    A single process is a mesh of one: it runs the same code, with nothing to all-gather. Adapters on one process are
+    not sharded at all (`is_unsharded`).
 
     Attributes:
         model: the sharded model with its loss.
@@ -63,7 +63,7 @@ class Fsdp2Engine:
         training: TrainingPlan,
         world: World,
         init_weights: InitWeights | None = None,
-        sharding: ShardingOptions = USUAL_SHARDING,
+        sharding: ShardingOptions = DEFAULT_SHARDING,
     ) -> None:
         """Shard a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
@@ -72,14 +72,14 @@ class Fsdp2Engine:
         self._sharding = sharding
         if not self._is_unsharded:
             _check_precisions(hf_model)
-            _check_sharing(hf_model)
+            _check_no_shared_layers(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
-            parameters_on = torch.device("cpu") if training.offload == "all" else world.device
-            materialize(self.model, world.device, parameters_on)
-            hf_model.tie_weights()  # which `to_empty` unties
+            parameter_device = torch.device("cpu") if training.offload == "all" else world.device
+            materialize(self.model, world.device, parameter_device)
+            hf_model.tie_weights()  # `to_empty` untied them
         if init_weights is not None:
             init_weights(hf_model)
         self._shards = list(hf_model.parameters())
@@ -148,7 +148,7 @@ class Fsdp2Engine:
         """Yield the model in training mode; see `Engine.probe`."""
         try:
             with warnings.catch_warnings():
-                # It is about outputs that are changed in place later, which a probe never does.
+                # The warning is about outputs that are changed in place later, which a probe never does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 yield self.model
         finally:
@@ -164,7 +164,7 @@ class Fsdp2Engine:
         norm = _clip_gradients(self.model.parameters(), max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        leave_out_step(self.optimizer, 1.0 - norm.isfinite().float())
+        skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -187,14 +187,14 @@ class Fsdp2Engine:
     def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         hf_model = self.model.hf_model
         model, optimizer = get_state_dict(hf_model, self.optimizer, options=self._state_options())
-        # Buffers and second names of tied parameters are among them.
+        # `get_state_dict` also returns buffers, and tied parameters under each of their names.
         return {name: model[name] for name in saved_parameters(hf_model, self._training)}, optimizer
 
-    def _state_options(self, *, whole: bool = False) -> StateDictOptions:
+    def _state_options(self, *, full: bool = False) -> StateDictOptions:
         """Return torch's options; with adapters, frozen parameters are loaded from the pretrained weights again."""
-        is_frozen_left_out = self._training.adapters is not None
+        ignores_frozen = self._training.adapters is not None
         return StateDictOptions(
-            full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=is_frozen_left_out, strict=False
+            full_state_dict=full, cpu_offload=full, ignore_frozen_params=ignores_frozen, strict=False
         )
 
     def load(self, folder: Path) -> None:
@@ -218,7 +218,7 @@ class Fsdp2Engine:
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
         hf_model = self.model.hf_model
-        options = self._state_options(whole=True)
+        options = self._state_options(full=True)
         weights = get_model_state_dict(hf_model, options=options)
         saved = saved_parameters(hf_model, self._training)
         return {name: cast("torch.Tensor", value) for name, value in weights.items() if name in saved}
@@ -230,21 +230,21 @@ def _check_precisions(model: nn.Module) -> None:
         raise TrainingError(
             f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't shard frozen weights in bf16 together with adapters in fp32",
             meaning="torch can from version 2.8 on",
-            fix="take an image with torch 2.8 or newer, or training.engine=zero3",
+            fix="use an image with torch 2.8 or newer, or set training.engine=zero3",
         )
 
 
-def _check_sharing(model: nn.Module) -> None:
+def _check_no_shared_layers(model: nn.Module) -> None:
     seen: set[int] = set()
     for layer in find_decoder_layers(model):
-        own = {id(parameter) for parameter in layer.parameters()}
-        if not seen.isdisjoint(own):
+        parameters = {id(parameter) for parameter in layer.parameters()}
+        if not seen.isdisjoint(parameters):
             raise TrainingError(
                 f"decoder layers of {type(model).__name__} share weights, which FSDP2 can't shard layer by layer",
                 meaning="some of its layers are one layer that is computed several times, as in Zamba",
                 fix="choose another model",
             )
-        seen |= own
+        seen |= parameters
 
 
 def _check_device(world: World) -> None:
@@ -252,7 +252,7 @@ def _check_device(world: World) -> None:
         raise TrainingError(
             f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
             meaning="it sums gradients that should be averaged; newer versions train on CPUs",
-            fix="take GPUs, one process, or a newer torch",
+            fix="use GPUs, one process, or a newer torch",
         )
 
 
@@ -331,11 +331,11 @@ def compiles(training: TrainingPlan, device: torch.device) -> bool:
 
 def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
     groups = parameter_groups(model, training)
-    rates: dict[str, Any] = {"lr": 0.0, "betas": training.betas}  # the learning rate comes with each step
+    rates: dict[str, Any] = {"lr": 0.0, "betas": training.betas}  # each step sets the learning rate
     if training.optimizer == "adamw8bit":
         return AdamW8bit(groups, **rates)
-    kind = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
-    return kind(groups, **rates, fused=True)
+    optimizer_class = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
+    return optimizer_class(groups, **rates, fused=True)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -343,11 +343,11 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clip the norm of all gradients, of one or several meshes; return it, a scalar on the device."""
+    """Clip the norm of all gradients, on one or several meshes; return the norm, a scalar on the device."""
     groups = by_mesh(each for each in parameters if each.grad is not None)
     norms = [nn.utils.get_total_norm([each.grad for each in group if each.grad is not None]) for group in groups]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = whole[0] if len(whole) == 1 else nn.utils.get_total_norm(whole)
+    reduced = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = reduced[0] if len(reduced) == 1 else nn.utils.get_total_norm(reduced)
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

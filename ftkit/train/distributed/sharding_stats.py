@@ -22,8 +22,8 @@ class ParameterShard:
     """Elements of one parameter.
 
     Attributes:
-        total: of the whole parameter.
-        local: on this rank.
+        total: all of them, unsharded.
+        local: those on this rank.
         allowed: the maximum on this rank.
     """
 

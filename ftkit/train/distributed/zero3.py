@@ -281,17 +281,17 @@ def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) 
 
     Only this part of the model is ever unsharded.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
         for name, parameter in list(module.named_parameters(recurse=False)):
             if zero3_partition(parameter) is not None:
                 continue
-            if parameter.is_meta and parameter not in made:
+            if parameter.is_meta and parameter not in materialized:
                 empty = torch.empty_like(parameter, device=device, dtype=precision)
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                materialized[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             if parameter.is_meta:
-                setattr(module, name, made[parameter])
+                setattr(module, name, materialized[parameter])
             else:
                 parameter.data = parameter.data.to(precision)

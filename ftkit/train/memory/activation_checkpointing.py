@@ -8,7 +8,7 @@ Saved for each layer, besides tensors that all layers share (rotary tables, mask
   attention, with its log-sum-exp (fp32, one per head and token). Norms, rotations, activations and sums are recomputed.
   Compiled layers save outputs only if the backward pass reads them, so not those of `down` and the output projection
   if no norm follows them.
-* `full`: the layer's input; with `activation_offload` it waits in host memory, and two are on the device at a time.
+* `full`: the layer's input; with `activation_offload` it is moved to host memory, and two are on the device at a time.
   One layer at a time is recomputed, with the activations that `none` would save.
 """
 
@@ -58,17 +58,17 @@ def apply_activation_checkpointing(
 
     Args:
         layers: decoder layers, in the order of their calls.
-        mode: of activation checkpointing.
+        mode: the activation checkpointing mode.
         compiled: whether layers are compiled.
-        offload: holds the inputs of layers with mode `full`; None: they stay on the device.
+        offload: offloads the inputs of layers with mode `full`. They stay on the device if None.
     """
     if mode == "none" and not compiled:
         return
     if compiled:
         raise_recompile_limit(len(layers))
     for index, layer in enumerate(layers):
-        kind = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
-        layers[index] = kind(layer, mode, compiled=compiled, offload=offload)
+        layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
+        layers[index] = layer_class(layer, mode, compiled=compiled, offload=offload)
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
@@ -83,7 +83,7 @@ class RecomputedLayer(nn.Module):
     attributes.
 
     Attributes:
-        activation_checkpointing: its mode.
+        activation_checkpointing: the layer's mode.
     """
 
     activation_checkpointing: ActivationCheckpointing
@@ -111,8 +111,8 @@ class RecomputedLayer(nn.Module):
 
 
 @cache
-def _recomputed_class(kind: type[nn.Module]) -> type[RecomputedLayer]:
-    return type(f"Recomputed{kind.__name__}", (RecomputedLayer, kind), {})
+def _recomputed_class(layer_class: type[nn.Module]) -> type[RecomputedLayer]:
+    return type(f"Recomputed{layer_class.__name__}", (RecomputedLayer, layer_class), {})
 
 
 def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

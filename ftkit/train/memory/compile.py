@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 class CompiledForward:
     """A forward that is compiled as one graph (`fullgraph=True`).
 
-    By default, torch compiles parts and silently runs the rest uncompiled, as slowly, and with as much memory, as
-    without a compiler. Here that is a warning. A forward that is called with too many shapes is handled the same way.
+    By default, torch breaks the graph: it compiles parts and silently runs the rest uncompiled, as slowly, and with as
+    much memory, as without a compiler. Here that logs a warning, as does a forward that is called with too many shapes.
     """
 
     def __init__(self, forward: Callable[..., Any], name: str) -> None:
-        """Compile `forward` at its first call; `name` is what a warning calls it."""
+        """Compile `forward` at its first call; warnings call it `name`."""
         self._forward = forward
         self._name = name
         self._failures = compile_failures()
@@ -38,7 +38,7 @@ class CompiledForward:
             return self._compiled(*args, **kwargs)
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
-            reason = "It is called in more ways than torch compiles." if is_limit else one_line(error)
+            reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
             _warn_once(self._name, reason)
             self._compiled = torch.compile(self._forward)
         return self._compiled(*args, **kwargs)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 PROC = Path("/proc")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
-def available_bytes(proc: Path = PROC, control_groups: Path = CONTROL_GROUPS) -> int:
-    """Return how much more this job's processes may allocate: free memory of the machine, or less if cgroups limit it.
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return how much more this job's processes may allocate: the machine's free memory, or less if cgroups limit it.
 
     0 if unknown.
     """
     machine = _kibibytes(proc / "meminfo", "MemAvailable:")
-    return min([machine, *_left_in_groups(proc, control_groups)])
+    return min([machine, *_free_in_cgroups(proc, cgroups)])
 
 
 def total_bytes(proc: Path = PROC) -> int:
@@ -23,11 +23,11 @@ def total_bytes(proc: Path = PROC) -> int:
 
 
 def resident_bytes(proc: Path = PROC) -> tuple[int, int]:
-    """Return the resident set of this process, and its peak since `forget_peak`; zeros if unknown."""
+    """Return the resident set of this process, and its peak since `reset_peak`; zeros if unknown."""
     return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
 
 
-def forget_peak(proc: Path = PROC) -> None:
+def reset_peak(proc: Path = PROC) -> None:
     """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
     try:
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
@@ -35,12 +35,12 @@ def forget_peak(proc: Path = PROC) -> None:
         return
 
 
-def _left_in_groups(proc: Path, control_groups: Path) -> list[int]:
+def _free_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
     """Return the free memory of each cgroup (version 2) that limits this process; its file cache counts as free."""
-    own = [line.removeprefix("0::/") for line in _lines(proc / "self" / "cgroup") if line.startswith("0::/")]
-    folders = [folder for path in own for folder in (Path(path), *Path(path).parents)]
+    paths = [line.removeprefix("0::/") for line in _lines(proc / "self" / "cgroup") if line.startswith("0::/")]
+    folders = [folder for path in paths for folder in (Path(path), *Path(path).parents)]
     left = []
-    for folder in {control_groups / folder for folder in folders}:
+    for folder in {cgroups / folder for folder in folders}:
         limit = "".join(_lines(folder / "memory.max"))
         if limit.isdigit():
             used = int("".join(_lines(folder / "memory.current")) or 0)

@@ -31,8 +31,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or its cause, is an out-of-memory error."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    can_say = isinstance(error, RuntimeError | CheckpointException)
-    if can_say and any(message in str(error).lower() for message in _MESSAGES):
+    may_report = isinstance(error, RuntimeError | CheckpointException)
+    if may_report and any(message in str(error).lower() for message in _MESSAGES):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
@@ -41,12 +41,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_explained(
     plan: RunPlan, world: World, trace: MemoryTrace, tensors: Callable[[], Mapping[str, list[torch.Tensor]]] = dict
 ) -> Iterator[None]:
-    """Convert a bare out-of-memory error to one with the memory by part and with advice.
+    """Convert an out-of-memory error to one that lists the memory by part, and gives advice.
 
     Args:
-        plan: with the predictions.
-        world: the device of this process.
-        trace: the stage and step that the run is in.
+        plan: the run's plan, with its predictions.
+        world: this process and its device.
+        trace: the current stage and step.
         tensors: returns the engine's tensors, by part; without it, memory is not divided by part.
 
     Raises:
@@ -77,7 +77,7 @@ def _gib_on_device(tensors: Mapping[str, list[torch.Tensor]], device: torch.devi
 
 
 def capacity_gib(plan: RunPlan, device: torch.device) -> float:
-    """Return the memory of this process's device, or its share of host memory."""
+    """Return the memory of this process's GPU, or its share of host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
     return total_bytes() / plan.placement.processes_per_node / GIB
@@ -85,7 +85,7 @@ def capacity_gib(plan: RunPlan, device: torch.device) -> float:
 
 def _describe_held(held: Mapping[str, float], memory: DeviceMemory) -> str:
     rest = max(0.0, memory.allocated - sum(held.values()))
-    parts = dict(held) | {"activations, gathered weights and the rest" if held else "not told apart yet": rest}
+    parts = dict(held) | {"activations, gathered weights and the rest" if held else "not attributed yet": rest}
     return _in_gib(parts)
 
 

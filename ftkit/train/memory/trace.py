@@ -11,7 +11,7 @@ import torch
 
 from ftkit.config.execution import GIB
 from ftkit.runs.records import MemoryRecord
-from ftkit.train.memory.host_memory import forget_peak, resident_bytes
+from ftkit.train.memory.host_memory import reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ class MemoryTrace:
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
         else:
-            forget_peak()
+            reset_peak()
 
     def begin_once(self, stage: str) -> None:
         """Begin a stage of the first step; in later steps do nothing."""

@@ -1,4 +1,4 @@
-"""Attention kernels: choose the fastest one on this device that keeps packed documents apart."""
+"""Attention kernels: choose the fastest one on this device that isolates packed documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLASH4 = "ftkit_varlen"
 """Name of ftkit's flash-attn-4 attention in transformers."""
 
 _HOPPER = (9, 0)
-_UNKNOWN_TO_FLASH4 = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
 
 _CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
@@ -62,7 +62,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     """
     special, has = _changed_scores(config), _kernels_of_class(config)
     if training.attention != "auto":
-        _check_wanted(training, special, config, world)
+        _check_requested(training, special, config, world)
         return training.attention, "the recipe asks for it"
     if has == {"eager"}:
         return "eager", "the model's class in transformers has no other"
@@ -102,26 +102,26 @@ def _changed_scores(config: PretrainedConfig) -> str | None:
     return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
 
 
-def _check_wanted(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
-    wanted = training.attention
-    if special and wanted in {"flash4", "sdpa"}:
+def _check_requested(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
+    requested = training.attention
+    if special and requested in {"flash4", "sdpa"}:
         raise TrainingError(
-            f"training.attention={wanted} can't compute a '{config.model_type}': it {special}",
+            f"training.attention={requested} can't compute a '{config.model_type}': it {special}",
             fix="set training.attention=auto",
         )
-    if wanted == "flex" and training.sequence_length < FLEX_MINIMUM:
+    if requested == "flex" and training.sequence_length < FLEX_MINIMUM:
         raise TrainingError(
             f"training.attention=flex needs a sequence length of {FLEX_MINIMUM} or more, not "
             f"{training.sequence_length}",
-            meaning="for shorter packs torch takes a kernel that ignores where documents end",
+            meaning="for shorter packs torch uses a kernel that ignores where documents end",
             fix="set training.attention=auto, or a longer training.sequence_length",
         )
-    if wanted == "flash4" and (failure := _flash4_failure(config, world)) is not None:
+    if requested == "flash4" and (failure := _flash4_failure(config, world)) is not None:
         raise PrerequisiteError(
             f"training.attention=flash4: {failure}",
-            meaning="flash-attn-4 or a package that it needs is missing or of another version, or it does not support "
+            meaning="flash-attn-4 or a package that it needs is missing or has another version, or it does not support "
             "this GPU or these heads",
-            fix="pip install flash-attn-4 in the image, or set training.attention=auto",
+            fix="install flash-attn-4 in the image, or set training.attention=auto",
         )
 
 
@@ -140,12 +140,12 @@ def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str 
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
     try:
-        off = max(_flash4_difference(config, device, window) for window in windows)
+        error_ratio = max(_flash4_difference(config, device, window) for window in windows)
     except Exception as error:  # noqa: BLE001 - many packages may be missing or too old, each with its own errors
         return f"{type(error).__name__}: {one_line(error)}"
-    if off <= _KERNEL_TOLERANCE:
+    if error_ratio <= _KERNEL_TOLERANCE:
         return None
-    return f"it computes this model's heads wrongly: results or gradients are off by {off:.0%}"
+    return f"it computes this model's heads wrongly: results or gradients are off by {error_ratio:.0%}"
 
 
 def _flash4_difference(config: PretrainedConfig, device: torch.device, window: int | None) -> float:
@@ -229,10 +229,10 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any])
     Raises:
         TrainingError: one of them is given.
     """
-    name = next((name for name in _UNKNOWN_TO_FLASH4 if arguments.get(name) is not None), None)
+    name = next((name for name in _UNSUPPORTED_BY_FLASH4 if arguments.get(name) is not None), None)
     if name is not None:
         raise TrainingError(
-            f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 can't do",
+            f"{type(module).__name__} changes its attention scores ('{name}'), which flash-attn-4 does not support",
             fix="set training.attention=flex",
         )
 
@@ -278,8 +278,8 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(chosen)
 
 
-# Operators: the compiler doesn't trace into them, and activation checkpointing can save their output. The package's
-# public function allows neither; hence its private ones.
+# Custom operators: the compiler doesn't trace into them, and activation checkpointing can save their output. The
+# package's public function allows neither, so these call its private functions.
 @torch.library.custom_op("ftkit::varlen_attention", mutates_args=())
 def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors and numbers
     query: torch.Tensor,

@@ -57,7 +57,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
         raise TrainingError(
             f"transformers {transformers.__version__} can't configure a '{shape.family}': {one_line(error)}",
             meaning="the name is not a model_type, or only a newer version knows it",
-            fix="correct model.architecture.family, or take an image with a newer transformers",
+            fix="correct model.architecture.family, or use an image with a newer transformers",
         ) from error
     _scale_positions(config, shape)
     return config
@@ -84,15 +84,15 @@ class TextConfig:
 
 
 def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
-    """Read the configuration of the weights; of a multimodal model, that of its text model.
+    """Read the configuration of the weights; for a multimodal model, that of its text model.
 
     Args:
-        folder: with the weights.
+        folder: the folder with the weights.
         shape: the planned shape.
         stored_vocab_size: rows of the embedding in the files, if added tokens need more.
 
     Raises:
-        NotFoundError: it can't be read, or has no architecture.
+        NotFoundError: the file can't be read, or has no architecture.
         TrainingError: transformers can't read it, or the plan is for another shape.
     """
     stored = _read_stored(folder)
@@ -101,11 +101,11 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     _check_quantization(stored, folder)
     of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
-    found = find_contradictions(of_files, _told(config))
+    found = find_contradictions(of_files, _shape_fields(config))
     wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
         raise TrainingError(
-            f"the weights in {folder} are of another shape than model.architecture: {'; '.join(wrong)}",
+            f"the weights in {folder} have another shape than model.architecture: {'; '.join(wrong)}",
             meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
             fix="correct model.architecture in the recipe; if it is not set there, submit again: the plan then "
             "reads the files that are downloaded now",
@@ -116,10 +116,10 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     return TextConfig(config, is_wrapped=config is not stored)
 
 
-def _told(config: PretrainedConfig) -> dict[str, Any]:
+def _shape_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a configuration about the shape, by their public names.
 
-    From its saved form if that has these names: if layers differ, the configuration has no such attribute.
+    They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
     """
     saved = config.to_dict()
     return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
@@ -134,13 +134,13 @@ def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
     if not isinstance(rope, dict):  # transformers 4
         config.rope_scaling = values
     elif "full_attention" in rope:
-        config.rope_parameters = rope | {"full_attention": _kept(rope["full_attention"]) | values}
+        config.rope_parameters = rope | {"full_attention": _kept_rope_keys(rope["full_attention"]) | values}
     else:
-        config.rope_parameters = _kept(rope) | values
+        config.rope_parameters = _kept_rope_keys(rope) | values
     config.max_position_embeddings = shape.max_position_embeddings
 
 
-def _kept(rope: dict[str, Any]) -> dict[str, Any]:
+def _kept_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
     return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
 
 
@@ -176,17 +176,17 @@ def _read_stored(folder: Path) -> PretrainedConfig:
     model_type, version = read_model_type(folder), transformers.__version__
     if model_type not in CONFIG_MAPPING:
         raise TrainingError(
-            f"transformers {version} does not have the architecture '{model_type}' that {folder / CONFIG_FILE} names",
+            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
             meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
-            fix="take an image with a newer transformers, or choose another model",
+            fix="use an image with a newer transformers, or choose another model",
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each architecture and version raises different errors on odd values
         raise TrainingError(
             f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
-            meaning="the file was edited manually, or is of another version of the architecture",
-            fix="correct it, or copy or download it again",
+            meaning="the file was edited manually, or belongs to another version of the architecture",
+            fix="correct the file, or copy or download it again",
         ) from error
 
 
@@ -230,27 +230,27 @@ def _check_has_decoder(model: Any) -> None:
     decoder = find_decoder(model)
     if decoder is model or model.get_output_embeddings() is None:
         raise TrainingError(
-            f"{type(model).__name__} has no decoder apart from its output projection",
-            meaning="its class in transformers is of another kind than a causal language model's",
+            f"{type(model).__name__} has no decoder separate from its output projection",
+            meaning="its class in transformers is not built like a causal language model",
             fix="choose another model, or an image with a newer transformers",
         )
 
 
 def why_not_packed(model: Any) -> str | None:
-    """Return why a model can't be passed the boundaries of packed documents; None if it can."""
+    """Return why a model can't be told where packed documents begin; None if it can."""
     decoder = find_decoder(model)
-    taken = _parameters(decoder)
-    if taken is None or "position_ids" in taken:
+    accepted = _parameters(decoder)
+    if accepted is None or "position_ids" in accepted:
         return None
-    return f"{type(decoder).__name__} does not take the positions of packed documents"
+    return f"{type(decoder).__name__} does not accept the positions of packed documents"
 
 
 def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return those keyword arguments that a module's forward accepts."""
-    taken = _parameters(module)
-    if taken is None:
+    accepted = _parameters(module)
+    if accepted is None:
         return inputs
-    return {name: value for name, value in inputs.items() if name in taken}
+    return {name: value for name, value in inputs.items() if name in accepted}
 
 
 def _parameters(module: nn.Module) -> frozenset[str] | None:
@@ -280,8 +280,9 @@ def _prepared(model: Any) -> nn.Module:
 def find_decoder(model: Any) -> Any:
     """Return the module under the output projection; the model itself if there is none.
 
-    `get_decoder` of some models returns the whole model: in transformers 4, and Llama 4's text model, whose
-    `base_model_prefix` is another one's. Of ModernBERT's decoder it returns the output projection, which has that name.
+    For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
+    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection, whose
+    attribute has that name.
     """
     decoder = model.get_decoder()
     if decoder is model or decoder is model.get_output_embeddings():
@@ -295,8 +296,8 @@ def find_decoder(model: Any) -> Any:
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers.
 
-    Found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit. Layers may
-    have several classes, as in models that mix attention with other layers.
+    They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
+    Layers may have several classes, as in models that mix attention with other layers.
 
     Raises:
         TrainingError: the model has no such list of layers.
@@ -307,8 +308,8 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
-            f"the model's {expected} decoder layers were not found; lists of modules in it: {found}",
-            meaning="this model is not built as a decoder of layers",
+            f"the model's {expected} decoder layers were not found; its lists of modules are: {found}",
+            meaning="this model is not a stack of decoder layers",
             fix="choose a model of another family",
         )
     return max(matching, key=_num_parameters)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ftkit.train.world import ContextGroup
 
 _NAME = "ftkit_context_parallel"
-"""transformers' name of it."""
+"""Name of this attention function in transformers."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
 
@@ -78,7 +78,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     """Compute attention within documents over the tokens of all ranks of a group.
 
     Shapes: query [B, H, S, D], key and value [B, K, S, D], with S tokens of each pack; returns [B, S, H, D].
-    `cu_seq_lens_q` is of the whole packs.
+    `cu_seq_lens_q` has the offsets in the full packs.
     """
     refuse_changed_scores(module, others)
     del attention_mask

@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_READ_AT_ONCE = 2**27
-"""Elements of a tensor that are read at a time: half a GiB in fp32."""
+_ELEMENTS_PER_READ = 2**27
+"""Elements of a tensor that are read at a time: 0.5 GiB in fp32."""
 
 
-def rows_at_once(shape: Sequence[int]) -> int:
+def rows_per_read(shape: Sequence[int]) -> int:
     """Return how many rows of a tensor to read at a time."""
-    return max(1, _READ_AT_ONCE // max(1, math.prod(shape[1:])))
+    return max(1, _ELEMENTS_PER_READ // max(1, math.prod(shape[1:])))
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A rank's shard of a parameter: elements `begin` to `end` of the flattened whole, or of some of its columns.
+    """A rank's shard of a parameter: elements `begin` to `end` of the flattened parameter, or of some of its columns.
 
     Attributes:
-        shape: shape of the whole parameter.
+        shape: shape of the unsharded parameter.
         values: flat view of the shard; writing to it changes the parameter.
         begin: offset of the shard's first element.
-        columns: of the whole, of which the shard has rows; None for all.
+        columns: the columns that the shard has rows of. All if None.
     """
 
     shape: torch.Size
@@ -48,22 +48,22 @@ class LocalShard:
         return self.begin + self.values.numel()
 
     @torch.no_grad()
-    def copy_from(self, whole: torch.Tensor) -> None:
-        """Copy this shard from a whole tensor."""
-        self.values.copy_(self._own_columns(whole).reshape(-1)[self.begin : self.end])
+    def copy_from(self, unsharded: torch.Tensor) -> None:
+        """Copy this shard from an unsharded tensor."""
+        self.values.copy_(self._local_columns(unsharded).reshape(-1)[self.begin : self.end])
 
     @torch.no_grad()
     def copy_rows(self, read: Callable[[int, int], torch.Tensor]) -> None:
         """Copy this shard from a tensor, a few rows at a time; `read(first, last)` returns a range of its rows."""
         width = self.shape[1:].numel() if self.columns is None else len(self.columns)
         first, last = self.begin // width, -(-self.end // width)
-        step = rows_at_once(self.shape)
+        step = rows_per_read(self.shape)
         for top, bottom in pairwise([first, *range((first // step + 1) * step, last, step), last]):
             begin, end = max(self.begin, top * width), min(self.end, bottom * width)
-            rows = self._own_columns(read(top, bottom)).reshape(-1)[begin - top * width : end - top * width]
+            rows = self._local_columns(read(top, bottom)).reshape(-1)[begin - top * width : end - top * width]
             self.values[begin - self.begin : end - self.begin].copy_(rows)
 
-    def _own_columns(self, rows: torch.Tensor) -> torch.Tensor:
+    def _local_columns(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.columns is None else rows[:, self.columns.start : self.columns.stop]
 
 
@@ -80,7 +80,7 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
 
 
 def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
-    """ZeRO-3 partitions the flattened elements evenly, the last partitions padded."""
+    """Return this rank's shard: ZeRO-3 partitions the flattened elements evenly, and pads the last partitions."""
     share, total = partition.values.numel(), partition.shape.numel()
     begin = min(dist.get_rank() * share, total)
     return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
@@ -116,7 +116,7 @@ def _local_part(parameter: DTensor) -> tuple[range, range | None]:
     return _chunk(rows, mesh.get_local_rank(dimension), mesh.size(dimension)), columns
 
 
-def _chunk(whole: range, rank: int, size: int) -> range:
-    """Return a rank's part, as `torch.chunk` divides."""
-    share = -(-len(whole) // size)
-    return whole[min(rank * share, len(whole)) : min((rank + 1) * share, len(whole))]
+def _chunk(indices: range, rank: int, size: int) -> range:
+    """Return a rank's chunk of a range, divided as `torch.chunk` does."""
+    share = -(-len(indices) // size)
+    return indices[min(rank * share, len(indices)) : min((rank + 1) * share, len(indices))]

@@ -21,7 +21,7 @@ from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 
 _ALIGNMENT = 8
-"""Elements of which a multiple allows a GPU loads of 16 bytes, for all dtypes."""
+"""GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 """Integer dtypes by their size in bytes."""
@@ -54,7 +54,7 @@ class Nf4Layout:
         return sum(nf4_parts(self.num_weights)) // self.storage.itemsize
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a whole matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
+        """Quantize an unsharded matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
         quantized, state = _bitsandbytes().quantize_4bit(
             weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
         )
@@ -146,8 +146,8 @@ def _dequantize_compiled(
     return words.flatten().view(storage)
 
 
-# An operator, so that activation checkpointing knows it by name. Autograd saves the parameter, not views of it: an
-# engine may free and all-gather it in between.
+# A custom operator, so that activation checkpointing finds it by name. Autograd saves the parameter, not views of it:
+# an engine may free and all-gather it in between.
 @torch.library.custom_op("ftkit::nf4_product", mutates_args=())
 def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
     return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))

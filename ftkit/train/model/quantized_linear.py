@@ -42,7 +42,7 @@ class WeightLayout(Protocol):
         """Elements of the flat form."""
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantize a whole matrix to its flat form."""
+        """Quantize an unsharded matrix to its flat form."""
 
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the dequantized matrix, in the compute dtype."""
@@ -104,6 +104,6 @@ def _quantized(linear: nn.Linear, layout: WeightLayout) -> QuantizedLinear:
 
 
 def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a zero, uint8, that no compiler can fold: values that are combined with it are computed after `tensor`."""
+    """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`."""
     first = tensor.flatten()[0]
     return ((first > 0) & (first < 0)).to(torch.uint8)

@@ -2,7 +2,7 @@
 
 transformers 5 stores experts in one tensor, and files on the hub store them one by one. The mapping is in
 `transformers.conversion_mapping`; ftkit reads the pieces directly, since each rank needs only its own rows. A text
-model that is part of a multimodal one, such as Gemma 3's from 4B on, has other names there.
+model that is part of a multimodal one, as in Gemma 3 from 4B on, has other names in the files.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def map_tensors(
     found: dict[str, MappedTensor] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     conversions = WeightConversions.of(model)
-    for one in sorted(names, key=_natural):
+    for one in sorted(names, key=_natural_sort_key):
         name, pattern = text_name(one), None
         if name not in known and name.removesuffix(_MXFP4_BLOCKS) in known:
             scales = one.removesuffix(_MXFP4_BLOCKS) + _MXFP4_SCALES
@@ -237,7 +237,7 @@ def dequantized(
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Tensors that transformers converts from some of the files'. The sources are read completely, once for all."""
+    """Tensors that transformers converts from several of the files'. All sources are read completely, once."""
 
     converter: Any
     name: str
@@ -279,12 +279,12 @@ def _join(
     model: PreTrainedModel,
     read: Callable[[str], TensorSource],
 ) -> dict[str, TensorSource]:
-    """Return the model's tensors that are converted from some of the files', by name; `name` is the first source."""
+    """Return the model's tensors that are converted from some of the files', by name; `name` is the first target."""
     (converter,) = (one for one in converters if not by_pattern.keys().isdisjoint(one.source_patterns))
     parts = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
     if len({len(part) for part in parts}) > 1:
         raise TrainingError(
-            f"pieces of '{name}' are missing: {' and '.join(str(len(part)) for part in parts)} are there",
+            f"pieces of '{name}' are missing: the files have {' and '.join(str(len(part)) for part in parts)}",
             meaning="the files are incomplete",
             fix="download them again",
         )
@@ -299,9 +299,9 @@ def _join(
 
 
 _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-"""Conversions of which each rank reads only its own rows; others are left to transformers."""
+"""Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""
 
 
-def _natural(name: str) -> list[str | int]:
-    """Sort numbers in names as numbers."""
+def _natural_sort_key(name: str) -> list[str | int]:
+    """Return a sort key that compares numbers in names as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -26,7 +26,7 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.local_shard import LocalShard, local_shard, rows_at_once
+from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
 from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors, text_name
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def fetch_weights(model: ModelSpec, world: World) -> Path:
-    """Return the folder with the model's files, on the node's own disk if they were staged.
+    """Return the folder with the model's files, on the node's local disk if they were staged.
 
     Downloads missing files once per node; the other ranks wait.
 
@@ -54,7 +54,7 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     if staged := os.environ.get(STAGED):
         return Path(staged)
     if is_path(model.weights):
-        check_folder(Path(model.weights))  # the nodes have not checked it yet if the data was prepared before
+        check_folder(Path(model.weights))  # if the data was prepared earlier, no node has checked it yet
         return Path(model.weights)
     home = Path("~/.cache/huggingface")  # unless HF_HOME is set, as the job script does
     if world.local_rank == 0:
@@ -65,10 +65,10 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     return folder
 
 
-def materialize(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-    """Allocate a sharded model's parameters, none of them tied; its buffers keep their values, on `device`."""
+def materialize(model: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
+    """Allocate a sharded model's parameters, and untie tied ones; buffers are moved to `device` with their values."""
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
-    model.to_empty(device=parameters_on)
+    model.to_empty(device=parameter_device)
     for name, buffer in buffers.items():
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, buffer)
@@ -80,33 +80,33 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     Of a multimodal model's files, only the text model is read.
 
     Args:
-        model: with its parameters allocated.
-        folder: with the files.
+        model: a model whose parameters are allocated.
+        folder: the folder with the files.
         stored_vocab_size: rows in the files if the model has more: the others are initialized with the mean.
 
     Raises:
         TrainingError: a parameter is missing from the files, or has another shape.
     """
-    wanted, buffers = _load_targets(model), dict(model.named_buffers())
+    targets, buffers = _load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
     growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
-        mapped = _map_by_first_name(cast("PreTrainedModel", model), places, wanted.keys() | buffers.keys(), files.read)
-        if missing := sorted(wanted.keys() - mapped.keys()):
+        mapped = _map_by_first_name(cast("PreTrainedModel", model), places, targets.keys() | buffers.keys(), files.read)
+        if missing := sorted(targets.keys() - mapped.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
-                meaning="the files are incomplete, or of another model",
+                meaning="the files are incomplete, or belong to another model",
                 fix="download them again; check model.weights and model.architecture",
             )
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # sources of conversions are freed with their last result
-            if name in wanted:
-                wanted[name].load(growth.grow(name, one.source), one.first)
+            if name in targets:
+                targets[name].load(growth.grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
         if unused := sorted(_in_layers(model, places.keys() - files.used)):
             log.warning(
-                "%d tensors of the files have no place in %s, and are not trained: %s …",
+                "the files have %d tensors that %s does not use; they are not trained: %s …",
                 len(unused),
                 type(model).__name__,
                 ", ".join(unused[:3]),
@@ -129,15 +129,15 @@ def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
 class PretrainedTensors(Mapping[str, torch.Tensor]):
     """The tensors of a folder of pretrained weights, by a model's names; each is read on access.
 
-    Only tensors of the model, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
+    It has only the model's tensors, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
         """Open the files.
 
         Args:
-            model: without adapters, maybe on the meta device; only its class and the names of its tensors matter.
-            folder: Hugging Face's layout.
+            model: a model without adapters, maybe on the meta device; only its class and tensor names matter.
+            folder: a folder in Hugging Face's layout.
             stored_vocab_size: as in `load_weights`.
         """
         places = {stored: path for path, names in _files(folder).items() for stored in names}
@@ -160,7 +160,7 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
 def _map_by_first_name(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
-    """Map tensors as `map_tensors` does; files may hold a tied parameter under any of its names, the model's first."""
+    """Map tensors as `map_tensors` does; files may have a tied parameter under any of its names."""
     first_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -179,14 +179,14 @@ class _Growth:
     """Tensors of the files that get rows for added tokens.
 
     Attributes:
-        names: of the model's parameters with a row for each token; empty if none grows.
-        stored: rows in the files.
-        wanted: rows in the model.
+        names: the model's parameters that have a row for each token; empty if none grows.
+        num_stored: rows in the files.
+        num_rows: rows in the model.
     """
 
     names: frozenset[str]
-    stored: int | None
-    wanted: int
+    num_stored: int | None
+    num_rows: int
 
     @classmethod
     def of(cls, model: Any, stored: int | None) -> _Growth:
@@ -200,9 +200,9 @@ class _Growth:
 
     def grow(self, name: str, source: TensorSource) -> TensorSource:
         """Return a tensor of the files with as many rows as the model has."""
-        if name not in self.names or source.get_shape()[0] != self.stored:
+        if name not in self.names or source.get_shape()[0] != self.num_stored:
             return source
-        return _GrownTensor(source, self.wanted)
+        return _GrownTensor(source, self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _GrownTensor:
     def _mean(self) -> torch.Tensor:
         """Compute the mean in fp64, in chunks that don't depend on the shards; return it in the files' dtype."""
         shape = self.source.get_shape()
-        height = rows_at_once(shape)
+        height = rows_per_read(shape)
         total, dtype = torch.zeros(shape[1:], dtype=torch.float64), torch.float64
         for first in range(0, shape[0], height):
             chunk = self.source[first : min(first + height, shape[0])]
@@ -267,6 +267,7 @@ def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
 
 
 _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
+"""Families whose RMS norms multiply by 1 + weight."""
 
 
 @dataclass(frozen=True)
@@ -279,20 +280,20 @@ class _RandomTensor:
     constant: float
 
     def get_shape(self) -> list[int]:
-        return self.destination.wanted
+        return self.destination.expected_shape
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         shape, device = self.get_shape(), self.destination.shard.values.device
         if len(shape) == 1:
             return torch.full(shape, self.constant, device=device)[rows]
         first, last, _ = rows.indices(shape[0])
-        height = rows_at_once(shape)
+        height = rows_per_read(shape)
         chunks = range(first // height, -(-last // height))
         drawn = torch.cat([self._chunk(number, height) for number in chunks])
         return drawn[first - chunks.start * height : last - chunks.start * height]
 
     def _chunk(self, number: int, height: int) -> torch.Tensor:
-        """Draw a number of rows. Most matrices are one chunk."""
+        """Draw a chunk of rows. Most matrices are one chunk."""
         shape, values = self.get_shape(), self.destination.shard.values
         rows = min(height, shape[0] - number * height)
         generator = torch.Generator(values.device).manual_seed(self.seed + number)
@@ -304,9 +305,9 @@ class _LoadTarget:
     """A parameter that is loaded from the files.
 
     Attributes:
-        shard: this rank's part of it.
-        layout: of its quantization, if it is stored in 4 bits.
-        magnitude: DoRA's magnitude of the parameter's rows, initialized with that of the pretrained weights.
+        shard: this rank's shard of it.
+        layout: the layout of its quantized form; None if it is not quantized.
+        magnitude: DoRA's magnitude of the parameter's rows, initialized with the norms of the pretrained rows.
     """
 
     shard: LocalShard
@@ -314,16 +315,16 @@ class _LoadTarget:
     magnitude: LocalShard | None
 
     @property
-    def wanted(self) -> list[int]:
+    def expected_shape(self) -> list[int]:
         """The expected shape of the tensor in the files."""
         return [*self.shard.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
 
     def load(self, source: TensorSource, name: str) -> None:
         """Read this rank's rows of a tensor; all rows if every shard depends on them."""
         shape = list(source.get_shape())
-        if shape != self.wanted:
+        if shape != self.expected_shape:
             raise TrainingError(
-                f"'{name}' has shape {shape} in the files and {self.wanted} in the model",
+                f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
                 fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
         device = self.shard.values.device
@@ -344,8 +345,8 @@ def _row_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
-    """Return the target of each tensor of the files. Adapters are in none, and add a level to others' names."""
-    parameters = dict(model.named_parameters())  # a tied parameter is in it once, under its first name
+    """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
+    parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
     found = {}
     for name, parameter in parameters.items():
         if is_adapter(name):

@@ -93,12 +93,12 @@ def set_collectives(module: FSDPModule, all_gather: Any, reduce_scatter: Any) ->
     module.set_custom_reduce_scatter(reduce_scatter)
 
 
-def leave_out_step(optimizer: torch.optim.Optimizer, is_left_out: torch.Tensor) -> None:
+def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> None:
     """Have the next `step` of a fused optimizer change nothing if a scalar on the device is 1; the host need not know.
 
     `Optimizer.found_inf`, which `torch.amp.GradScaler` sets, torch 2.0 to 2.15. If it goes: read the scalar.
     """
-    optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
+    optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
 
 
 def record_collectives() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ftkit.train.memory.host_memory import available_bytes, forget_peak, resident_bytes
+from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,10 +49,10 @@ def test_a_cgroup_over_its_limit_has_nothing_available(proc: Path, tmp_path: Pat
 def test_unknown_system_values_count_as_zero(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, tmp_path) == 0
     assert resident_bytes(tmp_path) == (0, 0)
-    forget_peak(tmp_path)
+    reset_peak(tmp_path)
 
 
 def test_process_memory_is_read_from_its_status(proc: Path) -> None:
     assert resident_bytes(proc) == (100 * 1024, 200 * 1024)
-    forget_peak(proc)
+    reset_peak(proc)
     assert (proc / "self" / "clear_refs").read_text() == "5"

@@ -9,7 +9,7 @@ import pytest
 
 from ftkit.planning.layout import RunLayout
 from ftkit.train.components import watchdog
-from ftkit.train.components.watchdog import HangReport, Watchdog, name_culprits
+from ftkit.train.components.watchdog import HangReport, Watchdog, describe_culprits
 
 
 def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,15 +34,18 @@ HERE = HangReport("n1", 7, waits_for_batch=False)
 @pytest.mark.parametrize(
     ("reports", "told"),
     [
-        ({0: HERE, 2: HERE}, "no sign of life from rank 1"),
-        ({0: HERE, 1: HangReport("n2", 6, waits_for_batch=False), 2: HERE}, "behind is rank 1 on n2 in step 6"),
+        ({0: HERE, 2: HERE}, "no report from rank 1"),
+        (
+            {0: HERE, 1: HangReport("n2", 6, waits_for_batch=False), 2: HERE},
+            "the others wait for rank 1 on n2 in step 6",
+        ),
         ({0: HERE, 1: HangReport("n2", 7, waits_for_batch=True), 2: HERE}, "no batch yet for rank 1 on n2"),
         ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (a network"),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangReport], told: str) -> None:
-    assert name_culprits(reports, 3, 7).startswith(told)
+    assert describe_culprits(reports, 3, 7).startswith(told)
 
 
 def test_only_some_of_many_ranks_are_listed() -> None:
-    assert name_culprits({}, 64, 7) == "no sign of life from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
+    assert describe_culprits({}, 64, 7) == "no report from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
