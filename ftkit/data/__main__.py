@@ -28,7 +28,7 @@ def main(plan_path: Path) -> int:
         sys.stderr.write(f"prepare: {text}\n")
         append_record(layout.metrics, StageRecord(time.time(), text))
 
-    layout.disk_full.unlink(missing_ok=True)  # of an earlier start
+    layout.disk_full.unlink(missing_ok=True)  # left by an earlier start
     try:
         plan = read_plan(layout)
         home = Workspace(plan.workspace).hub_home

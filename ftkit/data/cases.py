@@ -103,7 +103,7 @@ def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit
         raise DataError(
             "there are no rows to evaluate on",
             meaning="the file is empty, or the recipe has no validation split",
-            fix="give others: --data FILE",
+            fix="give other rows: --data FILE",
         )
     return take_rows(rows, limit)
 
@@ -184,7 +184,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     try:
         return resolve_format(AutoFormat(), rows[:DETECTION_ROWS])
     except DataError:
-        conversation_of(rows[0].columns, form)  # otherwise it has no prompt either, and the error says so
+        conversation_of(rows[0].columns, form)  # raises an error if there is no prompt either
         return None
 
 

@@ -17,7 +17,7 @@ class ChatTemplate:
     """A chat template that ftkit ships.
 
     Attributes:
-        name: its name, and its file's in `ftkit/data/templates`.
+        name: its name, which is also its file's in `ftkit/data/templates`.
         end_of_turn: the special token after a turn of the assistant.
         begin: the special token at the start of a text.
         other_tokens: the other special tokens that it writes.
@@ -76,7 +76,7 @@ def missing_tokens(source: str, name: str, missing: Collection[str]) -> DataErro
     return DataError(
         f"the tokenizer of '{source}' lacks {', '.join(missing)} of the '{name}' chat template",
         meaning="the template belongs to another model family; its markers would be ordinary text to this model",
-        fix="set data.chat_template to the template that this model was trained with, or to 'model'; where the "
-        f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With method full, the missing ones "
+        fix="set data.chat_template to the template that this model was trained with, or to 'model'; if the "
+        f"tokenizer has none, write a {TEMPLATE_FILE} beside its files. With training.method=full, the missing tokens "
         "can be learned: model.added_tokens",
     )

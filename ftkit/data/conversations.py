@@ -10,7 +10,7 @@ from ftkit.config.data import Role
 from ftkit.errors import DataError
 
 JsonObject = Mapping[str, Any]
-_ROLES_SHOWN = 8
+_MAX_SHOWN_ROLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Conversation:
 
     Attributes:
         tools: JSON schemas as OpenAI's API takes them: `{"type": "function", "function": {...}}`.
-        num_prompt: the turns that are the prompt, where the data has prompts and completions.
+        num_prompt: number of turns that are the prompt, if the data has prompts and completions.
     """
 
     messages: tuple[Message, ...]
@@ -74,10 +74,10 @@ def texts_of(example: Example) -> list[str]:
 
 
 def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list[int]:
-    """Return which turns are trained.
+    """Return the indices of the trained turns.
 
     Raises:
-        DataError: none is.
+        DataError: no turn is trained.
     """
     messages, num_prompt = conversation.messages, conversation.num_prompt
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -102,7 +102,7 @@ def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list
     ]
     if not trained:
         raise DataError(
-            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_ROLES_SHOWN])}",
+            f"nothing to train on in the turns {', '.join(message.role for message in messages[:_MAX_SHOWN_ROLES])}",
             meaning="data.train_on, or the weights of the turns, exclude all turns",
             fix="correct data.format or data.train_on, or skip these examples",
         )

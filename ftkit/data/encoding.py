@@ -27,7 +27,7 @@ MAX_CHARACTERS = 8 << 20
 """Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for
 each."""
 IGNORED = -100
-"""The label of a token that does not count: PyTorch's default `ignore_index`."""
+"""The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
 
 _SHORT_CONVERSATION = Conversation((Message("user", "Hello"), Message("assistant", "Hello")))
 
@@ -50,7 +50,7 @@ class Document:
         return int((self.labels != IGNORED).sum())
 
 
-def find_answer_end(tokenizer: Any) -> int | None:
+def find_end_of_turn(tokenizer: Any) -> int | None:
     """Return the special token that the chat template writes after an assistant turn.
 
     It is the last label of each trained turn, so it ends completions of the trained model, in evaluation
@@ -100,7 +100,7 @@ class RowEncoder:
             DataError: the chat template writes no special token after an assistant turn.
         """
         renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options)
-        if renderer is not None and data.train_on != "all" and find_answer_end(tokenizer) is None:
+        if renderer is not None and data.train_on != "all" and find_end_of_turn(tokenizer) is None:
             raise DataError(
                 "the chat template writes no special token after an assistant turn",
                 meaning="the model would never learn to end a completion, and would generate up to the token limit",
@@ -115,8 +115,8 @@ class RowEncoder:
         tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files set them
         tokenizer.backend_tokenizer.no_padding()
         encode = tokenizer.backend_tokenizer.encode
-        whole, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
-        adds_space = whole != [*parts[0], *parts[1]]
+        joined, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
+        adds_space = joined != [*parts[0], *parts[1]]
         has_begin = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         is_parsed = isinstance(form, TextFormat) and form.parse_special_tokens
         return cls(
@@ -129,7 +129,7 @@ class RowEncoder:
         """Return the texts of a row, with the trained spans of each.
 
         Raises:
-            DataError: the row can't be used as the recipe asks; with its place.
+            DataError: the row can't be used with this recipe; the message has its file and line.
         """
         with errors_at(row):
             example = read_example(row.columns, self.data, self.format)
@@ -181,8 +181,8 @@ class RowEncoder:
             raise DataError("the text is blank", fix="remove this example")
         pattern = token_pattern(self.special_tokens)
         cuts = tuple(len(self.begin) + found.start() + 1 for found in pattern.finditer(text))
-        whole = f"{self.begin}{text}{self.tokenizer.eos_token}"
-        return Rendering(whole, ((0, len(whole)),), cuts)
+        document = f"{self.begin}{text}{self.tokenizer.eos_token}"
+        return Rendering(document, ((0, len(document)),), cuts)
 
     def _tokenize(self, renderings: Iterable[Rendering]) -> list[Document]:
         """Tokenize texts in pieces cut at the ends of trained turns, so that a prompt has the tokens of inference."""

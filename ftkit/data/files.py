@@ -84,9 +84,9 @@ def stamp(place: str, key: str) -> str:
     """Return a value that changes when the files at an address do. Raises as `find_files` does."""
     with _remote_errors(place, key):
         files, system = _find_remote(place, key), _file_system(place, key)
-        about = [(file, system.info(file)) for file in files]
+        infos = [(file, system.info(file)) for file in files]
     keys = ("size", "ETag", "etag", "md5Hash", "mtime", "LastModified", "blob_id")
-    return "\n".join(f"{file} {[str(info[key]) for key in keys if info.get(key)]}" for file, info in about)
+    return "\n".join(f"{file} {[str(info[key]) for key in keys if info.get(key)]}" for file, info in infos)
 
 
 def _is_folder(path: Path) -> bool:

@@ -39,9 +39,9 @@ METADATA = frozenset(
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
      "__index_level_0__")
 )  # fmt: skip
-"""Metadata columns: skipped, and listed."""
+"""Metadata columns: they are skipped, and a message lists them."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
-_USED = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
+_REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
 
 
@@ -114,7 +114,7 @@ def _is_turns(row: Row, column: str, style: str) -> bool:
 
 def unused_columns(row: Mapping[str, Any], form: Format) -> list[str]:
     """Return the columns with a value that the format does not use, in the row's order."""
-    known = {*form.columns, *_USED.get(type(form), ())}
+    known = {*form.columns, *_REDUNDANT.get(type(form), ())}
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
 

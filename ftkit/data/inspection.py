@@ -78,10 +78,10 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sampl
         tokens, labels, positions, _ = store.read([pack])[0]
         is_trained = np.append(False, labels[:-1] != IGNORED)
         starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        borders = list(pairwise(starts))
-        if len(borders) > 1 and not is_trained[borders[-1][0] :].any():
-            borders.pop()  # padding
-        for number, (begin, end) in enumerate(borders, 1):
+        bounds = list(pairwise(starts))
+        if len(bounds) > 1 and not is_trained[bounds[-1][0] :].any():
+            bounds.pop()  # padding
+        for number, (begin, end) in enumerate(bounds, 1):
             parts = [
                 (trained, [token for token, _ in part])
                 for trained, part in groupby(
@@ -90,7 +90,7 @@ def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sampl
             ]
             segments = tuple(Segment(0, "", str(tokenizer.decode(part)), bool(trained)) for trained, part in parts)
             num_trained = int(is_trained[begin:end].sum())
-            yield Sample(f"pack {pack}", number, len(borders), end - begin, num_trained, segments)
+            yield Sample(f"pack {pack}", number, len(bounds), end - begin, num_trained, segments)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class DataStats:
 
 @dataclass(frozen=True)
 class DataInspector:
-    """The data of a recipe, opened."""
+    """Reads a recipe's data, and encodes it as preparation would."""
 
     recipe: RecipePlan
     encoder: BatchEncoder
@@ -247,7 +247,7 @@ class DataInspector:
         """
         data, length = self.recipe.data, self.recipe.training.sequence_length
         encoder = self.encoder
-        if data.too_long == "error":  # it is counted nevertheless
+        if data.too_long == "error":  # such documents are counted instead
             dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
             encoder = replace(encoder, recipe=dropping)
         sources = [SourceStats(source.name) for source in data.sources]

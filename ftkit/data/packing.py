@@ -22,9 +22,9 @@ WINDOW_TOKENS = 8 << 20
 """Tokens of a window: 32 MiB, with enough documents to fill the packs."""
 _MIN_PACKS_OF_WINDOW = 128
 _FULL = 0.995
-"""Minimum fill; the documents of an emptier pack wait for the next window."""
+"""Minimum fill ratio; the documents of an emptier pack wait for the next window."""
 _MAX_WAITING = 0.5
-"""Fraction of a window that may wait. With documents of up to a whole pack, a quarter wastes 0.3 % of the tokens."""
+"""Fraction of a window that may wait. With documents as long as a pack, a quarter would waste 0.3 % of the tokens."""
 
 MIN_WIDTH = 128
 """Minimum width of padded rows. Flex attention has no training kernel for fewer tokens."""
@@ -42,18 +42,18 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     if lengths and max(lengths) > capacity:
         raise ValueError(f"a document of {max(lengths)} tokens does not fit a pack of {capacity}")
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, pack), sorted
+    free: list[tuple[int, int]] = []  # (tokens left, pack), sorted
     for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
-        tightest = bisect_left(rooms, (length, -1))
-        if tightest == len(rooms):
-            room, pack = capacity, len(packs)
+        tightest = bisect_left(free, (length, -1))
+        if tightest == len(free):
+            left, pack = capacity, len(packs)
             packs.append([])
         else:
-            room, pack = rooms.pop(tightest)
+            left, pack = free.pop(tightest)
         packs[pack].append(document)
-        if room > length:
-            insort(rooms, (room - length, pack))
+        if left > length:
+            insort(free, (left - length, pack))
     return packs
 
 
@@ -109,11 +109,11 @@ class Packer:
         packs = assign_packs(lengths, self.capacity)
         waiting: list[int] = []
         if not is_last:
-            done, room = [], _MAX_WAITING * self.window_tokens
+            done, left = [], _MAX_WAITING * self.window_tokens
             for pack in reversed(packs):  # the packs opened last are the emptiest
                 size = sum(lengths[index] for index in pack)
-                if size < _FULL * self.capacity and room >= size:
-                    room -= size
+                if size < _FULL * self.capacity and left >= size:
+                    left -= size
                     waiting += pack
                 else:
                     done.append(pack)
@@ -125,7 +125,7 @@ class Packer:
 
 
 def row_width(length: int, longest: int) -> int:
-    """Return the width of a document's padded row, for packs of `longest` tokens; few widths keep compilations few."""
+    """Return the width of a document's padded row, for packs of `longest` tokens: few widths, so few compilations."""
     width = longest
     while (half := -(-width // 2)) >= max(length, MIN_WIDTH):
         width = half
@@ -134,8 +134,8 @@ def row_width(length: int, longest: int) -> int:
 
 def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
     """Return the tokens of all rows, padding included, if each document had its own row."""
-    different, counts = np.unique(lengths, return_counts=True)
-    return sum(row_width(int(length), longest) * int(count) for length, count in zip(different, counts, strict=True))
+    distinct, counts = np.unique(lengths, return_counts=True)
+    return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
 
 
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -10,7 +10,7 @@ from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
-from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_answer_end
+from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_end_of_turn
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
@@ -39,7 +39,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         num_workers: tokenizing processes; one per CPU if None. The result is the same for any number.
 
     Raises:
-        DataError: the data can't be used as the recipe asks.
+        DataError: the data can't be used with this recipe.
     """
     prepared = PreparedData(plan.data_directory)
     if prepared.is_complete:
@@ -50,8 +50,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         manifest = replace(manifest, digests=folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
-        done = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
-        report(f"{manifest.num_too_long:,} documents longer than a pack: {done[plan.recipe.data.too_long]}")
+        outcomes = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
+        report(f"{manifest.num_too_long:,} documents longer than a pack: {outcomes[plan.recipe.data.too_long]}")
     report(
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
         f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"
@@ -114,7 +114,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
     encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
-    return BatchEncoder(recipe, encoders, find_answer_end(tokenizer))
+    return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer))
 
 
 class _SplitWriter:

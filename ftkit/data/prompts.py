@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 _MORE_COLUMNS = ("input", "context")
-"""Columns of an instruction."""
+"""Columns that add to the column 'instruction'."""
 _TOOL_COLUMNS = ("tools", "functions")
 
 
@@ -43,13 +43,13 @@ def conversation_of(columns: Mapping[str, Any], form: Format | None) -> Conversa
         DataError: the row has no prompt.
     """
     if isinstance(form, PromptCompletionFormat | JinjaFormat):
-        asked = form.model_copy(update={"completion": form.prompt})
-        if all(name in columns for name in asked.columns):
+        prompt_only = form.model_copy(update={"completion": form.prompt})
+        if all(name in columns for name in prompt_only.columns):
             return read_prompt(columns, form)
     for style in ("openai", "sharegpt"):
         for name, value in columns.items():
             if isinstance(value, list) and value and all(is_turn(turn, style) for turn in value):
-                return _open(columns, tuple(read_turns(value, name, style, ())))
+                return _open_turns(columns, tuple(read_turns(value, name, style, ())))
     for name in _TEXT_COLUMNS:
         if isinstance(columns.get(name), str):
             more = [str(columns[each]) for each in _MORE_COLUMNS if name == "instruction" and columns.get(each)]
@@ -61,7 +61,7 @@ def conversation_of(columns: Mapping[str, Any], form: Format | None) -> Conversa
     )
 
 
-def _open(columns: Mapping[str, Any], messages: tuple[Message, ...]) -> Conversation:
+def _open_turns(columns: Mapping[str, Any], messages: tuple[Message, ...]) -> Conversation:
     """Return the turns up to the last that is not the assistant's, with the row's tools."""
     end = max((number for number, each in enumerate(messages, start=1) if each.role != "assistant"), default=0)
     if not end:

@@ -35,13 +35,13 @@ class RawRow:
     """A row as it was read.
 
     Attributes:
+        separator: text between the file's name and the number.
         number: line or row, counted from 1, or as the data set counts.
-        sequel: text between the file's name and the number.
         content: JSON text that is not parsed yet, the columns, or the row's error.
     """
 
     file: str
-    sequel: str
+    separator: str
     number: int
     content: bytes | Columns | DataError
 
@@ -53,7 +53,7 @@ class RawRow:
         """
         if isinstance(self.content, DataError):
             raise self.content
-        where = f"{self.file}{self.sequel}{self.number}"
+        where = f"{self.file}{self.separator}{self.number}"
         if isinstance(self.content, bytes):
             return parse_row(self.content, self.file, where, is_first=self.number == 1)
         return Row(self.content, where)
@@ -245,10 +245,10 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
 
 def _check_names(names: Sequence[str], path: str) -> None:
     """Refuse duplicate column names, and files with another separator."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
         raise DataError(
-            f"{path}: there are two columns {', '.join(map(repr, twice))}",
+            f"{path}: there are two columns {', '.join(map(repr, duplicates))}",
             meaning="the values of one of them would be lost",
             fix="rename or remove one of them",
         )
@@ -264,7 +264,7 @@ def _check_names(names: Sequence[str], path: str) -> None:
 def _csv_problem(columns: Mapping[Any, Any], where: str) -> DataError | None:
     if None in columns or None in columns.values():
         return DataError(
-            f"{where}: {'more' if None in columns else 'fewer'} columns than the first line names",
+            f"{where}: {'more' if None in columns else 'fewer'} columns than the first line lists",
             meaning="a comma or a line break in a text needs quotes around it",
             fix="correct this line, or convert the file to JSON Lines",
         )
@@ -319,7 +319,7 @@ def _not_utf8(content: object, path: str, number: int) -> DataError | None:
     return DataError(
         f"{path}, row {number}: not UTF-8: {one_line(content)}",
         meaning="a text column has bytes of another encoding",
-        fix="convert them where the file is made",
+        fix="convert them to UTF-8 in the program that writes the file",
     )
 
 

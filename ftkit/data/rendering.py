@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
 _WINDOW = 16
-_ROLES_SHOWN = 8
+_MAX_SHOWN_ROLES = 8
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK])\s*\Z")
 """Marker that opens a turn without thinking; some templates omit it when they render the turn itself."""
@@ -58,7 +58,7 @@ class ChatRenderer:
         tool_template: template for conversations with tools; the same for most tokenizers.
         variables: special tokens and options that it may use.
         special_tokens: tokens that stay text if the data contains them, longest first.
-        needs_short_ids: whether it requires tool call ids of nine letters.
+        needs_short_ids: whether it requires tool call ids of nine letters or digits.
         dropped: fields of turns that it silently omits, found by rendering small conversations.
     """
 
@@ -79,10 +79,10 @@ class ChatRenderer:
             special_tokens=special_tokens_of(tokenizer),
         )
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
-        needs_short_ids = not renderer._takes(call) and renderer._takes(_with_short_ids(call))
+        needs_short_ids = not renderer._accepts(call) and renderer._accepts(_with_short_ids(call))
         return replace(renderer, needs_short_ids=needs_short_ids, dropped=frozenset(_dropped(renderer)))
 
-    def _takes(self, conversation: Conversation) -> bool:
+    def _accepts(self, conversation: Conversation) -> bool:
         try:
             self.render(conversation)
         except DataError:
@@ -104,33 +104,33 @@ class ChatRenderer:
         """Return the text of a conversation to the token that ends its last turn. Raises as `render` does."""
         return self._to_end_of_turn(self.render(conversation))
 
-    def renderings(self, conversation: Conversation, train_on: DataSpec) -> list[Rendering]:
+    def renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         """Render a conversation so that each trained turn has the form that inference will see.
 
-        Inference renders the turns before an assistant turn, and the model writes the rest. Where a template rewrites
+        Inference renders the turns before an assistant turn, and the model writes the rest. If a template rewrites
         earlier turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one
-        text can't have all turns in that form. So each text ends with a turn, and holds as many trained turns as stay
-        the same.
+        text can't have all turns in that form. So each text ends with a trained turn, and contains the earlier trained
+        turns that stay the same.
 
         Raises:
             DataError: the template rejects the conversation or drops part of it, or nothing is trained.
         """
         conversation, has_cuts = self._prepared(conversation)
         turns = [_for_template(message) for message in conversation.messages]
-        if train_on.train_on == "all":
+        if data.train_on == "all":
             text, _ = self._render(turns, conversation.tools, open_turn=False)
             found = [Rendering(text, ((0, len(text)),))]
         else:
-            found = self._grouped(turns, conversation.tools, trained_turns(conversation, train_on.train_on))
+            found = self._grouped(turns, conversation.tools, trained_turns(conversation, data.train_on))
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
-        """Check that the template writes all fields, and cut special tokens in the text; return whether any are."""
+        """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
         lost = self.dropped and self.dropped & _fields_of(conversation)
         if lost:
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
-                meaning="the model would be trained on other text than the data has",
+                meaning="the model would be trained on text that differs from the data",
                 fix="choose a data.chat_template that writes them, or correct the data",
             )
         if self.needs_short_ids:
@@ -174,7 +174,7 @@ class ChatRenderer:
                 for block in compiled.generate(variables):
                     blocks.append(block)  # noqa: PERF402 - the tracker reads what is there so far
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
-            roles = [turn["role"] for turn in turns[:_ROLES_SHOWN]] + ["…"] * (len(turns) > _ROLES_SHOWN)
+            roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
             raise DataError(
                 f"the chat template can't render the turns {', '.join(roles) or '(none)'}: {one_line(error)}",
                 meaning="most templates require at most one system turn, then alternating user and assistant turns",
@@ -185,7 +185,7 @@ class ChatRenderer:
     def _grouped(
         self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
     ) -> list[Rendering]:
-        """Return texts that each end with a trained turn; as few as give each turn the form of inference."""
+        """Return the fewest texts, each ending with a trained turn, in which all trained turns look as in inference."""
         in_windows = self._in_windows(turns, tools, trained) if len(turns) > _WINDOW else None
         if in_windows is not None:
             return [in_windows]
@@ -219,10 +219,12 @@ class ChatRenderer:
                 return None
             spans.append((len(text) + begin - len(before), len(text) + len(through) - len(before)))
             text, done = text + through[len(before) :], turn + 1
-        whole, _ = self._render(turns[:done], tools, open_turn=False)
-        return Rendering(text, tuple(spans)) if whole.startswith(text) else None
+        expected, _ = self._render(turns[:done], tools, open_turn=False)
+        return Rendering(text, tuple(spans)) if expected.startswith(text) else None
 
-    def _behind(self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> str | None:
+    def _after_generation_prompt(
+        self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int
+    ) -> str | None:
         """Return the prompt of inference followed by the assistant turn, if the template renders the turn differently.
 
         gpt-oss omits the analysis before a tool call once there is a final answer; Gemma 4's generation prompt has an
@@ -233,7 +235,7 @@ class ChatRenderer:
         context, _ = self._render(turns[:turn], tools, open_turn=False)
         other, _ = self._render([*turns[:turn], {"role": "assistant", "content": "ftkit"}], tools, open_turn=False)
         opening = _EMPTY_THINKING.sub("", before[len(context) :]) if before.startswith(context) else ""
-        start = _shared(text, other).rfind(opening) if opening else -1
+        start = _common_prefix(text, other).rfind(opening) if opening else -1
         return None if start < 0 else before + text[start + len(opening) :]
 
     def _to_end_of_turn(self, text: str) -> str:
@@ -265,20 +267,20 @@ class ChatRenderer:
         before, _ = self._render(turns[:turn], tools, open_turn=is_assistant)
         before = before if is_assistant else self._to_end_of_turn(before)
         if not text.startswith(before):
-            inferred = self._behind(before, turns, tools, turn) if is_assistant else None
+            inferred = self._after_generation_prompt(before, turns, tools, turn) if is_assistant else None
             if inferred is not None:
                 return inferred, len(before)
             raise DataError(
                 f"turn {turn + 1}: inference opens this turn with {before[-40:]!r}, but the chat template renders the "
                 "turn without that",
-                meaning="the model would be trained on other text than it sees in inference; thinking models' "
+                meaning="the model would be trained on text that differs from inference; thinking models' "
                 "templates open each turn with <think>, which data without reasoning does not have",
                 fix="add reasoning_content to the data, or set data.template_options or another data.chat_template",
             )
         return text, len(before)
 
 
-def _shared(text: str, other: str) -> str:
+def _common_prefix(text: str, other: str) -> str:
     """Return the common prefix of two texts."""
     length = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
     return text if length is None else text[:length]
@@ -312,7 +314,7 @@ def _for_template(message: Message) -> _Turn:
 
 
 def _with_short_ids(conversation: Conversation) -> Conversation:
-    """Give all tool calls ids of nine letters, and the results the ids of their calls, in order."""
+    """Give all tool calls ids of nine letters or digits, and the results the ids of their calls, in order."""
     numbers = count()
     waiting: list[str] = []
     messages = []
@@ -333,7 +335,7 @@ def _short_id(text: str) -> str:
 
 
 def _fields_of(conversation: Conversation) -> set[str]:
-    """Return the fields of a conversation that a template may omit, as messages name them."""
+    """Return the fields of a conversation that a template may omit, by their names in error messages."""
     fields = {"tools"} if conversation.tools else set()
     for message in conversation.messages:
         if message.reasoning:
@@ -372,15 +374,15 @@ def _dropped(renderer: ChatRenderer) -> Iterator[str]:
     for field, conversation in probes.items():
         short = _with_short_ids(conversation)
         try:
-            if word not in renderer.render(short if renderer._takes(short) else conversation):  # noqa: SLF001
+            if word not in renderer.render(short if renderer._accepts(short) else conversation):  # noqa: SLF001
                 yield field
         except DataError:
-            continue  # it refuses such turns, and reports that for the data
+            continue  # the template refuses such turns; if the data has any, an error says so
 
 
 def _without_cuts(rendering: Rendering) -> Rendering:
     """Remove the cut marks from the text, and return their positions."""
-    places = [place for place, letter in enumerate(rendering.text) if letter == CUT]
+    places = [place for place, character in enumerate(rendering.text) if character == CUT]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
     )

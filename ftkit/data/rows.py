@@ -35,7 +35,7 @@ _MAGIC = {
     b"ARROW1": ("an Arrow file", ".arrow"),
 }
 """Magic numbers of files that are not JSON Lines."""
-_TEXTS = (".txt", ".md")
+_TEXT_SUFFIXES = (".txt", ".md")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -54,7 +54,7 @@ def errors_at(row: Row) -> Iterator[None]:
         yield
     except DataError as error:
         shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:_EXCERPT]
-        excerpt = "the example: " + "".join(letter if letter.isprintable() else "?" for letter in shown)
+        excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
         raise DataError(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix) from error
 
@@ -137,7 +137,7 @@ def _parse_object(text: str, file: str, where: str) -> Columns:
         reason = f"{error.msg} at position {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         reason = f"a NUL byte at position {text.index(_NUL) + 1}" if _NUL in text else reason
         fix = f"{one_object}: jq -c '.[]' {shlex.quote(file)} > lines.jsonl" if is_array else one_object
-        if is_text := file.lower().endswith(_TEXTS):
+        if is_text := file.lower().endswith(_TEXT_SUFFIXES):
             fix = f"make one row of it: jq -cRs '{{text: .}}' {shlex.quote(file)} > text.jsonl"
         raise DataError(
             f"{where}: not valid JSON: {reason}",

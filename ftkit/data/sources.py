@@ -32,9 +32,9 @@ Split = Literal["train", "validation"]
 
 FIRST_BYTES = 1 << 20
 FIRST_ROWS = 200
-"""Bytes of a file that are checked before a job is submitted."""
+"""Maximum bytes and rows of a file that are checked before a job is submitted."""
 _DETECTION_BYTES = 64 << 20
-"""Bytes of the rows from which a format is detected."""
+"""Maximum bytes of the rows from which a format is detected."""
 
 
 class SourceRow(NamedTuple):
@@ -61,10 +61,10 @@ def read_rows(data: DataSpec) -> Iterator[SourceRow]:
         rows = (row for *_, row in merge(*(source.taken_evenly() for source in sources)))
     if data.validation is not None:
         rows = _split(rows, sources, data.validation)
-    whole = [(source.number, source.validation) for source in sources if source.validation]
+    validation = [(source.number, source.validation) for source in sources if source.validation]
     if data.validation is not None and data.validation.file is not None:
-        whole.append((0, _Files(data.validation.file, "data.validation.file")))
-    return chain(rows, *(_whole(number, files) for number, files in whole))
+        validation.append((0, _Files(data.validation.file, "data.validation.file")))
+    return chain(rows, *(_validation_rows(number, files) for number, files in validation))
 
 
 def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
@@ -85,7 +85,7 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
 
 
 def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
-    """Parse rows; skip up to `data.skip_bad` bad rows, then raise the first error beyond."""
+    """Parse rows; skip bad rows, but raise the first one's error if there are more than `max_bad`."""
     rows, bad = [], []
     for each in raw:
         try:
@@ -197,7 +197,7 @@ class _OpenSource:
     """A source, and the number of rows to take from it.
 
     Attributes:
-        num_train: rows to train on; None: all that are not for validation.
+        num_train: rows to train on. All that are not for validation if None.
         validation: files whose rows are all in the validation split.
     """
 
@@ -289,14 +289,14 @@ def _by_weight(sources: list[_OpenSource], weights: Sequence[float]) -> list[_Op
 # --- The validation split ------------------------------------------------------------------------
 
 
-def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], asked: ValidationSpec) -> Iterator[SourceRow]:
-    if asked.count is not None:
-        return _split_by_count(rows, sum(source.num_taken for source in sources), asked.count, asked.seed)
-    if asked.fraction is None:
+def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], validation: ValidationSpec) -> Iterator[SourceRow]:
+    if validation.count is not None:
+        return _split_by_count(rows, sum(source.num_taken for source in sources), validation.count, validation.seed)
+    if validation.fraction is None:
         return rows
-    if asked.by == "hash":
+    if validation.by == "hash":
         return (row._replace(split=None) for row in rows)
-    draw, fraction = random.Random(asked.seed), asked.fraction
+    draw, fraction = random.Random(validation.seed), validation.fraction
     return (row._replace(split="validation") if draw.random() < fraction else row for row in rows)
 
 
@@ -316,7 +316,7 @@ def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: 
             yield row
 
 
-def _whole(number: int, files: _Files) -> Iterator[SourceRow]:
+def _validation_rows(number: int, files: _Files) -> Iterator[SourceRow]:
     return (SourceRow(number, "validation", row) for row in files.read())
 
 

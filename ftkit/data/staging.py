@@ -1,4 +1,4 @@
-"""Weights on a node's own disk: copied once per node and content, verified each time, shared by the node's ranks."""
+"""Stage weights on a node's local disk: one copy per node, verified at each start, shared by the node's ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
-"""Environment variable with the folder of the weights on the node's own disk."""
+"""Environment variable with the folder of the weights on the node's local disk."""
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
 _MARKER = "ftkit-staged.json"
 _CHUNK = 2**24
-MOST_COPYING_NODES = 15
-"""On more nodes weights are not copied. N copies read the shared file system N times; ranks that read only their shards
-read it about once, however many they are. So a copy pays off after about N starts of the same weights on the same nodes
+MAX_COPYING_NODES = 15
+"""On more nodes, weights are not copied. N copies read the shared file system N times; ranks that read only their
+shards read it about once in total. So a copy pays off after about N starts with the same weights on the same nodes
 (docs/reference/many-nodes.md)."""
 _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
@@ -46,15 +46,15 @@ class StagedFiles:
 
 
 def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
-    """Copy a run's weights to this node's own disk, or verify an existing copy.
+    """Copy a run's weights to this node's local disk, or verify an existing copy.
 
     Args:
-        plan: plan of the run; without `stage: local` in its cluster, nothing is done.
-        cache: this user's folder on the node's own disk.
+        plan: plan of the run; nothing is done unless its cluster profile sets `stage: local`.
+        cache: this user's folder on the node's local disk.
         report: called with progress messages.
 
     Returns:
-        The folder to load from; None: the one on the shared file system, also on many nodes without a copy.
+        The folder to load from; None to load from the shared file system.
     """
     model = plan.recipe.model
     if plan.cluster.stage != "local" or model.weights == "random":
@@ -69,7 +69,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     if found is None:
         report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")
         return folder
-    if (num_nodes := plan.placement.num_nodes) > MOST_COPYING_NODES:
+    if (num_nodes := plan.placement.num_nodes) > MAX_COPYING_NODES:
         if os.environ.get("SLURM_NODEID", "0") == "0":
             report(f"weights are not copied to {num_nodes} nodes: ranks read their shards from {source}")
         return None
@@ -83,7 +83,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     except OSError as error:
         report(
             f"{host}: {size / 2**30:.1f} GiB of weights can't be copied to {folder.parent} ({error.strerror}): "
-            f"they are read from {source}. If copies of other models fill it, delete them"
+            f"ranks read them from {source}. If copies of other models fill the disk, delete them"
         )
         return None
     seconds = time.monotonic() - began
@@ -95,8 +95,8 @@ def _key(source: Path, files: list[Path]) -> str:
     """Return the folder's name, which changes with the weights."""
     digest = hashlib.sha256(str(source).encode())
     for path in files:
-        about = path.stat()
-        digest.update(f"\n{path.name} {about.st_size} {about.st_mtime_ns}".encode())
+        stat = path.stat()
+        digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()[:32]
 
 
@@ -106,11 +106,11 @@ def _verify(folder: Path) -> list[str] | None:
     if staged is None:
         return [_MARKER] if folder.is_dir() else []
     with ThreadPoolExecutor(_THREADS) as threads:
-        is_whole = threads.map(lambda each: _is_whole(folder / each[0], each[1]), staged.files.items())
-        return [name for name, whole in zip(staged.files, is_whole, strict=True) if not whole] or None
+        intact = threads.map(lambda each: _is_intact(folder / each[0], each[1]), staged.files.items())
+        return [name for name, is_intact in zip(staged.files, intact, strict=True) if not is_intact] or None
 
 
-def _is_whole(path: Path, expected: SavedFile) -> bool:
+def _is_intact(path: Path, expected: SavedFile) -> bool:
     try:
         return SavedFile.of(path) == expected
     except OSError:

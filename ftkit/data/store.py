@@ -41,7 +41,7 @@ class DocumentBatch:
     Attributes:
         tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
         lengths: int64, tokens of each document.
-        sources: uint16, the source of each document, as its place in `data.source`.
+        sources: uint16, the source of each document, as its index in `data.source`.
     """
 
     tokens: NDArray[np.uint32]
@@ -75,8 +75,8 @@ class DocumentBatch:
         """Return the tokens of a source, and how many of them count in the loss."""
         if (self.sources == source).all():
             return len(self.tokens), int((self.tokens >= TRAINED).sum())
-        is_own = np.repeat(self.sources == source, self.lengths)
-        return int(is_own.sum()), int((self.tokens[is_own] >= TRAINED).sum())
+        is_from_source = np.repeat(self.sources == source, self.lengths)
+        return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
 
     def take(self, indices: Sequence[int]) -> DocumentBatch:
         """Return some of the documents, in the order of `indices`."""
@@ -163,7 +163,7 @@ each pack ends in the documents; the targets of each pack."""
 
 
 class PackWriter:
-    """Writes the packs of a split one after another; memory does not grow with them."""
+    """Writes the packs of a split one after another; its memory does not grow with their number."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -179,7 +179,7 @@ class PackWriter:
         self.close()
 
     def close(self) -> None:
-        """Bring the files to the disk and close them."""
+        """Flush and fsync the files, and close them."""
         with self._stack:
             for file in self._files.values():
                 file.flush()
@@ -250,11 +250,11 @@ class PackStore:
         into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
 
 
-def _map(path: Path, kind: str) -> NDArray[Any]:
+def _map(path: Path, dtype: str) -> NDArray[Any]:
     try:
         if path.stat().st_size == 0:  # can't be mapped
-            return np.empty(0, kind)
-        return np.memmap(path, dtype=kind, mode="r")
+            return np.empty(0, dtype)
+        return np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError) as error:
         raise DataError(
             f"the prepared data can't be read: {path}: {error}",
@@ -282,7 +282,7 @@ class PreparedData:
 
     @property
     def manifest_path(self) -> Path:
-        """Written last."""
+        """The manifest, which is written last."""
         return DataLayout(self.root).manifest
 
     @property
@@ -362,12 +362,12 @@ class PreparedData:
 
 
 def _digest(folder: Path) -> str:
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        whole.update(f"{content}  {path.relative_to(folder)}\n".encode())
-    return whole.hexdigest()
+        combined.update(f"{content}  {path.relative_to(folder)}\n".encode())
+    return combined.hexdigest()
 
 
 @contextmanager

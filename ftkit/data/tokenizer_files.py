@@ -27,7 +27,7 @@ def check_tokenizer_folder(
     """Check that a folder has a tokenizer, and that it has the tokens of the chat template; reads files only.
 
     Args:
-        folder: with the tokenizer's files.
+        folder: the folder with the tokenizer's files.
         template_name: `model`, or the name of a shipped template.
         added_tokens: tokens that the recipe adds to the tokenizer.
         needs_template: whether the data is rendered with a chat template.
@@ -51,8 +51,8 @@ def check_tokenizer_folder(
 
 def needs_loading(folder: Path) -> bool:
     """Return whether only loading a tokenizer shows that it can be loaded: without tokenizer.json, or with code."""
-    is_whole = (folder / TOKENIZER_FILE).is_file() or (folder / "tekken.json").is_file()
-    return not is_whole or "auto_map" in _read_json(folder / _CONFIG)
+    has_fast_file = (folder / TOKENIZER_FILE).is_file() or (folder / "tekken.json").is_file()
+    return not has_fast_file or "auto_map" in _read_json(folder / _CONFIG)
 
 
 def check_tokenizer_files(folder: Path) -> None:
@@ -63,7 +63,7 @@ def check_tokenizer_files(folder: Path) -> None:
     """
     config = _read_json(folder / _CONFIG)
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
-        found = f": {_CONFIG} is there, its vocabulary is not" if config else ""
+        found = f": it has {_CONFIG}, but no vocabulary" if config else ""
         raise DataError(
             f"{folder} has no tokenizer{found}",
             meaning="it was not saved with the weights, or not copied with them",
@@ -73,7 +73,7 @@ def check_tokenizer_files(folder: Path) -> None:
         if not isinstance(_read_json(folder / TOKENIZER_FILE).get("model"), dict):
             raise DataError(
                 f"{folder / TOKENIZER_FILE} has no 'model', so it holds no vocabulary",
-                meaning="it is a file of another program, or was edited manually",
+                meaning="another program wrote it, or it was edited manually",
                 fix=_copy_again(folder),
             )
         return
@@ -111,7 +111,7 @@ def convert_command(source: str) -> str:
 
 
 def _copy_again(folder: Path) -> str:
-    return f"copy or download {folder} again, or set model.tokenizer.source to a tokenizer that is whole"
+    return f"copy or download {folder} again, or set model.tokenizer.source to a complete tokenizer"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

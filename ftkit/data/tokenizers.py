@@ -42,15 +42,15 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    learned = PreTrainedTokenizerFast(
+    trained = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=template.begin,
         eos_token=template.end_of_turn,
         clean_up_tokenization_spaces=False,
     )
-    learned.chat_template = template.template
-    return learned
+    trained.chat_template = template.template
+    return trained
 
 
 def load_tokenizer(
@@ -60,7 +60,7 @@ def load_tokenizer(
 
     Args:
         model: the recipe's model section.
-        chat_template: `model` for its own, the name of a shipped one, or Jinja; None: plain text needs none.
+        chat_template: `model` for its own, the name of a shipped one, or Jinja; None for plain text.
         report: called with a message for each added token.
 
     Raises:
@@ -96,7 +96,8 @@ def _loading_error(source: str, error: Exception) -> DataError:
         )
     return DataError(
         f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}",
-        meaning="a file is missing or broken, its class is of another version, or the hub refuses or is out of reach"
+        meaning="a file is missing or broken, its class needs another version of transformers, or the hub refuses "
+        "access or is unreachable"
         if not is_path(source)
         else "a file is missing or broken, or its class needs another version of transformers or another package",
         fix="check model.weights; for a gated model accept its license and set HF_TOKEN"
@@ -111,8 +112,8 @@ _PROBED_WORDS: Final = 12
 def check_conversion(tokenizer: Any, folder: Path) -> None:
     """Check that a tokenizer made of a SentencePiece model divides a text as SentencePiece does.
 
-    transformers derives spaces and normalization from the tokenizer's class: with a wrong one, or none, it divides
-    texts in another way, without a word.
+    transformers derives spaces and normalization from the tokenizer's class: with a wrong class, or none, it silently
+    divides texts differently.
 
     Raises:
         DataError: it does not.
@@ -128,15 +129,15 @@ def check_conversion(tokenizer: Any, folder: Path) -> None:
         return
     pieces = (model.id_to_piece(number).lstrip("▁") for number in range(model.get_piece_size()))
     text = " ".join(sorted(filter(str.isalpha, pieces), key=lambda piece: (-len(piece), piece))[:_PROBED_WORDS])
-    wanted = model.encode(text, out_type=str)
+    expected = model.encode(text, out_type=str)
     found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if found != wanted:
+    if found != expected:
         raise DataError(
             f"the tokenizer of '{folder}' divides a text into {' '.join(found[:4])} …, where its {files[0].name} has "
-            f"{' '.join(wanted[:4])} …",
+            f"{' '.join(expected[:4])} …",
             meaning="tokenizer_config.json has no tokenizer_class, or not the model's",
-            fix="correct it there (LlamaTokenizer for Llama 1 and 2 and models like them); or convert it with the "
-            f"right class: {convert_command(str(folder))}",
+            fix="correct tokenizer_class (LlamaTokenizer for Llama 1 and 2 and models like them); or convert it with "
+            f"the right class: {convert_command(str(folder))}",
         )
 
 
@@ -144,10 +145,10 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], No
     """Add special tokens to a tokenizer that lacks them or has them as plain tokens."""
     vocabulary = tokenizer.get_vocab()
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    made = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
-    tokenizer.add_tokens(made, special_tokens=True)
+    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
+    tokenizer.add_tokens(new, special_tokens=True)
     for token in tokens:
-        was = "added" if token not in vocabulary else "there before" if token in special else "was a plain token"
+        was = "added" if token not in vocabulary else "already there" if token in special else "was a plain token"
         report(f"special token {token}: id {tokenizer.convert_tokens_to_ids(token)}, {was}")
 
 
@@ -172,7 +173,7 @@ def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which `tokenizers` can run"
         fix = (
-            "name one in its tokenizer_config.json (eos_token), or set model.tokenizer.source to another tokenizer"
+            "set eos_token in its tokenizer_config.json, or set model.tokenizer.source to another tokenizer"
             if tokenizer.is_fast
             else f"with a newer transformers: {convert_command(source)}"
         )

@@ -35,7 +35,7 @@ _CALL_KEYS = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _GLAIVE = re.compile(r"""("arguments"\s*:\s*)'(.*)'(\s*}\s*)""", re.DOTALL)
 """Arguments in single quotes, as in data derived from Glaive's function calls."""
 _WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
-_SHOWN = 80
+_MAX_SHOWN = 80
 
 
 def is_turn(value: object, style: str) -> bool:
@@ -51,7 +51,7 @@ def read_turns(turns: object, column: str, style: str, ignored: Collection[str])
         turns: the column's value; tables often have it as JSON text.
         column: name of the column, for errors.
         style: `openai` or `sharegpt`.
-        ignored: keys of turns that the recipe leaves out.
+        ignored: keys of turns that the recipe ignores.
 
     Raises:
         DataError: the value is not a list of turns, or a turn can't be parsed; with its number.
@@ -135,7 +135,7 @@ def _role(value: object) -> Role:
     role = _ROLES.get(str(value))
     if role is None:
         raise DataError(
-            f"a turn's role is {str(value)[:_SHOWN]!r}",
+            f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
             meaning=f"known roles: {', '.join([*_ROLES, *_CALLS])}",
             fix="correct data.format.style, or the data",
         )
@@ -192,7 +192,7 @@ def _parse_json(text: str, key: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"can't read {key} as JSON: {_shown(text)}", meaning=str(error)[:_SHOWN], fix="correct the data"
+            f"can't read {key} as JSON: {_shown(text)}", meaning=str(error)[:_MAX_SHOWN], fix="correct the data"
         ) from error
 
 
@@ -263,11 +263,11 @@ def check_calls(messages: tuple[Message, ...], tools: tuple[JsonObject, ...]) ->
         unknown = [call.name for call in message.tool_calls if call.name not in names] if names else []
         if unknown:
             raise DataError(
-                f"turn {number}: a tool is called that is not in tools: {', '.join(unknown)[:_SHOWN]}",
+                f"turn {number}: a tool is called that is not in tools: {', '.join(unknown)[:_MAX_SHOWN]}",
                 meaning=f"the tools of this example: {', '.join(sorted(names))[:200]}",
                 fix="add its schema, or remove this example",
             )
 
 
 def _shown(value: object) -> str:
-    return str(value)[:_SHOWN]
+    return str(value)[:_MAX_SHOWN]

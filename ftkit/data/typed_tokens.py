@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ftkit.data.conversations import Conversation
 
 CUT = "\ufdd0"
-"""Mark inside a special token in the text. A noncharacter, which texts don't have."""
+"""Mark inside a special token in the text: a Unicode noncharacter, which texts don't contain."""
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class Vocabulary:
 
     Attributes:
         ids: the id of each token.
-        size: of the tokenizer's own model, without added tokens.
+        size: size of the tokenizer's model, without added tokens.
     """
 
     ids: dict[str, int]
@@ -41,25 +41,25 @@ class Vocabulary:
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
     """Return the vocabulary listed in a tokenizer's files; None without tokenizer.json."""
-    whole, config, special_map, added_file = (_read_json(folder / name) for name in VOCABULARY_FILES)
+    tokenizer_file, config, special_map, added_file = (_read_json(folder / name) for name in VOCABULARY_FILES)
     try:
-        found = _vocabulary(whole, config, special_map, added_file)
+        found = _vocabulary(tokenizer_file, config, special_map, added_file)
     except (LookupError, TypeError, ValueError, AttributeError):  # damaged: loading it reports how
         return None
     return found if found.size else None
 
 
 def _vocabulary(
-    whole: dict[str, Any], config: dict[str, Any], special_map: dict[str, Any], added_file: dict[str, Any]
+    tokenizer_file: dict[str, Any], config: dict[str, Any], special_map: dict[str, Any], added_file: dict[str, Any]
 ) -> Vocabulary:
-    listed = (whole.get("model") or {}).get("vocab") or {}
+    listed = (tokenizer_file.get("model") or {}).get("vocab") or {}
     # Unigram models list pairs of token and score.
     names = listed if isinstance(listed, dict) else {pair[0]: number for number, pair in enumerate(listed)}
-    added = {_content(token): int(token["id"]) for token in whole.get("added_tokens") or ()}
+    added = {_content(token): int(token["id"]) for token in tokenizer_file.get("added_tokens") or ()}
     in_config = (config.get("added_tokens_decoder") or {}).items()
     added |= {_content(token): int(number) for number, token in in_config}
     known = Vocabulary({**names, **added_file, **added}, len(names))
-    # transformers adds special tokens that the configuration names and the vocabulary lacks.
+    # transformers adds special tokens that the configuration lists and the vocabulary lacks.
     return known.with_tokens(list(dict.fromkeys([*_special_tokens(config), *_special_tokens(special_map)])))
 
 

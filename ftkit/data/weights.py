@@ -23,7 +23,7 @@ _EXPORT_SECONDS = 24 * 3600.0
 
 
 def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
-    """Whether all weights are present. Variables of the cluster override those of the environment."""
+    """Return whether all weights are present. The cluster profile's variables override the environment's."""
     variables = {**environment, **plan.cluster.environment}
     return plan.weights_to_export is None and is_fetched(
         plan.recipe.model, variables, Workspace(plan.workspace).hub_home

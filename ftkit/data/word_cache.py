@@ -69,7 +69,7 @@ class WordCache:
     patterns: tuple[_Pattern, ...] | None
     needs_nfc: bool
     _words: dict[str, list[int]] = field(default_factory=dict)
-    _other: set[str] = field(default_factory=set)
+    _uncacheable: set[str] = field(default_factory=set)
     _known: set[str] = field(default_factory=set)
 
     @classmethod
@@ -90,7 +90,7 @@ class WordCache:
         known = [self._look_up(words) for words in found]
         new = {word for words, ids in zip(found, known, strict=True) if ids is None for word in words or ()}
         if new:
-            self._learn(new)
+            self._add_words(new)
             known = [self._look_up(words) if ids is None else ids for words, ids in zip(found, known, strict=True)]
         rest = [text for text, ids in zip(texts, known, strict=True) if ids is None]
         others = iter(self.backend.encode_batch_fast(rest, add_special_tokens=False))
@@ -116,7 +116,7 @@ class WordCache:
                 continue
             pieces = [part] if part else []
             for pattern in self.patterns:
-                pieces = [piece for whole in pieces for piece in pattern.split(whole, is_ascii=is_ascii)]
+                pieces = [piece for piece_before in pieces for piece in pattern.split(piece_before, is_ascii=is_ascii)]
             words += pieces
         return words
 
@@ -128,17 +128,19 @@ class WordCache:
         self._known |= new
         return not self.needs_nfc or unicodedata.is_normalized("NFC", text)
 
-    def _learn(self, words: set[str]) -> None:
+    def _add_words(self, words: set[str]) -> None:
         """Cache the tokens of words, except long words and words that the tokenizer splits."""
-        if len(self._words) + len(self._other) > _MAX_WORDS:
+        if len(self._words) + len(self._uncacheable) > _MAX_WORDS:
             self._words.clear()
-            self._other.clear()
-        new = sorted(word for word in words - self._other if word not in self._words and len(word) <= _MAX_WORD_LENGTH)
+            self._uncacheable.clear()
+        new = sorted(
+            word for word in words - self._uncacheable if word not in self._words and len(word) <= _MAX_WORD_LENGTH
+        )
         for word, encoding in zip(new, self.backend.encode_batch(new, add_special_tokens=False), strict=True):
             if len(set(encoding.word_ids)) == 1:
                 self._words[word] = encoding.ids
             else:
-                self._other.add(word)
+                self._uncacheable.add(word)
 
 
 def _settings(component: Any) -> Any:

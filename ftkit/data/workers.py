@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 64
 _BATCH_BYTES = 1 << 18
 _BATCHES_BEFORE_WORKERS = 4
-"""Below this number of bytes, starting workers takes longer than the work."""
+"""With fewer batches, starting workers takes longer than the work."""
 _BATCHES_OF_WORKER = 4
 """Batches in flight per worker, which bounds the rows in memory."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -91,13 +91,13 @@ class BatchEncoder:
                 continue
             num_rows[source] += 1
             unused.update(unused_columns(row.columns, self.encoders[source].format))
-            into = split or self._split_of(row)
-            if into == "validation":
+            split_name = split or self._split_of(row)
+            if split_name == "validation":
                 lines.append(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n")
                 sources.append(f"{source}\n")
             sizes += [len(document.tokens) for document in result]
             num_too_long[source] += sum(len(document.tokens) > length for document in result)
-            documents[into].append(DocumentBatch.of(self._shortened(result), source))
+            documents[split_name].append(DocumentBatch.of(self._shortened(result), source))
         train, validation = (
             DocumentBatch.join(documents[split] or [DocumentBatch.of([])]) for split in ("train", "validation")
         )
@@ -154,7 +154,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
     Raises:
         MemoryExhaustedError: a worker was killed.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # these processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are parallel already
     batches = _batches(rows)
     first = list(islice(batches, _BATCHES_BEFORE_WORKERS))
     if num_workers == 1 or len(first) < _BATCHES_BEFORE_WORKERS:
@@ -176,7 +176,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
         raise MemoryExhaustedError(
             "a worker process of the preparation was killed",
             meaning="usually the machine or the job is out of memory",
-            fix="give it more memory, or fewer workers: ftkit data prepare --workers 1",
+            fix="give the job more memory, or use fewer workers: ftkit data prepare --workers 1",
         ) from error
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
@@ -186,11 +186,11 @@ def skip_bad(errors: Sequence[DataError], allowed: int) -> Sequence[DataError]:
     """Return the errors of rows to skip.
 
     Raises:
-        DataError: of the first row beyond those allowed.
+        DataError: the error of the first row beyond those allowed.
     """
     if len(errors) > allowed:
         first = errors[allowed]
-        fix = f"{first.fix}; or leave bad rows out: data.skip_bad=N ('ftkit data check' lists them)"
+        fix = f"{first.fix}; or skip bad rows: data.skip_bad=N ('ftkit data check' lists them)"
         raise DataError(first.what, meaning=first.meaning, fix=fix) from first
     return errors
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
 from ftkit.data.store import PreparedData
-from ftkit.data.tasks.metrics import Answer, Metric, choose_metrics
+from ftkit.data.tasks.metrics import Completion, Metric, choose_metrics
 from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
 from ftkit.evaluate.ranks import Ranks
 from ftkit.runs.records import EvaluationRecord, SourceLoss
@@ -43,7 +43,7 @@ class Measured:
     """
 
     loss: NDArray[np.float64]
-    answers: list[Answer]
+    answers: list[Completion]
     scores: dict[str, list[float | None]]
 
 
@@ -202,7 +202,7 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _answer(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Answer]:
+def _answer(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
     config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
     batch_size = max(1, len(order)) if model.schedules else settings.batch_size
@@ -214,7 +214,7 @@ def _answer(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettin
         for number, completion in zip(batch, completed, strict=True)
     }
     return [
-        model.generation.answer(model.tokenizer, completions[number], case.reference)
+        model.generation.to_completion(model.tokenizer, completions[number], case.reference)
         for number, case in enumerate(data.cases)
     ]
 

@@ -110,7 +110,7 @@ def test_plain_tokens_become_special_and_the_plan_knows_the_ids_from_the_files(t
     assert known is not None
     assert known.ids == tokenizer.get_vocab()
     add_tokens(tokenizer, ["eathe", "plain", "<|im_end|>", TOOL, RESULT], reports.append)
-    kinds = ["was a plain token", "was a plain token", "there before", "added", "added"]
+    kinds = ["was a plain token", "was a plain token", "already there", "added", "added"]
     assert [report.rpartition(", ")[2] for report in reports] == kinds
     tokenizer.save_pretrained(tmp_path / "after")
     again = AutoTokenizer.from_pretrained(tmp_path / "after")

@@ -14,7 +14,7 @@ from ftkit.config.data import DataSpec
 from ftkit.config.model import ModelSpec
 from ftkit.data import rendering
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_answer_end, shorten
+from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_of_turn, shorten
 from ftkit.data.formats import resolve_format
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import _set_template, _with_padding, check_conversion, check_size, learn_tokenizer
@@ -399,7 +399,7 @@ def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml:
 
 def test_an_assistant_turn_without_an_end_token_is_rejected(chatml: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
     with_template(chatml, "{% for turn in messages %}{{ turn.content }}\n{% endfor %}", monkeypatch)
-    assert find_answer_end(chatml) is None
+    assert find_end_of_turn(chatml) is None
     with pytest.raises(DataError, match="writes no special token after an assistant turn"):
         encode(chatml, TALK)
 

@@ -1,1 +1,1 @@
-"""Data that ftkit makes and scores: text-to-SQL and malware analysis."""
+"""Tasks whose data ftkit generates and scores: text-to-SQL and malware analysis."""

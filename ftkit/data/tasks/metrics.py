@@ -22,7 +22,7 @@ _SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """A completion with its reference.
 
     Attributes:
@@ -39,7 +39,7 @@ class Answer:
     raw_reference: str | None
 
 
-Score = Callable[[Case, Answer], float | None]
+Score = Callable[[Case, Completion], float | None]
 """A score from 0 to 1, or any number for a user's metric; None if the metric does not apply."""
 
 
@@ -53,70 +53,70 @@ class Metric:
     is_lower_better: bool = False
 
 
-def repetition(_: Case, answer: Answer) -> float | None:
+def repetition(_: Case, completion: Completion) -> float | None:
     """Return the fraction of repeated 4-grams of the completion's tokens: 0 without repetition."""
-    grams = [tuple(answer.tokens[place : place + _NGRAM]) for place in range(len(answer.tokens) - _NGRAM + 1)]
+    grams = [tuple(completion.tokens[place : place + _NGRAM]) for place in range(len(completion.tokens) - _NGRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def exact_match(_: Case, answer: Answer) -> float | None:
+def exact_match(_: Case, completion: Completion) -> float | None:
     """Compare the texts, with every run of white space as one space."""
-    return None if answer.reference is None else float(answer.text.split() == answer.reference.split())
+    return None if completion.reference is None else float(completion.text.split() == completion.reference.split())
 
 
-def sql(case: Case, answer: Answer) -> float | None:
+def sql(case: Case, completion: Completion) -> float | None:
     """Execute the completion and the reference on the question's tables, and compare the rows."""
     if any(case.columns.get(name) is None for name in _SQL_COLUMNS):
         return None
-    return float(execution_match(read_question(case.columns), answer.text).matched)
+    return float(execution_match(read_question(case.columns), completion.text).matched)
 
 
-def verdict(case: Case, answer: Answer) -> float | None:
+def verdict(case: Case, completion: Completion) -> float | None:
     """Compare the word after `Verdict:` with the column `verdict`, or with that of the reference."""
-    said, wanted = _VERDICT.search(answer.text), case.columns.get("verdict")
-    if not isinstance(wanted, str):
-        found = _VERDICT.search(answer.reference or "")
+    predicted, expected = _VERDICT.search(completion.text), case.columns.get("verdict")
+    if not isinstance(expected, str):
+        found = _VERDICT.search(completion.reference or "")
         if found is None:
             return None
-        wanted = found[1]
-    return float(said is not None and said[1].lower() == wanted.strip().lower())
+        expected = found[1]
+    return float(predicted is not None and predicted[1].lower() == expected.strip().lower())
 
 
-def calls(case: Case, answer: Answer) -> float | None:
+def calls(case: Case, completion: Completion) -> float | None:
     """Compare calls by name and arguments, in any order, if the data has at least one."""
-    return _compared(case, answer, at_least=1)
+    return _compared(case, completion, at_least=1)
 
 
-def call_names(case: Case, answer: Answer) -> float | None:
+def call_names(case: Case, completion: Completion) -> float | None:
     """Compare calls only by name."""
-    return _compared(case, answer, at_least=1, by_name=True)
+    return _compared(case, completion, at_least=1, by_name=True)
 
 
-def parallel_calls(case: Case, answer: Answer) -> float | None:
+def parallel_calls(case: Case, completion: Completion) -> float | None:
     """Compare calls by name and arguments if the data has several in one turn."""
-    return _compared(case, answer, at_least=2)
+    return _compared(case, completion, at_least=2)
 
 
-def no_call(case: Case, answer: Answer) -> float | None:
+def no_call(case: Case, completion: Completion) -> float | None:
     """Return whether the model calls no tool, for rows with tools whose reference calls none."""
     if not case.has_tools or case.message is None or case.message.tool_calls:
         return None
-    return float(not read_calls(answer.raw))
+    return float(not read_calls(completion.raw))
 
 
-def _compared(case: Case, answer: Answer, *, at_least: int, by_name: bool = False) -> float | None:
-    if case.message is None or len(case.message.tool_calls) < at_least or answer.raw_reference is None:
+def _compared(case: Case, completion: Completion, *, at_least: int, by_name: bool = False) -> float | None:
+    if case.message is None or len(case.message.tool_calls) < at_least or completion.raw_reference is None:
         return None
-    wanted, said = read_calls(answer.raw_reference), read_calls(answer.raw)
-    if sorted(name for name, _ in wanted) != sorted(call.name for call in case.message.tool_calls):
+    expected, predicted = read_calls(completion.raw_reference), read_calls(completion.raw)
+    if sorted(name for name, _ in expected) != sorted(call.name for call in case.message.tool_calls):
         raise DataError(
-            f"can't parse the tool calls that the chat template writes: {answer.raw_reference[:80]!r}",
+            f"can't parse the tool calls that the chat template writes: {completion.raw_reference[:80]!r}",
             meaning="ftkit reads calls as JSON, as a name before JSON, and as <function=name>",
             fix="choose other metrics with --metrics, for example your own: module:function",
         )
     if by_name:
-        wanted, said = ([(name, None) for name, _ in each] for each in (wanted, said))
-    return float(same_calls(wanted, said))
+        expected, predicted = ([(name, None) for name, _ in each] for each in (expected, predicted))
+    return float(same_calls(expected, predicted))
 
 
 _CALLS = (
@@ -137,14 +137,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 a result determines which examples changed."""
 
 
-def choose_metrics(asked: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
+def choose_metrics(requested: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
     """Return the requested metrics; by default those of the data's task, and repetition.
 
     Raises:
         NotFoundError: there is no such metric.
     """
-    names = list(asked) or [*_task_of(cases), "repetition"]
-    return [metric for name in names if name != "loss" for metric in METRICS.get(name) or (_own(name),)]
+    names = list(requested) or [*_task_of(cases), "repetition"]
+    return [metric for name in names if name != "loss" for metric in METRICS.get(name) or (_import_metric(name),)]
 
 
 def _task_of(cases: Sequence[Case]) -> list[str]:
@@ -158,8 +158,8 @@ def _task_of(cases: Sequence[Case]) -> list[str]:
     return found or ["exact_match"] * any(case.reference is not None for case in cases)
 
 
-def _own(name: str) -> Metric:
-    """Import a user's metric: a function of a row's columns and a completion."""
+def _import_metric(name: str) -> Metric:
+    """Import a user's metric: a function of a row's columns and the text of a completion."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
         raise NotFoundError(
@@ -180,9 +180,9 @@ def _own(name: str) -> Metric:
     return Metric(name, partial(_score_by, function, name), is_part=False)
 
 
-def _score_by(function: Callable[..., object], name: str, case: Case, answer: Answer) -> float:
+def _score_by(function: Callable[..., object], name: str, case: Case, completion: Completion) -> float:
     try:
-        score = float(function(dict(case.columns), answer.text))  # type: ignore[arg-type] # what the user returns
+        score = float(function(dict(case.columns), completion.text))  # type: ignore[arg-type] # it may return anything
     except Exception as error:  # user code may raise anything
         raise DataError(
             f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",

@@ -96,7 +96,7 @@ def execution_match(example: Example, predicted_sql: str) -> ExecutionMatch:
             predicted = _select(database, predicted_sql)
         except _SQL_ERRORS as error:
             return ExecutionMatch(Outcome.PREDICTION_FAILED, str(error))
-    is_same = _same_rows(predicted, reference, is_ordered=_asks_for_order(example.sql))
+    is_same = _same_rows(predicted, reference, is_ordered=_has_order_by(example.sql))
     return ExecutionMatch(Outcome.MATCH if is_same else Outcome.WRONG_ROWS)
 
 
@@ -151,7 +151,7 @@ def _rounded(cell: object) -> object:
     return float(f"{cell:.9g}") if isinstance(cell, float) else cell
 
 
-def _asks_for_order(sql: str) -> bool:
+def _has_order_by(sql: str) -> bool:
     """Return whether there is an ORDER BY outside of texts, subqueries and window functions."""
     sql = re.sub(r"'(?:[^']|'')*'", "", sql)
     num_removed = 1

@@ -76,11 +76,11 @@ def _draw_example(rng: random.Random) -> Example:
         fixture = schema.table.insert_sql(rows)
         if schema.parent:
             fixture += " " + schema.parent.insert_sql(parent_rows)
-        if _tells_apart(query, fixture):
+        if _is_distinguishable(query, fixture):
             return Example(_draw_prompt(rng, query, shape), schema.create_sql, query.sql, fixture)
 
 
-def _tells_apart(query: Query, fixture: str) -> bool:
+def _is_distinguishable(query: Query, fixture: str) -> bool:
     """Return whether executing the query distinguishes it from every near miss."""
     with closing(sqlite3.connect(":memory:")) as database:
         database.executescript(query.schema.create_sql + fixture)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ftkit.data.encoding import find_answer_end
-from ftkit.data.tasks.metrics import Answer
+from ftkit.data.encoding import find_end_of_turn
+from ftkit.data.tasks.metrics import Completion
 from ftkit.files import write_json
 from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
@@ -45,7 +45,7 @@ class Generation:
         Raises:
             NotFoundError: a file of the weights can't be read.
         """
-        known = [find_answer_end(tokenizer), tokenizer.eos_token_id]
+        known = [find_end_of_turn(tokenizer), tokenizer.eos_token_id]
         own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
         settings = {key: token for key, token in own.items() if token is not None}
         if weights is not None:
@@ -64,9 +64,9 @@ class Generation:
             pad_token_id=tokenizer.pad_token_id,
         )
 
-    def answer(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Answer:
+    def to_completion(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Completion:
         """Return a completion for metrics, with the reference from the data."""
-        return Answer(
+        return Completion(
             self.up_to_end(completion),
             self.text_of(tokenizer, completion),
             self.text_of(tokenizer, completion, is_raw=True),
@@ -78,10 +78,10 @@ class Generation:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
         return str(tokenizer.decode(self.up_to_end(list(completion)), skip_special_tokens=not is_raw)).strip()
 
-    def up_to_end(self, answer: list[int]) -> list[int]:
+    def up_to_end(self, completion: list[int]) -> list[int]:
         """Return the tokens of a completion before its end token; in a batch, padding follows shorter ones."""
-        ends = (index for index, token in enumerate(answer) if token in self.end_tokens)
-        return answer[: next(ends, len(answer))]
+        ends = (index for index, token in enumerate(completion) if token in self.end_tokens)
+        return completion[: next(ends, len(completion))]
 
     def complete(
         self,
@@ -110,9 +110,8 @@ class Generation:
             generation_config=config,
             **options,
         )
-        answers: list[list[int]] = output[:, length:].tolist()
-        whole = [self.up_to_end(answer) for answer in answers]
-        return [answer[: len(text) + 1] for answer, text in zip(answers, whole, strict=True)]
+        completions: list[list[int]] = output[:, length:].tolist()
+        return [completion[: len(self.up_to_end(completion)) + 1] for completion in completions]
 
     def save(self, folder: Path) -> None:
         """Write `generation_config.json`, including settings from the hub that transformers refuses to write."""

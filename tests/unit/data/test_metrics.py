@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.data.cases import Case
 from ftkit.data.conversations import Message, ToolCall
-from ftkit.data.tasks.metrics import Answer, choose_metrics
+from ftkit.data.tasks.metrics import Completion, choose_metrics
 from ftkit.data.tasks.tool_calls import read_calls
 from ftkit.errors import DataError, NotFoundError
 
@@ -51,7 +51,7 @@ def test_text_and_malformed_calls_are_not_calls(text: str) -> None:
 
 
 def scores(case: Case, answer: str, reference: str | None = None, metrics: str = "") -> dict[str, float | None]:
-    given = Answer(answer.split(), answer, answer, reference, reference)  # type: ignore[arg-type] # with words as tokens
+    given = Completion(answer.split(), answer, answer, reference, reference)  # type: ignore[arg-type] # with words as tokens
     return {each.name: each.score(case, given) for each in choose_metrics(metrics.split(), [case])}
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ftkit.config.model import ModelSpec
-from ftkit.data.staging import MOST_COPYING_NODES, stage_weights
+from ftkit.data.staging import MAX_COPYING_NODES, stage_weights
 
 
 @dataclass
@@ -69,15 +69,15 @@ def test_weights_are_read_from_the_shared_file_system_if_the_disk_is_full(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     assert node.stage() is None
-    assert "they are read from" in node.log[0]
+    assert "ranks read them from" in node.log[0]
     assert list((node.cache / "weights").iterdir()) == []
 
 
 def test_many_nodes_do_not_copy_weights_but_use_a_copy_that_is_there(node: Node) -> None:
-    node.plan.placement.num_nodes = MOST_COPYING_NODES + 1
+    node.plan.placement.num_nodes = MAX_COPYING_NODES + 1
     assert node.stage() is None
     assert "ranks read their shards from" in node.log[0]
-    node.plan.placement.num_nodes = MOST_COPYING_NODES
+    node.plan.placement.num_nodes = MAX_COPYING_NODES
     folder = node.stage()
     assert folder is not None
     node.plan.placement.num_nodes = 1024

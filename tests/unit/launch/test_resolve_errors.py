@@ -194,7 +194,7 @@ ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "conten
         ({"tokenizer.json": "version https://git-lfs"}, "model", r"can't read .*tokenizer\.json: .*\n.*Git LFS"),
         ({"tokenizer.json": '{"model": {}}'}, "model", "has no chat template"),
         ({"tokenizer.json": '{"model": {}}', "tokenizer_config.json": '{"chat_template": "{{ a }}"}'}, "model", None),
-        ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, "model", "is there, its vocabulary is not"),
+        ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, "model", "but no vocabulary"),
         ({"tokenizer.model": "", "chat_template.jinja": ""}, "model", r"tokenizer\.model is empty"),
         ({"vocab.json": "{}"}, "chatml", r"vocab\.json, but neither merges\.txt nor tokenizer\.json"),
         ({"tokenizer.json": '{"model": {"vocab": {"a": 0}}}'}, "gemma", "lacks <bos>, <end_of_turn>, <start_of_turn>"),

@@ -40,7 +40,7 @@ HERE = HangReport("n1", 7, waits_for_batch=False)
             "the others wait for rank 1 on n2 in step 6",
         ),
         ({0: HERE, 1: HangReport("n2", 7, waits_for_batch=True), 2: HERE}, "no batch yet for rank 1 on n2"),
-        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait for each other in it (a network"),
+        ({0: HERE, 1: HERE, 2: HERE}, "all ranks wait in the same step (a network"),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangReport], told: str) -> None:
