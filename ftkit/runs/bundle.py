@@ -28,11 +28,11 @@ _LOCK = "requirements.lock"
 
 def bundled_files(layout: RunLayout) -> list[Path]:
     """Return the existing files of a run's folder that belong in its bundle."""
-    wanted = (
+    candidates = (
         layout.manifest, layout.plan, layout.script, layout.preparation_script, layout.submission, layout.metrics,
         layout.report, layout.code_changes, layout.original,
     )  # fmt: skip
-    return [path for path in wanted if path.is_file()]
+    return [path for path in candidates if path.is_file()]
 
 
 def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> list[str]:
@@ -40,8 +40,8 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
 
     Args:
         layout: the run's folder.
-        path: of the bundle.
-        lock: of the image's packages, if it is on this machine.
+        path: the bundle's file.
+        lock: the lock of the image's packages, if it is on this machine.
 
     Raises:
         NotFoundError: the run has no manifest.
@@ -72,7 +72,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a file is a tar archive."""
+    """Return whether a file is a tar archive."""
     try:
         return tarfile.is_tarfile(path)
     except OSError:
@@ -83,7 +83,7 @@ def unpack(path: Path, folder: Path) -> None:
     """Write the files of a bundle to a folder. Only plain files with the names of a run's files are extracted.
 
     Raises:
-        DamagedFileError: it is not a bundle, or damaged.
+        DamagedFileError: the file is not a bundle, or is damaged.
     """
     layout = RunLayout(folder)
     known = {layout.manifest.name, layout.plan.name, layout.metrics.name, layout.original.name, layout.report.name}

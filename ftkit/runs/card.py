@@ -30,7 +30,7 @@ CARD_FILE = "README.md"
 CURVE_FILE = "loss.svg"
 RECIPE_FILE = "recipe.yaml"
 _REPEATED = ("name", "model", "data", "training", "evaluation")
-"""Sections of a recipe that change what is trained or measured."""
+"""Sections of a recipe that affect training or evaluation."""
 _ROPE = {"rope_scaling", "max_position_embeddings"}
 
 
@@ -45,11 +45,11 @@ def write_card(
     """Write the card of an export, the picture of its loss, and its recipe.
 
     Args:
-        folder: the export's.
+        folder: the export's folder.
         layout: the run's folder with its manifest and its records, if they exist.
-        recipe: what was trained, and how.
-        step: training steps that the weights have seen.
-        kind: what is exported.
+        recipe: the run's resolved recipe.
+        step: number of training steps of the weights.
+        kind: whether a full model or adapters are exported.
         license_name: the license of the base model, if it is known.
     """
     curve = loss_curve(layout.metrics, step)
@@ -61,7 +61,7 @@ def write_card(
 
 
 def typed_recipe(recipe: RecipePlan) -> dict[str, Any]:
-    """Return a recipe as `ftkit run FILE` takes it: all values, since defaults may change with versions."""
+    """Return a recipe that `ftkit run FILE` accepts: with all values, since defaults may change between versions."""
     values = recipe.model_dump(mode="json", include=set(_REPEATED))
     shape, model = values["model"].pop("architecture"), values["model"]
     kept: set[str] = set()  # pretrained weights define the shape
@@ -97,7 +97,7 @@ def _card(
     front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None)
     parts = [
         f"---\n{front}\n---\n\n# {layout.root.name}",
-        _list(_what(recipe, step, kind, base, license_name)),
+        _list(_facts(recipe, step, kind, base, license_name)),
         "## Measured on the validation split\n\n" + _metrics(layout),
         *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if has_curve else []),
         "## How to repeat it\n\n" + _repeat(manifest, recipe),
@@ -105,14 +105,14 @@ def _card(
     return "\n\n".join(parts) + "\n"
 
 
-def _what(
+def _facts(
     recipe: RecipePlan, step: int, kind: str, base: str | None, license_name: str | None
 ) -> list[tuple[str, object]]:
     training, lora = recipe.training, recipe.training.adapters
     revision = f", revision {recipe.model.revision}" if recipe.model.revision else ""
     size = f", rank {lora.rank}, alpha {lora.alpha}" if lora else ""
     return [
-        ("Content", "a whole model" if kind == "model" else "adapters, to be loaded onto the base model by peft"),
+        ("Content", "a full model" if kind == "model" else "adapters, which peft loads onto the base model"),
         ("Base model", f"{base}{revision}" if base else "none: training began with random weights"),
         ("License of the base model", license_name or "not stated in its files"),
         ("Recipe", recipe.name),
@@ -125,8 +125,8 @@ def _what(
 
 def _data(recipe: RecipePlan) -> str:
     values = recipe.data.source.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    told = {key: value for key, value in values.items() if isinstance(value, str | int | float)}
-    return ", ".join(f"{key} {value}" for key, value in told.items()) or type(recipe.data.source).__name__
+    scalars = {key: value for key, value in values.items() if isinstance(value, str | int | float)}
+    return ", ".join(f"{key} {value}" for key, value in scalars.items()) or type(recipe.data.source).__name__
 
 
 def _list(facts: list[tuple[str, object]]) -> str:
@@ -158,7 +158,7 @@ def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:
         ("Seed", recipe.training.seed),
     ]
     facts_text = _list([(name, value) for name, value in facts if value is not None])
-    return f"[{RECIPE_FILE}]({RECIPE_FILE}) is the whole recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{facts_text}"
+    return f"[{RECIPE_FILE}]({RECIPE_FILE}) is the complete recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{facts_text}"
 
 
 def read_license(base: Path) -> str | None:

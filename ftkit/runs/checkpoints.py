@@ -28,7 +28,7 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The best evaluation of a run so far: after which step, and the value of what metric."""
+    """The best evaluation of a run so far: its step, and the metric with its value."""
 
     step: int
     metric: str
@@ -40,10 +40,10 @@ class TrainState:
     """State of a run besides weights and optimizer states.
 
     Attributes:
-        step: steps done.
-        fingerprint: the identity of its data.
-        best: of the evaluations so far; None if they are not compared.
-        evaluations_without_improvement: the newest ones in a row.
+        step: number of completed steps.
+        fingerprint: `DataManifest.identity` of its data.
+        best: the best evaluation so far; None if evaluations are not compared.
+        evaluations_without_improvement: number of consecutive ones, up to the newest.
     """
 
     step: int
@@ -96,20 +96,20 @@ def read_marker(folder: Path, step: int) -> Marker:
     except DamagedFileError as error:
         raise DamagedCheckpointError(f"{MARKER}: {error.reason}") from error
     if marker is None:
-        raise DamagedCheckpointError(f"{MARKER} is not there")
+        raise DamagedCheckpointError(f"{MARKER} is missing")
     if any(os.path.basename(name) != name for name in marker.files):  # noqa: PTH119 - Path drops a trailing slash
         raise DamagedCheckpointError(f"{MARKER}: it lists files of other folders")
     if marker.progress.step != step:
-        raise DamagedCheckpointError(f"{MARKER}: it is that of step {marker.progress.step}")
+        raise DamagedCheckpointError(f"{MARKER}: it belongs to step {marker.progress.step}")
     return marker
 
 
 def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
-    """Return which of some files of a checkpoint differ from the marker."""
-    return [name for name in names if not _is_as_written(folder / name, marker.files[name])]
+    """Return which of the named files of a checkpoint differ from the marker."""
+    return [name for name in names if not _is_intact(folder / name, marker.files[name])]
 
 
-def _is_as_written(path: Path, file: SavedFile) -> bool:
+def _is_intact(path: Path, file: SavedFile) -> bool:
     try:
         return SavedFile.of(path) == file
     except OSError:  # missing or unreadable
@@ -122,7 +122,7 @@ def _is_as_written(path: Path, file: SavedFile) -> bool:
 def read_selection(layout: RunLayout) -> BestEvaluation | None:
     """Return the best evaluation by the recipe's `evaluation.best`, as the newest checkpoint has it.
 
-    None if the run does not compare evaluations, or the checkpoint of the best one is not there.
+    None if the run does not compare evaluations, or the checkpoint of the best one is missing.
 
     Raises:
         OSError: the checkpoints can't be listed.
@@ -154,43 +154,43 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     return None if step is None else BestEvaluation(step, "loss", losses[step])
 
 
-def choose_step(layout: RunLayout, wanted: str, steps: Iterable[int]) -> int:
+def choose_step(layout: RunLayout, typed: str, steps: Iterable[int]) -> int:
     """Resolve a step: a number, `last`, `best`, or empty.
 
     Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
 
     Args:
         layout: the run's folder.
-        wanted: as typed.
-        steps: the existing ones.
+        typed: the step as the user typed it.
+        steps: the existing steps.
 
     Raises:
         NotFoundError: there is no such step.
     """
-    there = sorted(steps)
-    listed = ", ".join(map(str, there))
+    available = sorted(steps)
+    listed = ", ".join(map(str, available))
     run = layout.root.name
-    if not there:
+    if not available:
         raise NotFoundError(
             f"{run} has no checkpoint and no export yet",
-            meaning="it did not train far enough, or its folder was tidied up",
+            meaning="it did not train far enough, or its folder was cleaned up",
             fix=f"see its state with 'ftkit status {run}'; '{run}@0' is the model before training",
         )
-    best = {"": read_selection, "best": find_best}.get(wanted, lambda _: None)(layout)
-    if best is not None and best.step in there:
+    best = {"": read_selection, "best": find_best}.get(typed, lambda _: None)(layout)
+    if best is not None and best.step in available:
         return best.step
-    if wanted in ("", "last"):
-        return there[-1]
-    if wanted == "best":
+    if typed in ("", "last"):
+        return available[-1]
+    if typed == "best":
         raise NotFoundError(
-            f"best: no step of {run} that is still there was evaluated (there are {listed})",
+            f"best: none of the remaining steps of {run} was evaluated (steps {listed})",
             meaning="validation ran at other steps than checkpoints, or there is no validation split",
             fix="give a step, or 'last'",
         )
-    if wanted.isdecimal() and int(wanted) in there:
-        return int(wanted)
+    if typed.isdecimal() and int(typed) in available:
+        return int(typed)
     raise NotFoundError(
-        f"{run} has nothing of step {wanted}",
+        f"{run} has no checkpoint or export of step {typed}",
         meaning=f"its steps: {listed}; older checkpoints are deleted (training.keep_checkpoints)",
         fix="give one of these, 'last' or 'best'",
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StartRecord
 
 NUM_POINTS = 10
-"""Places at which loss curves are compared."""
+"""Number of points at which loss curves are compared."""
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 
 
@@ -39,18 +39,18 @@ class RunResults:
     """The results of a run; None if unknown.
 
     Attributes:
-        tokens_per_second_per_process: the median over the records of steps; a process has one GPU.
+        tokens_per_second_per_process: the median over the step records; a process has one GPU.
         mfu: the median, from 0 to 1.
-        predicted_gib: peak of a GPU's memory, by the plan.
-        measured_gib: peak of a device's memory, the largest over ranks and stages.
-        training_seconds: between the first and the last record of each start, without time in the queue.
-        held_seconds: in which the run occupied its processes, including start-up and steps that were trained twice.
-        num_processes: of the newest start.
-        cost: of all GPUs in that time, by the cluster's `price_per_gpu_hour`, in its currency.
-        num_restarts: of the training.
-        gpu_utilization: mean, in percent, as the node's samplers saw it; so are the next two.
+        predicted_gib: the plan's prediction of a GPU's peak memory.
+        measured_gib: peak memory of a device, the largest over ranks and stages.
+        training_seconds: time between the first and the last record of each start, without time in the queue.
+        held_seconds: time in which the run occupied its processes, including start-up and repeated steps.
+        num_processes: number of processes of the newest start.
+        cost: cost of all GPUs in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
+        num_restarts: number of times that training was restarted.
+        gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
         gpu_power: mean of a GPU, in W.
-        energy_kwh: of all GPUs.
+        energy_kwh: energy of all GPUs.
     """
 
     step: int | None
@@ -78,7 +78,7 @@ class ComparedRun:
 
     Attributes:
         inputs: the run's inputs, by section and key.
-        curve: the loss by step, without the steps that were lost and taken again.
+        curve: the loss by step; repeated steps occur once.
     """
 
     id: str
@@ -102,8 +102,9 @@ class CurveComparison:
 
     Attributes:
         num_common: points after the same number of tokens.
-        largest_difference: of the loss at these points, if both are finite; None if there is no such point.
-        first_difference: tokens after which the losses differ for the first time; None: they are equal.
+        largest_difference: largest difference of the losses at these points, if both are finite; None without such
+            points.
+        first_difference: tokens after which the losses differ for the first time; None if they are equal.
     """
 
     num_common: int
@@ -144,7 +145,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
-    """Return the inputs in which runs differ, by section."""
+    """Return the inputs that differ between runs, in the order of sections."""
     found = []
     for section in _SECTIONS:
         keys = dict.fromkeys(key for run in runs for key in run.inputs[section])
@@ -200,8 +201,8 @@ def describe_inputs(
 
     Args:
         layout: the run's folder, in whose workspace the data's digests are looked up if the manifest has none yet.
-        plan: as plan.json holds it.
-        manifest: as manifest.json holds it.
+        plan: the content of plan.json.
+        manifest: the content of manifest.json.
         start: the newest one; None if training has not started.
     """
     recipe = _mapping(plan.get("recipe"))
@@ -226,13 +227,13 @@ def describe_inputs(
             "ftkit has uncommitted changes": code.get("has_uncommitted_changes"),
             **(start.versions if start else {}),
         },
-        "cluster": {key: value for key, value in _flat(_place(plan)) if key != "description"}
+        "cluster": {key: value for key, value in _flat(_cluster_values(plan)) if key != "description"}
         | {"device": start.device if start else None},
     }
 
 
-def _place(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster's profile, and what the run took of it."""
+def _cluster_values(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cluster's profile, and the nodes and devices that the run used."""
     return {**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}
 
 

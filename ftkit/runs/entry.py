@@ -66,7 +66,7 @@ def read_entry(folder: RunFolder) -> RunEntry:
     plan, run, damages = None, None, []
     try:
         plan = read_json(folder.layout.plan, PlanEntry)
-        damages += [] if plan else ["plan.json is not there"]
+        damages += [] if plan else ["plan.json is missing"]
     except DamagedFileError as error:
         damages.append(error.what)
     try:

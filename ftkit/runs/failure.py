@@ -23,8 +23,8 @@ class Failure:
     """Why a run failed.
 
     Attributes:
-        exit_code: that of the error's class if a user can act on it, else that of a failed run.
-        error: of the rank that failed first; None if no rank left one.
+        exit_code: the error's exit code if the user can act on it, else that of a failed run.
+        error: the error of the rank that failed first; None if no rank recorded one.
         can_resume: whether the run can continue as planned once the cause is fixed.
     """
 

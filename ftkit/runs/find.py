@@ -59,7 +59,7 @@ def list_runs(workspace: Workspace) -> list[RunFolder]:
     try:
         names = [entry.name for entry in workspace.runs.iterdir()]
     except FileNotFoundError:
-        _check_it_can_be_made(workspace)
+        _check_creatable(workspace)
         return []
     except OSError as error:
         raise _unusable(workspace, one_line(error)) from error
@@ -67,15 +67,15 @@ def list_runs(workspace: Workspace) -> list[RunFolder]:
     return sorted(runs, key=lambda run: (run.created, run.id), reverse=True)
 
 
-def _check_it_can_be_made(workspace: Workspace) -> None:
+def _check_creatable(workspace: Workspace) -> None:
     """Check that the workspace's folder exists or can be created."""
     try:
-        there = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
-        is_usable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        existing = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())
+        is_usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     except OSError as error:
         raise _unusable(workspace, one_line(error)) from error
     if not is_usable:
-        raise _unusable(workspace, f"{there} is not a folder with write permission for you")
+        raise _unusable(workspace, f"{existing} is not a folder with write permission for you")
 
 
 def _unusable(workspace: Workspace, reason: str) -> PrerequisiteError:
@@ -117,8 +117,8 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
     if named:
         return named[0]
     by_job: Callable[[RunFolder], bool] = lambda run: wanted in _job_ids(run)  # noqa: E731
-    for fits in (lambda run: run.suffix == wanted, by_job, lambda run: run.id.startswith(wanted)):
-        found = [run for run in runs if fits(run)]
+    for matches in (lambda run: run.suffix == wanted, by_job, lambda run: run.id.startswith(wanted)):
+        found = [run for run in runs if matches(run)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -139,9 +139,9 @@ def _ambiguous(reference: str, found: Sequence[RunFolder]) -> NotFoundError:
     shown = ", ".join(run.id for run in found[:_NUM_CANDIDATES_SHOWN])
     more = len(found) - _NUM_CANDIDATES_SHOWN
     return NotFoundError(
-        f"'{reference}' fits {len(found)} runs",
+        f"'{reference}' matches {len(found)} runs",
         meaning=shown + (f", and {more} more" if more > 0 else ""),
-        fix="give the whole id of one of them, or its name for the newest of that name",
+        fix="give the full id of one of them, or its name for the newest run of that name",
     )
 
 

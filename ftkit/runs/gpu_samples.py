@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from ftkit.planning.layout import RunLayout
 
-_LONGEST_GAP_SECONDS: Final = 300.0
-"""Maximum seconds between two samples of a node; longer gaps have no energy, since the job did not run."""
+_MAX_GAP_SECONDS: Final = 300.0
+"""Maximum seconds between two samples of a node; longer gaps count no energy, since the job did not run."""
 _TAIL_BYTES: Final = 2**16
 _MAX_PARTS: Final = 240
-"""Of a curve: about as many as can be told apart on a page."""
+"""Maximum points of a curve: about as many as can be distinguished on a page."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class GpuSample:
     """Utilization of a GPU at one time; None for values that it does not measure.
 
     Attributes:
-        index: NVML's.
-        utilization: percent of the time in which a kernel ran, of the last moments.
+        index: NVML's index.
+        utilization: percentage of the last moments in which a kernel ran.
         sm_activity: percent of the SMs that were busy since the last sample (Hopper and newer).
-        memory_gib: used.
+        memory_gib: used memory.
         power: in W.
         temperature: in degrees Celsius.
-        clock: of the SMs, in MHz.
+        clock: clock of the SMs, in MHz.
         energy: in J since the driver was loaded.
         throttle: why clocks are below the requested ones.
         nvlink_bytes: sent and received since the driver was loaded.
@@ -73,13 +73,13 @@ class GpuSummary:
     """Summary of a run's samples; None for values that were not measured.
 
     Attributes:
-        num_gpus: that were sampled.
+        num_gpus: number of sampled GPUs.
         utilization: mean, in percent.
         sm_activity: mean, in percent.
         power: mean of a GPU, in W.
-        peak_memory_gib: most that a GPU used.
-        peak_temperature: of the hottest, in degrees Celsius.
-        energy_kwh: of all GPUs.
+        peak_memory_gib: the most memory that a GPU used.
+        peak_temperature: that of the hottest GPU, in degrees Celsius.
+        energy_kwh: energy of all GPUs.
         throttled: fraction of the samples in which clocks were limited, by reason.
     """
 
@@ -100,8 +100,8 @@ class GpuCurve:
     Attributes:
         seconds: the middle of each part, since `begin` of `gpu_curve`.
         mean: over the samples of all GPUs.
-        lowest: of the GPUs' own means: how idle the least busy GPU was.
-        highest: as `lowest`, of the most busy one.
+        lowest: the lowest of the GPUs' means: how idle the least busy GPU was.
+        highest: the highest of the GPUs' means.
     """
 
     seconds: tuple[float, ...] = ()
@@ -152,9 +152,9 @@ def gpu_curve(
     """Return one number of all GPUs over time; empty if no sample has it.
 
     Args:
-        samples: of all nodes, oldest first.
-        value: the number of a sample.
-        begin: where time starts, in seconds since the epoch; at the first sample if null.
+        samples: samples of all nodes, oldest first.
+        value: returns the number of a sample.
+        begin: where time starts, in seconds since the epoch; at the first sample if None.
     """
     known = [
         (sample.time, (sample.host, gpu.index), number)
@@ -197,7 +197,7 @@ def _energy(samples: Sequence[NodeSample]) -> float | None:
     total, is_known = 0.0, False
     for series in by_gpu.values():
         for (start, first), (end, second) in pairwise(series):
-            if not 0 < end - start <= _LONGEST_GAP_SECONDS:
+            if not 0 < end - start <= _MAX_GAP_SECONDS:
                 continue
             if first.energy is not None and second.energy is not None and second.energy >= first.energy:
                 total += second.energy - first.energy
@@ -236,7 +236,7 @@ def _parse(text: str) -> Iterator[NodeSample]:
 
 
 def _sample(line: str) -> NodeSample | None:
-    """Parse one line without a JSON parser: there are thousands, most of them read for a mean."""
+    """Parse one line without pydantic: there are thousands, most of them read for a mean."""
     try:
         values: dict[str, Any] = json.loads(line)
         gpus = tuple(GpuSample(**{**gpu, "throttle": tuple(gpu.get("throttle", ()))}) for gpu in values["gpus"])

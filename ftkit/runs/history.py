@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftkit.runs.records import Record
 
 SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
-"""`repeated`: steps after the newest checkpoint of a start that was interrupted; the next start takes them again."""
+"""`repeated`: steps after the newest checkpoint of an interrupted start, which the next start repeats."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Length of the interval in seconds."""
         return max(0.0, self.end - self.begin)
 
 
@@ -56,10 +56,10 @@ class History:
     """The records of a run, in the order of time.
 
     Attributes:
-        steps: by step; a step that an interrupted start lost and the next one repeated is here once.
+        steps: records by step; a repeated step occurs once.
         steady: the records for the throughput: all but the first of each start, which compiles and allocates.
-        speeds: tokens a second of one process, by these records.
-        memory: of each stage, the record with the highest peak.
+        speeds: tokens per second of one process in these records.
+        memory: the record with the highest peak of each stage.
         spans: the time by activity, without gaps.
     """
 
@@ -88,12 +88,12 @@ class History:
 
     @property
     def speed(self) -> float | None:
-        """The median of the tokens a second of one process."""
+        """The median of the tokens per second of one process."""
         return median(self.speeds) if self.speeds else None
 
     @property
     def mfu(self) -> float | None:
-        """The median, from 0 to 1."""
+        """The median MFU, from 0 to 1."""
         found = [each.mfu for each in self.steady if each.mfu is not None]
         return median(found) if found else None
 
@@ -104,7 +104,7 @@ class History:
 
     @property
     def held_seconds(self) -> float | None:
-        """Seconds in which the run occupied its processes, including start-up and steps that were trained twice."""
+        """Seconds in which the run occupied its processes, including start-up and repeated steps."""
         return sum(span.seconds for span in self.spans if span.kind != "down") if self.starts else None
 
     @property
@@ -174,7 +174,7 @@ def read_history(layout: RunLayout) -> History:
 
 
 def _start_times(layout: RunLayout) -> list[float]:
-    """Return when the processes of each start began, by the manifest."""
+    """Return when the processes of each start began, from the manifest."""
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     starts = manifest.get("starts")
     found = [each.get("time") for each in starts if isinstance(each, dict)] if isinstance(starts, list) else []
@@ -204,7 +204,7 @@ class _Timeline:
                 self._stage = record.stage
             case StartRecord():
                 self._close(record.time)
-                self._give_up_steps_after(record.resumed_from)
+                self._mark_repeated_after(record.resumed_from)
                 self._stage, self._step = "", record.resumed_from
             case StepRecord():
                 self._add_step(record)
@@ -228,7 +228,7 @@ class _Timeline:
             self._stage = self._stage or "starting processes"
 
     def _close(self, time: float) -> None:
-        """End the activity that lasts since the cursor."""
+        """End the activity that began at the cursor."""
         if self._cursor is not None and time > self._cursor:
             kind: SpanKind = "other" if not self._stage else "start-up"
             if self._stage.startswith("evaluating"):
@@ -240,18 +240,18 @@ class _Timeline:
 
     def _add_step(self, record: StepRecord) -> None:
         begin = record.time if self._cursor is None else self._cursor
-        room = max(0.0, record.time - begin)
-        stalled = min(self._stalled, room)
-        taken = min(room - stalled, max(1, record.step - self._step) * record.step_seconds)
-        borders = (("checkpoint", stalled), ("other", room - stalled - taken), ("training", taken))
-        for kind, seconds in borders:
+        elapsed = max(0.0, record.time - begin)
+        stalled = min(self._stalled, elapsed)
+        taken = min(elapsed - stalled, max(1, record.step - self._step) * record.step_seconds)
+        parts = (("checkpoint", stalled), ("other", elapsed - stalled - taken), ("training", taken))
+        for kind, seconds in parts:
             if seconds > 0:
                 label = f"to step {record.step}" if kind == "training" else ""
                 self.spans.append(Span(kind, begin, begin + seconds, label, record.step))  # type: ignore[arg-type]
                 begin += seconds
         self._cursor, self._stalled, self._step, self._stage = max(begin, record.time), 0.0, record.step, ""
 
-    def _give_up_steps_after(self, step: int) -> None:
+    def _mark_repeated_after(self, step: int) -> None:
         """Mark the steps after the checkpoint that a start continues from as repeated."""
         self.spans = [
             replace(span, kind="repeated") if span.kind == "training" and span.step > step else span
@@ -260,7 +260,7 @@ class _Timeline:
 
 
 def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
-    """Return spans with neighbors of one kind as one; those shorter than `shortest` seconds go to the one before."""
+    """Merge neighboring spans of one kind, and spans shorter than `shortest` seconds into the one before."""
     merged: list[Span] = []
     for span in spans:
         if merged and (merged[-1].kind == span.kind or span.seconds < shortest):

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 10.0
 NUM_MISSED_BEATS = 12
-"""Missed touches after which the holder counts as dead: file systems and Python's lock can stall for a minute."""
+"""Missed heartbeats after which the holder counts as dead: file systems and Python's GIL can stall for a minute."""
 
-_NOTICED_SECONDS = 2 * BEAT_SECONDS
-"""After this long, a holder that is alive has noticed that its lease was taken over."""
+_TAKEOVER_SECONDS = 2 * BEAT_SECONDS
+"""Time in which a holder that is alive notices that its lease was taken over."""
 
 _SURELY_DEAD_SECONDS = 600.0
 """Age in seconds by this machine's clock. Slurm's nodes can't communicate if their clocks differ by 5 minutes."""
@@ -63,7 +63,7 @@ class Holder:
         machine: identifies the machine and the process namespace of `pid`.
         pid: its process id.
         process_start: distinguishes it from a later process with the same id.
-        job_id: its Slurm job; empty: none.
+        job_id: its Slurm job; empty without Slurm.
         since: when it acquired the lease, in seconds since the epoch.
         start: number of times that Slurm restarted its job, and the id of its job step since then.
     """
@@ -132,7 +132,7 @@ class Lease:
 
 def current_holder(layout: RunLayout) -> Holder | None:
     """Return the process that trains in a run's folder, judged by one read; None if there is none."""
-    lease = _look(layout.leases)
+    lease = _read_newest(layout.leases)
     return lease.holder if lease and lease.seems_alive else None
 
 
@@ -144,14 +144,14 @@ def is_held_by_another_job(layout: RunLayout) -> bool:
 
 def last_touch(layout: RunLayout) -> float:
     """Return when the newest lease was touched, in seconds since the epoch; 0 if there is none."""
-    lease = _look(layout.leases)
+    lease = _read_newest(layout.leases)
     return lease.touched if lease else 0.0
 
 
-def _look(folder: Path) -> Lease | None:
+def _read_newest(folder: Path) -> Lease | None:
     try:
         return _newest(folder)
-    except OSError:  # may not be allowed in another user's folder
+    except OSError:  # another user's folder may not be readable
         return None
 
 
@@ -165,7 +165,7 @@ def revoke(layout: RunLayout) -> None:
 
 def revoke_if_dead(layout: RunLayout) -> None:
     """End the lease of a dead process of this machine, so that the next start need not wait for its expiry."""
-    lease = _look(layout.leases)
+    lease = _read_newest(layout.leases)
     if lease and lease.holder and lease.holder.machine == _machine() and not lease.is_running_here:
         with contextlib.suppress(OSError):
             revoke(layout)
@@ -230,7 +230,7 @@ class HeldLease:
                 return  # the folder is missing too: the file system is unavailable for now
         except OSError:
             return  # the file system stalls: the next heartbeat detects a takeover
-        newest = _look(self._folder)
+        newest = _read_newest(self._folder)
         if not is_there or (newest is not None and newest.number > self._number):
             self._on_loss(_lost(newest))
 
@@ -248,7 +248,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
         if newest.holder is not None and newest.holder.is_replaced_by(own) and not newest.is_running_here:
             replaced = newest
         else:
-            _watch_it_die(folder, newest, say, pause)
+            _wait_until_dead(folder, newest, say, pause)
     number = newest.number + 1 if newest else 1
     path = _path(folder, number)
     try:
@@ -264,12 +264,12 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
             _path(folder, lease).unlink(missing_ok=True)
     if replaced is not None:
         say(f"the run's folder was held by {_name(replaced)}, from an earlier start of this job: waiting "
-            f"{_NOTICED_SECONDS:.0f} s, so that it ends if its node only lost Slurm's controller")  # fmt: skip
-        pause(_NOTICED_SECONDS)
+            f"{_TAKEOVER_SECONDS:.0f} s, so that it ends if its node only lost Slurm's controller")  # fmt: skip
+        pause(_TAKEOVER_SECONDS)
     return number
 
 
-def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
+def _wait_until_dead(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
     """Wait until a lease is certainly dead.
 
     Raises:
@@ -278,7 +278,7 @@ def _watch_it_die(folder: Path, lease: Lease, say: Callable[[str], None], pause:
     if lease.is_running_here:
         raise _refusal(lease)
     seconds = NUM_MISSED_BEATS * BEAT_SECONDS
-    say(f"the run's folder is held by {_name(lease)}: watching for up to {seconds:.0f} s whether that still trains")
+    say(f"the run's folder is held by {_name(lease)}: checking for up to {seconds:.0f} s whether it is still alive")
     for _ in range(NUM_MISSED_BEATS):
         pause(BEAT_SECONDS)
         now = _newest(folder)
@@ -342,7 +342,7 @@ def _name(lease: Lease | None) -> str:
 
 def _refusal(lease: Lease | None) -> FolderHeldError:
     return FolderHeldError(
-        f"another process trains in this run's folder: {_name(lease)}",
+        f"another process is training in this run's folder: {_name(lease)}",
         meaning="the run was submitted twice, or an earlier job of it did not end",
         fix="cancel that job, or wait until it ends; then: ftkit resume",
     )
@@ -351,6 +351,6 @@ def _refusal(lease: Lease | None) -> FolderHeldError:
 def _lost(lease: Lease | None) -> FolderHeldError:
     return FolderHeldError(
         f"the run's folder was taken over: {_name(lease)}",
-        meaning="this process was suspended or without its file system for minutes, and was considered dead",
-        fix="do nothing if the other process trains; see its log",
+        meaning="this process was suspended, or lost its file system, for minutes, and was considered dead",
+        fix="do nothing if the other process is training; see its log",
     )

@@ -16,7 +16,7 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 40
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 _NUM_TICKS = 5
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#57606a}.grid{stroke:#d0d7de;stroke-width:1}"
@@ -31,7 +31,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
 
     Args:
         metrics: the records of the run.
-        last_step: steps after this one are left out: those that an exported checkpoint has not seen.
+        last_step: later steps are not drawn: the exported checkpoint does not include them.
     """
     trained: dict[float, float] = {}
     validated: dict[float, float] = {}
@@ -47,7 +47,7 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
 
 def _averaged(points: Sequence[Point]) -> list[Point]:
     """Downsample to the resolution of the picture; each point is the mean of its neighbors."""
-    size = math.ceil(len(points) / _MOST_POINTS)
+    size = math.ceil(len(points) / _MAX_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
@@ -79,9 +79,9 @@ def _draw(trained: Sequence[Point], validated: Sequence[Point]) -> str:
         parts.append(_line("valid", map(place, validated)))
         parts += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in map(place, validated)]
         parts.append(_legend(_LEFT + 130, "valid", "validation loss"))
-    told = f"training loss {trained[0][1]:.3g} to {trained[-1][1]:.3g}"
+    label = f"training loss {trained[0][1]:.3g} to {trained[-1][1]:.3g}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{told}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
         f"<style>{_STYLE}</style>" + "".join(parts) + "</svg>\n"
     )
 

@@ -63,8 +63,8 @@ def add_submission(
     Args:
         plan: the new plan.
         command: the command line.
-        changes: values that differ from the previous plan: before, and after.
-        image_facts: digests of the image; another cluster's format has another file.
+        changes: values that differ from the previous plan, each before and after.
+        image_facts: digests of the image, whose file depends on the cluster's format.
 
     Raises:
         OSError: it can't be written.
@@ -138,7 +138,7 @@ def _describe_training(plan: RunPlan) -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Return commit and cleanness of the git checkout around `folder`; None if there is none."""
+    """Return the commit of the git checkout around `folder`, and whether it has changes; None without a checkout."""
     try:
         head = process.run(["git", "-C", str(folder), "rev-parse", "HEAD"])
         changes = process.run(["git", "-C", str(folder), "status", "--porcelain"])
@@ -161,9 +161,9 @@ def _own_checkout() -> Path | None:
 
 
 def uncommitted_changes(checkout: Path | None = None) -> str:
-    """Return the difference between a checkout, ftkit's own if none is given, and its commit; new files included.
+    """Return a checkout's uncommitted changes as a diff, with new files; by default of ftkit's own checkout.
 
-    `git apply` on the commit restores the code that ran. Empty if nothing differs, or there is no checkout.
+    `git apply` on the commit restores the code that ran. Empty without changes or without a checkout.
     """
     checkout = checkout or _own_checkout()
     if checkout is None:
@@ -185,8 +185,8 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
 
     Args:
         manifest: the run's manifest.json; without one nothing is written.
-        image: the folder in the container.
-        num_restarts: how often training was started again within this job.
+        image: the folder with the image's metadata in the container.
+        num_restarts: how often training was restarted within this job.
 
     Raises:
         TrainingError: the container has another image than the manifest; or the last two starts of this job failed in
@@ -210,15 +210,15 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
     if expected and found != expected:
         raise TrainingError(
-            f"the container holds another image than the run was submitted with: {start['container_image']}",
-            meaning=f"the digest of its lock is {found or 'not there'}, the run's manifest says {expected}",
+            f"the container's image is not the one that the run was submitted with: {start['container_image']}",
+            meaning=f"the digest of its lock is {found or 'missing'}, the run's manifest has {expected}",
             fix="check the file with 'ftkit verify', and import the image again",
         )
     _check_repeats(values.get("repeats"), start["data"])
     if num_restarts > 1 and end.failure and end.failure == end.failure_before:
         raise TrainingError(
             f"{end.failure['where']}, twice in a row: {end.reason}",
-            meaning="the same failure at the same step is rarely chance: the cause is the data, the code, or a machine",
+            meaning="the same failure at the same step is rarely chance: the data, the code, or a node is the cause",
             fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
         )
 
@@ -235,9 +235,9 @@ def _check_repeats(repeats: Any, found: Mapping[str, str]) -> None:
     differing = [name for name, digest in (expected or {}).items() if found.get(name, digest) != digest]
     if differing:
         raise TrainingError(
-            f"this is not the data of {repeats.get('run')}: {', '.join(differing)} came out otherwise",
-            meaning="a file of the data, or the tokenizer, was changed since, or the libraries that read and tokenize",
-            fix="restore the data; or run it all the same: ftkit rerun RUN --allow data",
+            f"this is not the data of {repeats.get('run')}: {', '.join(differing)} differs",
+            meaning="a data file, the tokenizer, or a library that reads and tokenizes has changed since",
+            fix="restore the data; or run it anyway: ftkit rerun RUN --allow data",
         )
 
 
@@ -274,7 +274,7 @@ class _End:
 
     Args:
         reason: as text; empty if this is the first start.
-        failure: identifies a recurring failure: the error, and the step; None if no rank left an error.
+        failure: identifies a recurring failure: the error, and the step; None if no rank recorded an error.
         failure_before: the failure of the start before the previous one.
     """
 
@@ -312,8 +312,8 @@ def explain_missing_digests(layout: RunLayout) -> list[str]:
     starts = values.get("starts")
     last = starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
     if "script" in values:
-        named = "neither its data nor its weights have a digest: ftkit does not know what the script reads"
-        return [named, *_doubts_about_code(values, has_changes=layout.code_changes.is_file())]
+        inputs = "neither its data nor its weights have a digest: ftkit does not know what the script reads"
+        return [inputs, *_doubts_about_code(values, has_changes=layout.code_changes.is_file())]
     return [
         *_doubts_about_model(values.get("model")),
         *_doubts_about_code(values, has_changes=layout.code_changes.is_file()),

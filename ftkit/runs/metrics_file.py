@@ -1,4 +1,4 @@
-"""Read metrics.jsonl, whole or from its end, and append to it.
+"""Read metrics.jsonl, completely or from its end, and append to it.
 
 Reading never raises and takes bounded memory, for any content of the files: run folders are shared, and a damaged one
 must not hide the others.
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LONGEST_LINE = 2**23
-"""Bytes. Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
+MAX_LINE_BYTES = 2**23
+"""Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
 TAIL_BYTES = 2**26
-"""Bytes at the end of a file in which its newest record is searched."""
+"""Number of bytes at the end of a file in which its newest record is searched."""
 
 _STEP_LINE = b'{"event": "step"'
 """The first characters of a step's record, as `to_line` writes it."""
@@ -40,7 +40,7 @@ def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRec
 def read_outline(path: Path) -> Iterator[Record]:
     """Read the records of a run that are not steps, and its first step.
 
-    Hundreds of megabytes of steps take a second or two, and no memory.
+    Hundreds of megabytes of steps take a second or two, and little memory.
     """
     has_step = False
     for line in _lines(path):
@@ -53,7 +53,7 @@ def read_outline(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file with their line breaks, without those longer than `LONGEST_LINE`."""
+    """Yield the lines of a file with their line breaks, without those longer than `MAX_LINE_BYTES`."""
     try:
         with _open(path) as file:
             yield from _short_lines(file)
@@ -63,11 +63,11 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
     is_inside = False
-    while line := file.readline(LONGEST_LINE):
-        is_whole = line.endswith(b"\n") or len(line) < LONGEST_LINE
-        if is_whole and not is_inside:
+    while line := file.readline(MAX_LINE_BYTES):
+        is_complete = line.endswith(b"\n") or len(line) < MAX_LINE_BYTES
+        if is_complete and not is_inside:
             yield line
-        is_inside = not is_whole
+        is_inside = not is_complete
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -113,13 +113,13 @@ def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
             start = size = file.seek(0, 2)
             end = max(0, size - TAIL_BYTES)
             unfinished = b""
-            while start > end and len(unfinished) < LONGEST_LINE:
+            while start > end and len(unfinished) < MAX_LINE_BYTES:
                 start = max(end, size - tail_bytes)
                 file.seek(start)
                 chunk = file.read(size - start) + unfinished
                 unfinished, *complete = chunk.split(b"\n") if start else [b"", *chunk.split(b"\n")]
                 yield from reversed(complete)
-                size, tail_bytes = start, min(tail_bytes * 8, LONGEST_LINE)
+                size, tail_bytes = start, min(tail_bytes * 8, MAX_LINE_BYTES)
     except OSError:
         return
 

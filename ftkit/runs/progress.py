@@ -28,10 +28,10 @@ class Restart:
     """A later start of a run's training.
 
     Attributes:
-        time: when, in seconds since the epoch.
-        step: of the checkpoint that it continued from; None if it ended before.
+        time: when it started, in seconds since the epoch.
+        step: step of the checkpoint that it continued from; None if it ended before.
         job_id: its Slurm job; empty without Slurm.
-        host: of rank 0.
+        host: the host of rank 0.
         reason: why the previous start ended; empty if it was not recorded.
     """
 
@@ -100,8 +100,8 @@ def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, 
     """Return how long a running job has written no record; None if it does not run, or has ended its training.
 
     Args:
-        layout: of the run.
-        seen: its state.
+        layout: the run's folder.
+        seen: the run's observed state.
         log_every_steps: steps between records.
         now: in seconds since the epoch.
     """
@@ -121,5 +121,5 @@ def excluded_nodes(layout: RunLayout) -> dict[str, str]:
         lines = layout.excluded_nodes.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
-    rows = [line.split("\t", 3) for line in lines]
-    return {row[2]: row[3] for row in rows if len(row) > len("tjn")}
+    rows = (line.split("\t", 3) for line in lines)  # time, job, node, reason
+    return {row[2]: row[3] for row in rows if len(row) == 4}  # noqa: PLR2004

@@ -25,14 +25,14 @@ _LOST_PEER = re.compile(
     r"|timed out (waiting|after)|socket timeout",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL and torch's store in the remaining ranks after one is gone."""
+"""Messages of gloo, NCCL and torch's store in the remaining ranks after one has ended."""
 
 
 @dataclass(frozen=True)
 class RankError:
     """The error that ended a rank.
 
-    `exit_code` is that of the error's class if a user can act on it, else 1; `can_resume` tells whether the run can
+    `exit_code` is that of the error's class if the user can act on it, else 1; `can_resume` tells whether the run can
     continue as planned.
     """
 
@@ -51,7 +51,7 @@ class RankError:
         return self.exit_code != 1
 
     @property
-    def tells_of_another(self) -> bool:
+    def reports_lost_peer(self) -> bool:
         """Whether it only reports that this rank lost another one, whose error is the cause."""
         return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
 
@@ -77,13 +77,13 @@ def write_rank_error(path: Path, error: RankError) -> None:
 
 
 def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
-    """Record the error that ended a rank; return its exit code. On a full disk, only the file `disk_full` is made."""
-    left = RankError.from_exception(error, rank=rank)
+    """Record the error that ended a rank; return its exit code. If the disk is full, also create `disk_full`."""
+    recorded = RankError.from_exception(error, rank=rank)
     with suppress(OSError):
         if isinstance(error, DiskFullError):
             disk_full.touch()
-        write_rank_error(path, left)
-    return left.exit_code
+        write_rank_error(path, recorded)
+    return recorded.exit_code
 
 
 def read_rank_error(path: Path) -> RankError | None:

@@ -1,4 +1,4 @@
-"""The records of metrics.jsonl, and each as a line: the trainer writes them, everything else reads them."""
+"""The records of metrics.jsonl, and their JSON lines: the trainer writes them, everything else reads them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class AnomalyRecord:
 
 @dataclass(frozen=True)
 class Sample:
-    """A question of the validation split with the reference and the completion; `correct`: its first score is best."""
+    """A prompt of the validation split, its reference and the completion; `correct` if its first score is perfect."""
 
     question: str
     reference: str
@@ -152,7 +152,7 @@ class EvaluationRecord:
     scores: dict[str, float] = field(default_factory=dict)
 
     def value_of(self, metric: str) -> float:
-        """Return the loss, perplexity, loss of a source (`loss/NAME`), or score of that name; NaN: not measured."""
+        """Return the loss, perplexity, loss of a source (`loss/NAME`), or score of that name; NaN if not measured."""
         name, _, source = metric.partition("/")
         if source:
             return self.sources[source].loss if source in self.sources else math.nan
@@ -173,7 +173,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class FailedCheckpointRecord:
-    """A checkpoint could not be written, and training continues; `num_failed` in a row could not."""
+    """A checkpoint could not be written, and training continues; it is the `num_failed`th in a row."""
 
     event: ClassVar[str] = "failed_checkpoint"
     time: Seconds
@@ -184,10 +184,11 @@ class FailedCheckpointRecord:
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """How a script's model is spread over the processes, seen at its first optimizer step or when it failed before.
+    """How a script's model is sharded at its first optimizer step, or when it failed before.
 
-    `sharding` is `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`; `num_units` counts the modules that are sharded as one;
-    `num_held` of all `num_parameters` are on rank 0. `warning` is empty if the model is sharded as one would expect.
+    `sharding` is `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`; `num_units` counts the modules whose parameters are
+    sharded together; `num_held` of all `num_parameters` are on rank 0. `warning` is empty if the model is sharded as
+    expected.
     """
 
     event: ClassVar[str] = "sharding"
@@ -213,8 +214,8 @@ class ScriptStepRecord:
 class EndRecord:
     """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
 
-    `best_step` is that of the best evaluation, and of the export. `early_stopping_patience` is set if it ended the
-    training before its last step. `has_checkpoint` is not known of a script, and false.
+    `best_step` is the step of the best evaluation, which is exported. `early_stopping_patience` is set if it ended
+    training before the last step. `has_checkpoint` is false for scripts, for which it is unknown.
     """
 
     event: ClassVar[str] = "end"
@@ -254,14 +255,14 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
     values = {"event": record.event, **asdict(record)}
-    for optional in ("sources", "scores"):  # left out for a single source, and without completions
+    for optional in ("sources", "scores"):  # omitted for a single source, and without completions
         if not values.get(optional):
             values.pop(optional, None)
     return json.dumps(values, allow_nan=True)
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """Parse a line; None if it is cut off, damaged, or from another version."""
+    """Parse a line; None if it is truncated, damaged, or from another version."""
     try:
         values = from_json(line)
         return _adapter(values.pop("event")).validate_python(values)

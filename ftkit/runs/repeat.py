@@ -47,7 +47,7 @@ class Verdict:
     Attributes:
         original: the id of that run.
         num_common: records of both runs after the same number of tokens.
-        is_whole: whether these are all records of the original.
+        is_complete: whether these are all of the original's records.
         is_same_size: whether both trained on the same number of devices of the same kind.
         first_step: the first step with a different loss; None if all are equal, bit for bit.
         largest_ratio: the largest relative difference of a loss; infinite if one is NaN.
@@ -57,7 +57,7 @@ class Verdict:
 
     original: str
     num_common: int
-    is_whole: bool
+    is_complete: bool
     is_same_size: bool
     first_step: int | None
     largest_ratio: float
@@ -67,7 +67,7 @@ class Verdict:
     @property
     def is_repeated(self) -> bool:
         """Whether all losses of the original were reproduced, within the tolerance."""
-        return self.is_whole and self.num_common > 0 and self.beyond_step is None
+        return self.is_complete and self.num_common > 0 and self.beyond_step is None
 
     def __str__(self) -> str:
         if not self.num_common:
@@ -77,12 +77,12 @@ class Verdict:
         if self.first_step is None:
             return f"{what}: the losses of {self.original}, bit for bit ({records})"
         size = "" if self.is_same_size else ", on devices of another kind or number"
-        gap = f"by {self.largest_ratio:.2g} of the loss at most" if math.isfinite(self.largest_ratio) else "or are NaN"
+        gap = f"by at most {self.largest_ratio:.2g} of the loss" if math.isfinite(self.largest_ratio) else "or are NaN"
         text = f"{what}: losses differ from those of {self.original} from step {self.first_step} on, {gap}"
         if self.beyond_step is not None:
             text += f", and by more than {TOLERANCE:.0%} from step {self.beyond_step} on"
         others = [f"{each.section}: {each.key}".removeprefix("recipe: ") for each in self.differences]
-        return f"{text}{size} ({records}). What else differs: {', '.join(others) or 'nothing that is recorded'}"
+        return f"{text}{size} ({records}). Other recorded differences: {', '.join(others) or 'none'}"
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _fetch(address: str, layout: RunLayout) -> None:
 
 
 def read_original(place: str) -> Original:
-    """Read a run that is to be repeated and compared with.
+    """Read a run that is to be repeated, to compare the repetition with it.
 
     Raises:
         NotFoundError: there is no such run, or it has no manifest.
@@ -162,7 +162,9 @@ def compare_with(original: ComparedRun, run: ComparedRun) -> Verdict:
     """Compare a run's losses with those of its original."""
     expected = {point.tokens: point.loss for point in original.curve}
     common = [(point.step, point.loss, expected[point.tokens]) for point in run.curve if point.tokens in expected]
-    unequal = [(step, _ratio(loss, wanted)) for step, loss, wanted in common if repr(loss) != repr(wanted)]
+    unequal = [
+        (step, _ratio(loss, expected_loss)) for step, loss, expected_loss in common if repr(loss) != repr(expected_loss)
+    ]
     beyond = [step for step, ratio in unequal if not ratio <= TOLERANCE]
     places = [[each.inputs["cluster"].get(key) for key in _PLACE_KEYS] for each in (original, run)]
     return Verdict(
@@ -177,10 +179,10 @@ def compare_with(original: ComparedRun, run: ComparedRun) -> Verdict:
     )
 
 
-def _ratio(loss: float, wanted: float) -> float:
-    if not (math.isfinite(loss) and math.isfinite(wanted)):
+def _ratio(loss: float, expected_loss: float) -> float:
+    if not (math.isfinite(loss) and math.isfinite(expected_loss)):
         return math.inf
-    return abs(loss - wanted) / abs(wanted) if wanted else math.inf
+    return abs(loss - expected_loss) / abs(expected_loss) if expected_loss else math.inf
 
 
 def original_to_json(original: Original) -> str:

@@ -30,7 +30,7 @@ _KEY_MARKS: Final[dict[str, Signer]] = {
     "ssh-": "ssh-keygen",
     "ecdsa-": "ssh-keygen",
 }
-"""What is in a private key's file (for ssh-keygen, also in a public one's, whose private key an agent holds)."""
+"""Text in a private key's file (for ssh-keygen, also in a public key's, whose private key an agent has)."""
 
 
 class SignatureError(FtkitError):
@@ -40,10 +40,10 @@ class SignatureError(FtkitError):
 
 
 def find_signer(key: Path, name: Signer | None = None) -> Signer:
-    """Return the program to sign with: the named one, else the one that a private key is for.
+    """Return the program to sign with: `name` if given, else the one that a private key is for.
 
     Raises:
-        PrerequisiteError: it is not installed, or the key is of none of them.
+        PrerequisiteError: it is not installed, or the key belongs to none of the programs.
     """
     text = _key_text(key)
     kinds = [signer for mark, signer in _KEY_MARKS.items() if mark in text]
@@ -102,14 +102,14 @@ def verify_beside(path: Path, key: Path, purpose: Purpose) -> Signer:
 
     Raises:
         NotFoundError: there is no signature.
-        SignatureError: it does not match, or another program made it than the key's.
+        SignatureError: it does not match, or was made by another program than the key's.
         PrerequisiteError: the key can't be read, or the program is missing.
     """
     found, signer = signatures_beside(path), key_kind(key)
     if not found:
         raise NotFoundError(
             f"{path} has no signature next to it",
-            meaning="it was not signed, or the signature was not copied along",
+            meaning="it was not signed, or the signature was not copied with it",
             fix=f"get the file {path.name}{SUFFIXES[signer]}, or omit --require-signature",
         )
     if signer not in found:
@@ -126,9 +126,9 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
 
     Args:
         path: the file.
-        signature: by the program whose public key `key` is.
+        signature: the signature, made by the program that `key` is for.
         key: the public key; for ssh-keygen, also a file of allowed signers (`ssh-keygen(1)`) with `PRINCIPAL`, or `*`.
-        purpose: of the signature.
+        purpose: the signature's namespace.
 
     Raises:
         SignatureError: it does not match.
@@ -154,7 +154,7 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
     if done.returncode != 0:
         raise SignatureError(
             f"{path.name} does not match its signature: {one_line(done.stderr)}",
-            meaning=f"the file or its signature was changed, or somebody else signed it than {key} says",
+            meaning=f"the file or its signature was changed, or it was not signed with the private key of {key}",
             fix="get both files again from their author",
         )
 
@@ -188,9 +188,9 @@ def _allowed_signers(key: Path, folder: Path) -> Path:
     lines = [line for line in _key_text(key).splitlines() if line.strip() and not line.startswith("#")]
     if not lines or not all(_is_public_key(line.split()) for line in lines):
         return key
-    made = folder / "signers"
-    made.write_text("".join(f"{PRINCIPAL} {line}\n" for line in lines), encoding="utf-8")
-    return made
+    signers = folder / "signers"
+    signers.write_text("".join(f"{PRINCIPAL} {line}\n" for line in lines), encoding="utf-8")
+    return signers
 
 
 def _is_public_key(words: Sequence[str]) -> bool:

@@ -34,7 +34,7 @@ FAILURES = frozenset(
         RunState.PREEMPTED,
     }
 )
-"""States of runs that failed, other than by a request of the user."""
+"""States of runs that failed; the user did not request their end."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIN_STEPS = 20
 """Steps after which ranks are compared: documents of different lengths make single steps differ."""
 _MIN_SLOWDOWN = 0.1
-_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class RankTiming:
     """What one rank measured: medians over the last `num_steps` steps, in seconds.
 
     Attributes:
-        rank: of the process.
-        host: its machine.
-        step: the last step that was measured.
-        num_steps: number of steps.
-        step_seconds: of a step, without checkpoints and evaluations.
-        data_wait_seconds: of a step, waiting for its batch.
-        compute_seconds: forward of all decoder layers, for the step's first micro-batch, without collectives.
-        collective_wait_seconds: between these layers, waiting for their all-gathers.
+        rank: the process's rank.
+        host: its host.
+        step: the last measured step.
+        num_steps: number of measured steps.
+        step_seconds: time of a step, without checkpoints and evaluations.
+        data_wait_seconds: time of a step that is spent waiting for its batch.
+        compute_seconds: time of the forward of all decoder layers, for the first micro-batch, without collectives.
+        collective_wait_seconds: time between these layers that is spent waiting for their all-gathers.
     """
 
     rank: Count
@@ -60,13 +60,13 @@ class Straggler:
 
     @property
     def reason(self) -> str:
-        """What is wrong with it."""
-        shown = ", ".join(map(str, self.ranks[:_SHOWN])) + (", …" if len(self.ranks) > _SHOWN else "")
+        """How much slower the host is, as text."""
+        shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN])) + (", …" if len(self.ranks) > _MAX_SHOWN else "")
         return f"{100 * self.slowdown:.0f} % slower than the others (rank{'s' if len(self.ranks) > 1 else ''} {shown})"
 
 
 def read_timings(layout: RunLayout) -> list[RankTiming]:
-    """Read what the ranks of the newest start measured, by rank."""
+    """Read the timings of the ranks of the newest start, in the order of ranks."""
     paths = sorted(layout.logs.glob("timing-*.json"))
     found = (read_json_if_valid(path, RankTiming) for path in paths if re.fullmatch(r"timing-\d+", path.stem))
     return [timing for timing in found if timing is not None]

@@ -13,7 +13,7 @@ from ftkit.runs.records import Seconds
 
 SchedulerName = Literal["local", "slurm"]
 JobId = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,17}$")]
-"""A number, as Slurm and the system count jobs and processes: it is given to their programs."""
+"""A decimal number: the id of a Slurm job or of a process, which is passed to programs."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ _LAST_OF: dict[type[Record], str] = {
     ShardingRecord: "sharding",
     ScriptStepRecord: "script_step",
 }
-"""Kinds of which the newest record counts, with their names in a summary."""
+"""Kinds of records of which the newest counts, with their names in a summary."""
 
 
 def summarize(layout: RunLayout) -> TrainingSummary:
@@ -88,15 +88,15 @@ def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
 def first_error(layout: RunLayout, *, since: float) -> RankError | None:
     """Return the error of the rank that failed first, of those that failed after `since`.
 
-    Other ranks mostly report that they lost the first one: these did not fail first, even if their clocks say so.
+    Other ranks mostly report that they lost a peer: these did not fail first, even if their clocks say so.
     """
     try:
         paths = list(layout.logs.glob("error-*.json"))
-    except OSError:  # not to be read by this user
+    except OSError:  # this user may not read it
         return None
     errors = [error for path in paths if (error := read_rank_error(path))]
     recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
-    return min(recent, key=lambda error: (error.tells_of_another, error.time), default=None)
+    return min(recent, key=lambda error: (error.reports_lost_peer, error.time), default=None)
 
 
 def log_tail(layout: RunLayout, num_lines: int = _NUM_LOG_LINES) -> list[str]:

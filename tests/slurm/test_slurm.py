@@ -121,7 +121,7 @@ def test_a_second_job_in_a_run_folder_is_rejected_and_the_first_continues(cluste
     folder, job = cluster.folder(long_run), cluster.job(long_run)
     second = cluster.execute("sbatch", "--wait", f"--chdir={folder}", f"{folder}/job.sbatch")
     assert second.returncode != 0
-    cluster.wait_for_log(long_run, f"another process trains in this run's folder: job {job}, process")
+    cluster.wait_for_log(long_run, f"another process is training in this run's folder: job {job}, process")
     cluster.wait_for_step(long_run, cluster.wait_for_step(long_run, 1) + 1)
 
 

@@ -84,7 +84,7 @@ def test_a_second_job_in_the_folder_is_rejected_and_the_first_continues(make_run
         kept = RankError(2e9, 0, "n1", "ValueError", "the first job's own", "Traceback", 1)
         write_rank_error(run.layout.rank_error(0), kept)
         said = run.train(expect=9)
-        assert f"another process trains in this run's folder: {holder}" in said
+        assert f"another process is training in this run's folder: {holder}" in said
         assert read_rank_error(run.layout.rank_error(0)) == kept
         assert launcher.poll() is None
         run.layout.stop_request.touch()

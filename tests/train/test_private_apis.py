@@ -27,11 +27,11 @@ from ftkit.train.private_apis.torch import (
     compile_failures,
     complete_cpu_streams,
     dump_collectives,
-    skip_step,
     process_group,
     raise_recompile_limit,
     scaled_mm,
     set_collectives,
+    skip_step,
     symmetric_memory,
 )
 from ftkit.train.private_apis.transformers import (

@@ -89,7 +89,7 @@ def test_a_push_resumes_compares_digests_and_does_not_overwrite_another_export(
     copied.clear()
     push(export, address, EXPORT_RECORD, copied.append)
     assert copied == ["copying model.safetensors"]
-    with pytest.raises(PrerequisiteError, match="holds another export"):
+    with pytest.raises(PrerequisiteError, match="already has another export"):
         push(make_export(tmp_path / "other", b"waights"), address, EXPORT_RECORD, quiet)
     assert Store(address).holds("model.safetensors", export / "model.safetensors")
 

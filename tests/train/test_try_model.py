@@ -76,7 +76,7 @@ def test_a_run_resolves_to_its_newest_step_and_exports_precede_checkpoints(finis
     assert (found(""), found("@20")) == ("step-000020-fp32", "step-000020-fp32")
     shutil.rmtree(layout.checkpoints)
     assert found("") == "step-000020-fp32"
-    with pytest.raises(NotFoundError, match="nothing of step 10") as refused:
+    with pytest.raises(NotFoundError, match="no checkpoint or export of step 10") as refused:
         found("@10")
     assert "its steps: 20" in refused.value.meaning
     shutil.rmtree(layout.exports)

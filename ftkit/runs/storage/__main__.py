@@ -13,23 +13,23 @@ from ftkit.planning.layout import RunLayout
 from ftkit.runs.storage.sync import RunCopy
 
 _LOWEST_PRIORITY = 19
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def main(folder: str, destination: str, trainer: int) -> int:
     """Copy a run; return 1 if the copy is incomplete at the end."""
     os.nice(_LOWEST_PRIORITY)
-    is_asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: is_asked.set())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a rank waits for it, with the signal blocked
+    stop_requested = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # inherited from the rank, which blocks it
 
     def is_over() -> bool:
-        return is_asked.is_set() or os.getppid() != trainer
+        return stop_requested.is_set() or os.getppid() != trainer
 
     def wait(seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not is_over():
-            is_asked.wait(_LOOK_SECONDS)
+            stop_requested.wait(_POLL_SECONDS)
 
     copy = RunCopy(RunLayout(Path(folder)), destination, _say)
     status = copy.follow(is_over, wait)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 log = logging.getLogger(__name__)
-_LONGEST_WAIT_SECONDS = 900.0
+_MAX_WAIT_SECONDS = 900.0
 """Maximum wait for the copy; GPUs are idle meanwhile."""
 
 
@@ -28,8 +28,8 @@ _LONGEST_WAIT_SECONDS = 900.0
 def copied_beside(plan: RunPlan) -> Iterator[None]:
     """Copy a run to its recipe's `sync` address while the block trains it.
 
-    After a completed run, wait for the rest of the copy. After a stop request, don't: the job's time is up, and the
-    next job copies the rest. The process ends if this one is killed.
+    If the run completes, wait for the rest of the copy. After a stop request, don't wait: the job's time is up, and the
+    next job copies the rest. The copying process ends if this one is killed.
     """
     layout, destination = plan.layout, plan.recipe.sync
     if destination is None:
@@ -43,7 +43,7 @@ def copied_beside(plan: RunPlan) -> Iterator[None]:
         if _is_completed(layout):
             log.info("waiting for the copy of the run in %s", destination)
             try:
-                copying.wait(_LONGEST_WAIT_SECONDS)
+                copying.wait(_MAX_WAIT_SECONDS)
             except subprocess.TimeoutExpired:
                 log.warning("the copy is not complete: continue it with 'ftkit sync %s'", plan.id)
 

@@ -1,4 +1,4 @@
-"""fsspec's drivers of object stores; reports missing packages and credentials immediately, in one way."""
+"""Open fsspec's drivers of object stores; missing packages and networks are reported immediately, in one way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOGGERS = ("gcsfs", "google.auth", "s3fs")
 """Libraries that log a warning or a traceback for each attempt, and then raise the error."""
 _GCS = "storage.googleapis.com"
 _OTHER_WAYS = ("STORAGE_EMULATOR_HOST", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-"""Variables with which this machine need not know the host's address."""
+"""Variables that reach the store by another host, so that this machine need not resolve its name."""
 
 
 def open_driver(scheme: str, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def open_driver(scheme: str, **options: Any) -> Any:
 
 
 def _check_name(host: str) -> None:
-    """Look a host up, since gcsfs tries again for minutes where there is no network."""
+    """Look a host up, since gcsfs retries for minutes without a network."""
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:

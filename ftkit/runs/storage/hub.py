@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-_PATHS_ASKED = 100
+_PATHS_PER_REQUEST = 100
 
 
 def check_hub_access(address: str) -> str:
@@ -51,15 +51,15 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
         report(f"uploading to {repository}")
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Export {folder.name}")
         names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-        there: dict[str, Any] = {}
-        for first in range(0, len(names), _PATHS_ASKED):
-            asked = api.get_paths_info(repository, names[first : first + _PATHS_ASKED], revision=commit.oid)
-            there |= {info.path: info for info in asked}
-    wrong = [name for name in names if not _is_same(folder / name, there.get(name))]
+        uploaded: dict[str, Any] = {}
+        for first in range(0, len(names), _PATHS_PER_REQUEST):
+            infos = api.get_paths_info(repository, names[first : first + _PATHS_PER_REQUEST], revision=commit.oid)
+            uploaded |= {info.path: info for info in infos}
+    wrong = [name for name in names if not _is_same(folder / name, uploaded.get(name))]
     if wrong:
         raise PrerequisiteError(
             f"{address} has other content than was uploaded: {', '.join(wrong[:3])}",
-            meaning="the upload was damaged on its way",
+            meaning="the upload was damaged in transit",
             fix="repeat the command",
         )
     return str(commit.commit_url)
@@ -92,6 +92,6 @@ def _errors(address: str) -> Iterator[None]:
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise PrerequisiteError(
             f"can't write to {address}: {one_line(error)}",
-            meaning="the token may not write there, the name is wrong, or the hub is out of reach",
+            meaning="the token has no write access, the name is wrong, or the hub is unreachable",
             fix="see 'hf auth whoami'; give HF_TOKEN write access",
         ) from error

@@ -1,4 +1,4 @@
-"""Give up a call that makes no progress: drivers wait long, some for ever, for a store that does not answer."""
+"""Give up a call that makes no progress: drivers wait long, some forever, for a store that does not answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 _SECONDS = 60.0
-_SLOWEST = 2**20
-"""Bytes per second that a store which is alive takes at least."""
+_MIN_BYTES_PER_SECOND = 2**20
+"""Minimum transfer rate of a store that works."""
 
 
 class Progress:
-    """When a call last got on."""
+    """Records when a call last made progress."""
 
     def __init__(self) -> None:
         """Begin now."""
@@ -40,13 +40,13 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
 
     Args:
         call: receives the function to report progress to.
-        unseen_bytes: as many are copied at most between two reports.
+        unseen_bytes: maximum number of bytes that are copied between two reports.
 
     Raises:
         TimeoutError: the call made no progress.
     """
     progress, future = Progress(), Future[ResultT]()
-    patience = _SECONDS + unseen_bytes / _SLOWEST
+    patience = _SECONDS + unseen_bytes / _MIN_BYTES_PER_SECOND
 
     def run() -> None:
         try:
@@ -59,6 +59,6 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
         try:
             return future.result(left)
         except TimeoutError:
-            if future.done():  # the call's own
+            if future.done():  # the call itself raised it
                 raise
     raise TimeoutError(f"no answer for {patience:.0f} s")

@@ -116,22 +116,22 @@ class Store:
                 return False
             if int(info["size"]) != path.stat().st_size:
                 return False
-            if told := info.get("md5Hash"):
-                return str(told) == base64.b64encode(_digest_of_file(path, hashlib.md5)).decode()
+            if stored_md5 := info.get("md5Hash"):
+                return str(stored_md5) == base64.b64encode(_digest_of_file(path, hashlib.md5)).decode()
             if str(info.get("ETag", "")).strip('"') == _etag(path):
-                return True  # another one may be that of encrypted content
+                return True  # a different ETag proves nothing: it may be that of encrypted content
             return call_patiently(lambda progress: self._read_digest(name, progress)) == _digest_of_file(
                 path, hashlib.sha256
             )
 
     def _read_digest(self, name: str, progress: Progress) -> bytes:
-        """Read a file there, and return its SHA-256."""
+        """Read a stored file, and return its SHA-256."""
         with self._system.open(self._place(name), "rb", block_size=_READ_BYTES) as file:
-            there = hashlib.sha256()
+            stored = hashlib.sha256()
             while chunk := file.read(_READ_BYTES):
-                there.update(chunk)
+                stored.update(chunk)
                 progress.note()
-        return there.digest()
+        return stored.digest()
 
     def _place(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -146,8 +146,8 @@ class Store:
         except TimeoutError as error:
             raise PrerequisiteError(
                 f"can't {verb} {self.address}: {one_line(error) or 'no answer'}",
-                meaning="the store or a proxy takes connections and does not answer, or the file system hangs",
-                fix="see whether others reach it; then repeat the command: existing files are not copied again",
+                meaning="the store or a proxy accepts connections but does not answer, or the file system hangs",
+                fix="check whether other machines reach it; then repeat the command: copied files are not copied again",
             ) from error
         except FileNotFoundError as error:
             raise NotFoundError(
@@ -156,7 +156,7 @@ class Store:
         except Exception as error:
             raise PrerequisiteError(
                 f"can't {verb} {self.address}: {one_line(error) or type(error).__name__}",
-                meaning="there are no credentials, they don't reach this address, or there is no network"
+                meaning="there are no credentials, they lack access to this address, or there is no network"
                 if self._scheme in ADVICE
                 else "the disk is full, not mounted, or not writable",
                 fix=ADVICE.get(self._scheme, "check the folder"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 POLL_SECONDS = 10.0
-_LONGEST_PAUSE_SECONDS = 300.0
+_MAX_PAUSE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunCopy:
     def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:
         """Update the copy until the run has ended and the copy is complete.
 
-        The pause grows with each error; after the run's end, an error ends it.
+        The pause doubles with each error. After the run's end, there is one last update, even if it fails.
 
         Args:
             is_over: returns whether the run's files are final.
@@ -101,7 +101,7 @@ class RunCopy:
             status = self.update()
             if was_over:
                 return status
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if status.error else POLL_SECONDS
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS) if status.error else POLL_SECONDS
             wait(pause)
 
     def _folders(self) -> dict[str, Path]:
@@ -125,7 +125,7 @@ class RunCopy:
                 continue
             try:
                 self._copy_folder(name, folder, store)
-            except FileNotFoundError:  # the trainer keeps the newest only
+            except FileNotFoundError:  # the trainer has deleted an older checkpoint
                 continue
             self._done.add(name)
 

@@ -22,18 +22,18 @@ def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None
 
     Raises:
         PrerequisiteError: the store can't be written to, or has other content than was written.
-        FileNotFoundError: a file is not here any more.
+        FileNotFoundError: a local file no longer exists.
     """
-    there, num_copied = store.sizes(), 0
+    existing, num_copied = store.sizes(), 0
     for name, path in files.items():
-        if there.get(name) == path.stat().st_size and store.holds(name, path):
+        if existing.get(name) == path.stat().st_size and store.holds(name, path):
             continue
         report(f"copying {name}")
         store.put(path, name)
         if not store.holds(name, path):
             raise PrerequisiteError(
-                f"{store.address}/{name} is not what was written there",
-                meaning="the copy was damaged on its way, somebody else writes there, or the file here was changed",
+                f"{store.address}/{name} differs from what was written",
+                meaning="the copy was damaged in transit, somebody else writes there, or the local file was changed",
                 fix="repeat the command: existing files are not copied again",
             )
         num_copied += 1
@@ -45,17 +45,17 @@ def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -
 
     Args:
         folder: the export.
-        address: where to.
+        address: the destination.
         last: name of the file that makes it an export; it is copied last.
         report: called with one line for each file that is copied.
 
     Raises:
-        PrerequisiteError: there is another export, or as `upload`.
+        PrerequisiteError: the address has another export, or as `upload`.
     """
     store = Store(address)
     if last in store.sizes() and not store.holds(last, folder / last):
         raise PrerequisiteError(
-            f"{address} holds another export",
+            f"{address} already has another export",
             meaning="ftkit replaces and deletes nothing there",
             fix="give another address, for example with the step in its name",
         )

@@ -55,7 +55,7 @@ class _Save:
     """A checkpoint that is being written.
 
     Attributes:
-        step: number of steps before it.
+        step: number of completed steps.
         began: when training stopped for it (`time.perf_counter`).
         resumed: when training continued; None if it waits.
         ended: gives the time at which the checkpoint was complete.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """A tensor in host memory; `before` was offloaded before it, so it is needed after it."""
+    """A tensor in host memory; `before` was offloaded before this one, so the backward pass needs it after this one."""
 
     host: torch.Tensor
     before: _Offloaded | None
@@ -75,7 +75,7 @@ class ActivationOffload:
         return tensor
 
     def _copy_to_device(self, offloaded: _Offloaded) -> torch.Tensor:
-        # Memory of the compute stream, which must be done with it before the copy, and uses it afterwards.
+        # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
         tensor = torch.empty_like(offloaded.host, device=self._device)
         self._stream.wait_stream(self._library.current_stream())
         with self._library.stream(self._stream):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Zero3Partition:
-    """This rank's partition of a parameter of DeepSpeed.
+    """This rank's partition of a parameter that DeepSpeed partitioned.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: shape of the full parameter.
         values: flat view of the partition, padded on the last rank; writing to it changes the parameter.
-        is_persistent: every rank also has the whole parameter, since it is small.
+        is_persistent: every rank also has the full parameter, since it is small.
     """
 
     shape: torch.Size
@@ -53,7 +53,7 @@ class Zero3Optimizer:
     """
 
     def __init__(self, engine: Any) -> None:
-        """Take DeepSpeed's engine."""
+        """Wrap the optimizer of DeepSpeed's engine."""
         self._optimizer = engine.optimizer
 
     @property
@@ -101,7 +101,7 @@ class Zero3Optimizer:
 def forget_pending_gradients(model: nn.Module) -> None:
     """Make DeepSpeed expect no gradients for a forward pass without a backward pass.
 
-    It counts the outputs of each module whose gradients are to come (`ds_grads_remaining`, DeepSpeed 0.19), and frees
+    It counts the outputs of each module whose gradients are pending (`ds_grads_remaining`, DeepSpeed 0.19), and frees
     weights after the last. If it goes: probe without gradients.
     """
     module: Any

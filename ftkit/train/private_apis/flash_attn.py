@@ -12,7 +12,7 @@ def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return flash-attn-4's forward and backward; its public function is opaque to compilers and to checkpointing.
 
     `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go:
-    `choose_kernel` finds that the kernel doesn't run, and takes flex attention.
+    `choose_kernel` finds that the kernel doesn't run, and falls back to flex attention.
 
     Raises:
         ImportError: the package is missing, or has no such functions.

@@ -94,7 +94,7 @@ def set_collectives(module: FSDPModule, all_gather: Any, reduce_scatter: Any) ->
 
 
 def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> None:
-    """Have the next `step` of a fused optimizer change nothing if a scalar on the device is 1; the host need not know.
+    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, without a host sync.
 
     `Optimizer.found_inf`, which `torch.amp.GradScaler` sets, torch 2.0 to 2.15. If it goes: read the scalar.
     """
@@ -104,8 +104,8 @@ def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> Non
 def record_collectives() -> None:
     """Enable torch's flight recorder: the last collectives of each process group created from now on.
 
-    A few hundred bytes each. torch 2.6 has the second name, torch 2.13 both. If they disappear: a hang is reported
-    without collectives.
+    Each takes a few hundred bytes. torch 2.6 has the second name, torch 2.13 both. If they disappear: hangs are
+    reported without collectives.
     """
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")

@@ -70,7 +70,7 @@ def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch
 def attention_implementation(config: PretrainedConfig) -> str:
     """Return the attention implementation that a model uses.
 
-    `config._attn_implementation`, transformers 4.57 to 5.23; to set it there is a public method. If it goes: keep the
+    `config._attn_implementation`, transformers 4.57 to 5.23; only setting it has a public method. If it goes: keep the
     name that `build_empty` was given.
     """
     name: str = config._attn_implementation  # noqa: SLF001
@@ -88,8 +88,8 @@ def attention_backends(model_class: type[nn.Module]) -> set[str]:
 
 
 def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns of tensors in files for which a model class of transformers deliberately has no place.
+    """Return patterns of the tensors in files that a model class of transformers deliberately ignores.
 
-    `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: such tensors are named in a warning.
+    `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: a warning lists such tensors.
     """
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())

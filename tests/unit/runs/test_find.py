@@ -59,7 +59,7 @@ def test_a_run_is_found_by_its_previous_job_ids(make_run: RunMaker, workspace: W
 
 def test_an_ambiguous_reference_lists_the_runs(make_run: RunMaker, workspace: Workspace) -> None:
     runs = [make_run("demo") for _ in range(10)]
-    with pytest.raises(NotFoundError, match="'de' fits 10 runs") as caught:
+    with pytest.raises(NotFoundError, match="'de' matches 10 runs") as caught:
         find_run("de", workspace)
     assert runs[-1].id in caught.value.meaning
     assert "2 more" in caught.value.meaning

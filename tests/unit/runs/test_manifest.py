@@ -52,7 +52,7 @@ def test_each_start_is_recorded_with_the_containers_manifest(
 
 def test_an_image_other_than_the_submitted_one_is_rejected_and_recorded(manifest: Path, image: Path) -> None:
     (image / "requirements.lock").write_text("torch==2.6\n")
-    with pytest.raises(TrainingError, match="another image than the run was submitted with"):
+    with pytest.raises(TrainingError, match="not the one that the run was submitted with"):
         record_start(manifest, image)
     assert json.loads(manifest.read_text())["starts"][0]["image"]["lock_sha256"] != LOCK
 

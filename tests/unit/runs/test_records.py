@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.runs.metrics_file import (
-    LONGEST_LINE,
+    MAX_LINE_BYTES,
     RecordTail,
     append_record,
     read_last_record,
@@ -102,7 +102,13 @@ def test_a_rank_error_round_trips_through_its_file(tmp_path: Path) -> None:
 def test_damaged_or_overlong_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     step = (to_line(STEP) + "\n").encode()
-    damaged = [b"[" * 100_000, b'{"event": "step", "step": "\\ud800"}', b"\xff", step[:-20], b"x" * (LONGEST_LINE + 9)]
+    damaged = [
+        b"[" * 100_000,
+        b'{"event": "step", "step": "\\ud800"}',
+        b"\xff",
+        step[:-20],
+        b"x" * (MAX_LINE_BYTES + 9),
+    ]
     path.write_bytes(step + b"\n".join(damaged) + b"\n" + step)
     assert list(read_records(path)) == [STEP, STEP]
     assert list(RecordTail(path).read_new()) == [STEP, STEP]

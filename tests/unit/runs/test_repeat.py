@@ -135,7 +135,7 @@ def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_
         manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"repeats": repeats}
         run.layout.manifest.write_text(json.dumps(manifest))
         if is_refused:
-            with pytest.raises(TrainingError, match="not the data of other: train came out otherwise"):
+            with pytest.raises(TrainingError, match="not the data of other: train differs"):
                 record_start(run.layout.manifest, tmp_path)
         else:
             record_start(run.layout.manifest, tmp_path)
