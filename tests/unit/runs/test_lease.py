@@ -156,7 +156,7 @@ def test_a_later_start_does_not_replace_a_process_that_runs_on_its_own_machine(
     start_as(monkeypatch, "55", 0, 1)
     with hold(layout):
         start_as(monkeypatch, "55", 1, 0)
-        with pytest.raises(TrainingError, match="another process trains"), hold(layout):
+        with pytest.raises(TrainingError, match="another process is training"), hold(layout):
             pytest.fail("two processes hold the lease")
 
 
@@ -217,7 +217,7 @@ def test_a_running_process_holds_its_lease_however_old_its_last_heartbeat(layout
         (path,) = layout.leases.iterdir()
         os.utime(path, (1, 1))
         assert current_holder(layout) is not None
-        with pytest.raises(TrainingError, match="another process trains"), hold(layout):
+        with pytest.raises(TrainingError, match="another process is training"), hold(layout):
             pytest.fail("two processes hold the lease")
 
 
