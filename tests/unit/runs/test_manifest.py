@@ -58,7 +58,7 @@ def test_an_image_other_than_the_submitted_one_is_rejected_and_recorded(manifest
 
 
 def test_an_image_without_a_manifest_is_rejected_only_if_one_is_expected(manifest: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="not there"):
+    with pytest.raises(TrainingError, match="missing"):
         record_start(manifest, tmp_path / "none")
     manifest.write_text("{}")
     record_start(manifest, tmp_path / "none")
