@@ -1,4 +1,4 @@
-"""Paths of the shipped files, in an installed wheel or in a checkout: only here."""
+"""Paths of the shipped files, in an installed wheel or in a checkout. No other module knows them."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class RunFailedError(FtkitError):
 
 
 class DataError(FtkitError):
-    """The data can't be read, formatted, tokenized or packed as the recipe sets it."""
+    """The data can't be read, formatted, tokenized or packed as the recipe specifies."""
 
     exit_code = 8
 
@@ -147,7 +147,7 @@ class UnfitMachineError(FtkitError):
 
 
 class DiskFullError(UnfitMachineError):
-    """A disk is full, or a quota is used up."""
+    """A disk is full, or a quota is exceeded."""
 
 
 def as_disk_full(error: Exception) -> Exception:
@@ -158,7 +158,7 @@ def as_disk_full(error: Exception) -> Exception:
         if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
-                "the disk is full, or its quota is used up" + (f": can't write {path}" if path else ""),
+                "the disk is full, or its quota is exceeded" + (f": can't write {path}" if path else ""),
                 meaning=one_line(error),
                 fix="free space ('df -h' and 'quota -s' show where), and try again",
             )
@@ -193,14 +193,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 EXIT_CODES: dict[int, str] = {
     0: "success",
-    1: "a defect in ftkit: please report it",
+    1: "a bug in ftkit: please report it",
     2: "wrong usage of the command line",
     ConfigError.exit_code: "a recipe, profile, option or their combination is wrong",
     NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
     PrerequisiteError.exit_code: "a program, package or permission is missing on this machine",
     SubmitError.exit_code: "the scheduler refused the job or did not answer",
-    RunFailedError.exit_code: "the run that was followed was cancelled, or failed otherwise",
-    DataError.exit_code: "the data can't be used as the recipe asks",
+    RunFailedError.exit_code: "the followed run was canceled, or failed otherwise",
+    DataError.exit_code: "the data can't be used with the recipe",
     TrainingError.exit_code: "the trainer refused to start or to continue",
     ImageError.exit_code: "an image can't be built, pushed, imported or verified",
     MemoryExhaustedError.exit_code: "the run needs more memory than there is",
@@ -212,7 +212,7 @@ EXIT_CODES: dict[int, str] = {
 # --- Secrets -------------------------------------------------------------------------------------
 
 _HIDDEN = "***"
-_SHORTEST_SECRET = 8
+_MIN_SECRET_LENGTH = 8
 """Minimum length of a variable's value to search for: shorter ones may be ordinary words."""
 _SENSITIVE_NAME = (
     r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
@@ -241,14 +241,14 @@ _SECRETS = tuple(
 
 
 def redact(text: str, environment: Mapping[str, str]) -> str:
-    """Replace secrets by `***`, before an error or a command is printed or written to a file.
+    """Replace secrets with `***`, before an error or a command is printed or written to a file.
 
     Args:
         text: a message, a traceback, or part of a command line.
-        environment: values of its variables with the name of a secret (`..._TOKEN`) are replaced too.
+        environment: variables; the values of those named like a secret (`..._TOKEN`) are replaced too.
     """
     for name, value in environment.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET_KEY.search(name):
+        if len(value) >= _MIN_SECRET_LENGTH and _SECRET_KEY.search(name):
             text = text.replace(value, _HIDDEN)
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)

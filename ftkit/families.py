@@ -19,10 +19,10 @@ class SavedTensors:
     """Activations that a decoder layer saves per token for its backward pass: multiples of four widths.
 
     Attributes:
-        hidden: of the residual stream.
-        queries: of all query heads.
-        keys: of all key heads.
-        intermediate: of the feed-forward layer.
+        hidden: multiple of the residual stream's width.
+        queries: multiple of the width of all query heads.
+        keys: multiple of the width of all key heads.
+        intermediate: multiple of the feed-forward layer's width.
     """
 
     hidden: int
@@ -85,9 +85,9 @@ class Family:
     """Facts about a family.
 
     Attributes:
-        has_formula: whether its parameters are counted by `ftkit.planning.estimates.parameters`, exactly.
-        defaults: of its configuration class in transformers, for keys that config.json lacks.
-        full_attention_every: interval of layers with full attention if config.json has no `layer_types`; 0: all have
+        has_formula: whether `ftkit.planning.estimates.parameters` counts its parameters exactly.
+        defaults: defaults of its configuration class in transformers, for keys that config.json lacks.
+        full_attention_every: interval of layers with full attention if config.json has no `layer_types`; 0 if all have
             it.
         other_layers: type of the other layers.
         last_is_full: whether the last layer always has full attention.
@@ -118,26 +118,26 @@ class Family:
     usual_experts: UsualExperts | None = None
 
 
-_NONE: Mapping[str, object] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_BASE: Mapping[str, object] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QWEN3_5: Mapping[str, object] = {
-    **_NONE, "vocab_size": 248_320, "max_position_embeddings": 32_768, "head_dim": 256, "linear_conv_kernel_dim": 4,
+    **_BASE, "vocab_size": 248_320, "max_position_embeddings": 32_768, "head_dim": 256, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     # Measured
-    "llama": Family(defaults={**_NONE, "vocab_size": 32_000, "max_position_embeddings": 2_048}),
+    "llama": Family(defaults={**_BASE, "vocab_size": 32_000, "max_position_embeddings": 2_048}),
     "qwen3": Family(
         defaults={
-            **_NONE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "head_dim": 128,
+            **_BASE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "head_dim": 128,
             "num_key_value_heads": 32,
         },
         window_switch="use_sliding_window", qk_norm="head", savings=_QK_NORM,
     ),
     "olmo3": Family(
         defaults={
-            **_NONE, "vocab_size": 50_304, "max_position_embeddings": 2_048, "rms_norm_eps": 1e-5,
+            **_BASE, "vocab_size": 50_304, "max_position_embeddings": 2_048, "rms_norm_eps": 1e-5,
             "rope_theta": 500_000.0, "sliding_window": 4_096,
         },
         full_attention_every=4, qk_norm="heads", savings=_OLMO,
@@ -153,45 +153,45 @@ FAMILIES: Mapping[str, Family] = {
     # Counted exactly; memory and step times are estimates
     "mistral": Family(
         defaults={
-            **_NONE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+            **_BASE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
             "sliding_window": 4_096,
         },
     ),
     "ministral3": Family(
         defaults={
-            **_NONE, "vocab_size": 131_072, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+            **_BASE, "vocab_size": 131_072, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 34,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
             "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
         },
     ),
     "qwen2": Family(
-        defaults={**_NONE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 32},
+        defaults={**_BASE, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 32},
         window_switch="use_sliding_window", bias=_QKV,
     ),
     "mixtral": Family(
         defaults={
-            **_NONE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
+            **_BASE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         usual_experts=UsualExperts(8, 2, 1),
     ),
     "olmoe": Family(
         defaults={
-            **_NONE, "vocab_size": 50_304, "intermediate_size": 2_048, "max_position_embeddings": 4_096,
+            **_BASE, "vocab_size": 50_304, "intermediate_size": 2_048, "max_position_embeddings": 4_096,
             "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
         },
         qk_norm="heads", savings=_QK_NORM, usual_experts=UsualExperts(64, 8, 1),
     ),
     "qwen3_moe": Family(
         defaults={
-            **_NONE, "vocab_size": 151_936, "intermediate_size": 6_144, "max_position_embeddings": 32_768,
+            **_BASE, "vocab_size": 151_936, "intermediate_size": 6_144, "max_position_embeddings": 32_768,
             "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         },
         window_switch="use_sliding_window", qk_norm="head", savings=_QK_NORM, usual_experts=UsualExperts(128, 8, 8),
     ),
     "gpt_oss": Family(
         defaults={
-            **_NONE, "vocab_size": 201_088, "hidden_size": 2_880, "intermediate_size": 2_880, "num_hidden_layers": 36,
+            **_BASE, "vocab_size": 201_088, "hidden_size": 2_880, "intermediate_size": 2_880, "num_hidden_layers": 36,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
             "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
             "num_experts_per_tok": 4,

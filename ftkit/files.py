@@ -30,7 +30,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers see either the former content or all of the new one, also after a crash.
+    """Write a file atomically: readers see either the former content or all of the new one, even after a crash.
 
     Raises:
         OSError: it can't be written; a former file is unchanged.
@@ -122,7 +122,7 @@ def remove(path: Path) -> None:
 
 
 def mode_of_new_files(folder: Path) -> int:
-    """Return the permissions of a new file in a folder, by this process's umask or an ACL.
+    """Return the permissions of a new file in a folder, according to this process's umask or an ACL.
 
     Some libraries and programs create files with other permissions.
     """
@@ -147,7 +147,7 @@ def parse_json(data: str | bytes, kind: type[ValueT]) -> ValueT:
     """Parse JSON as a dataclass or another type that pydantic supports.
 
     Raises:
-        InvalidJsonError: it is not JSON, or of another type.
+        InvalidJsonError: it is not JSON, or has another structure.
     """
     from pydantic import ValidationError  # noqa: PLC0415 - slow to import
 
@@ -174,7 +174,7 @@ def _describe_detail(key: str, message: str) -> str:
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of a type; creating one takes milliseconds."""
+    """Return pydantic's adapter of a type, cached: creating one takes milliseconds."""
     from pydantic import TypeAdapter  # noqa: PLC0415 - slow to import
 
     if kind not in _ADAPTERS:

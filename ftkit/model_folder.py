@@ -32,15 +32,15 @@ _MAX_HEADER_BYTES = 100_000_000
 _TIED = "tie_word_embeddings"
 _EMBEDDING, _PROJECTION = "embed_tokens.weight", "lm_head.weight"
 """Suffixes of the names of the two tables that may be tied."""
-_COMPARED_AT_ONCE = 2**24
-"""Bytes that are compared at a time."""
+_COMPARE_CHUNK_BYTES = 2**24
+"""Number of bytes that are compared at a time."""
 
 
 def check_folder(folder: Path) -> None:
     """Check that a folder of weights exists, with a configuration and safetensors that are not truncated.
 
     Raises:
-        NotFoundError: it is not.
+        NotFoundError: it is missing, incomplete, or in another format.
     """
     if folder.is_file():
         raise NotFoundError(
@@ -65,14 +65,14 @@ def check_folder(folder: Path) -> None:
     if missing:
         raise NotFoundError(
             f"model.weights: {folder} has no {' and no '.join(missing)}",
-            meaning="its weights are of another format, or a copy was interrupted",
+            meaning="its weights have another format, or a copy was interrupted",
             fix="give a folder in Hugging Face's layout, with weights as safetensors",
         )
     read_model_type(folder)
-    damaged = [file for file in _weights_files(folder) if not _is_whole(folder / file)]
+    damaged = [file for file in _weights_files(folder) if not _is_complete(folder / file)]
     if damaged:
         raise NotFoundError(
-            f"model.weights: {folder} has no whole {' and no whole '.join(damaged)}",
+            f"model.weights: {folder} has an incomplete {' and an incomplete '.join(damaged)}",
             meaning="a copy was interrupted, it contains only a Git LFS pointer, or this user has no read permission",
             fix="copy or download it again",
         )
@@ -80,14 +80,14 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_tensors(folder: Path) -> None:
-    """Check that files hold what the index lists, as numbers that mean what they say."""
+    """Check that the files have the tensors that the index lists, in dtypes that need no unknown scales."""
     stored = {file: _stored_tensors(folder / file) for file in _weights_files(folder)}
     if (folder / WEIGHTS_INDEX).is_file():
         lacking = [name for name, file in _read_index(folder).items() if name not in stored[file]]
         if lacking:
             raise NotFoundError(
                 f"model.weights: {folder / WEIGHTS_INDEX} lists {', '.join(lacking[:3])}, which its file lacks",
-                meaning="index and files are of different versions of the model",
+                meaning="the index and the files belong to different versions of the model",
                 fix="copy or download all of them again",
             )
     tensors = {name: tensor for each in stored.values() for name, tensor in each.items()}
@@ -96,14 +96,14 @@ def _check_tensors(folder: Path) -> None:
         if name.endswith(".weight") and not (dtype in _FLOATS or (dtype in _SCALED and f"{name}_scale_inv" in tensors)):
             raise NotFoundError(
                 f"model.weights: {folder} has '{name}' as {dtype} without scales that ftkit knows",
-                meaning="the weights are quantized, which their config.json does not say",
-                fix="name the unquantized version of the model",
+                meaning="the weights are quantized, but config.json does not say so",
+                fix="use the unquantized version of the model",
             )
 
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALED = ("F8_E4M3",)
-"""Types of numbers, in the words of safetensors; `_SCALED` ones are dequantized by `_scale_inv` beside them."""
+"""Names of dtypes in safetensors; `_SCALED` ones are dequantized by the `_scale_inv` tensor next to them."""
 
 
 def holds_adapters(folder: Path) -> bool:
@@ -130,13 +130,13 @@ def _weights_files(folder: Path) -> list[str]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return which file holds a tensor, by the index."""
+    """Return the file of each tensor, from the index."""
     places: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
     return places
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether a safetensors file has the length in its header: 8 bytes of length, the header, the tensors."""
+def _is_complete(path: Path) -> bool:
+    """Return whether a safetensors file is as long as its header says: 8 bytes of length, the header, the tensors."""
     try:
         end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
         if end is None:
@@ -148,7 +148,7 @@ def _is_whole(path: Path) -> bool:
 
 
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
-"""What damaged files of safetensors, and damaged indexes, raise."""
+"""Exceptions that damaged safetensors files, and damaged indexes, raise."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class _StoredTensor:
         with self.path.open("rb") as one, other.path.open("rb") as two:
             one.seek(self.begin)
             two.seek(other.begin)
-            for done in range(0, self.end - self.begin, _COMPARED_AT_ONCE):
-                size = min(_COMPARED_AT_ONCE, self.end - self.begin - done)
+            for done in range(0, self.end - self.begin, _COMPARE_CHUNK_BYTES):
+                size = min(_COMPARE_CHUNK_BYTES, self.end - self.begin - done)
                 if one.read(size) != two.read(size):
                     return False
         return True
@@ -192,11 +192,11 @@ def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
 def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     """Return whether the output projection is tied to the embedding, from the files; None if unknown.
 
-    As transformers loads them: a projection that differs from the embedding is never tied to it. A multimodal model's
-    configuration may say one thing for the whole and another for its text model, and classes disagree on which counts.
+    As in transformers, a projection that differs from the embedding is never tied to it. A multimodal model's
+    configuration may contradict that of its text model, and classes disagree on which of them counts.
     """
     text = config.get("text_config")
-    said = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
+    declared = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
     try:
         files = {folder / file for file in _weights_files(folder)}
         tensors = {name: tensor for file in files for name, tensor in _stored_tensors(file).items()}
@@ -209,8 +209,8 @@ def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     if len(embeddings) != 1:  # of a family with other names, or of several models
         return None
     if not projections:
-        return any(said) or None
-    if said and not any(said):
+        return any(declared) or None
+    if declared and not any(declared):
         return False
     return None if projections[0].equals(embeddings[0]) else False
 
@@ -244,7 +244,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
         raise NotFoundError(
             f"{path} has no model_type",
-            meaning="it does not belong to a model for transformers: other libraries have other layouts",
+            meaning="it does not belong to a transformers model: other libraries use other layouts",
             fix="convert the model to transformers' layout, or choose another with model.weights",
         )
     return stored
@@ -270,8 +270,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def read_end_tokens(folder: Path) -> list[int]:
     """Return all end tokens in a model's files.
 
-    They disagree: for Gemma 3, one file has the end of a turn and another does not; an end token that no file sets has
-    a default in transformers' configurations, which may be an ordinary token of this tokenizer.
+    The files disagree: for Gemma 3, one file has the end of a turn and another does not. If no file sets an end token,
+    transformers' configurations have a default, which may be an ordinary token of this tokenizer; it is not used.
 
     Raises:
         NotFoundError: they can't be read.
@@ -291,5 +291,5 @@ def _read_json(path: Path) -> Any:
         raise NotFoundError(
             f"can't read {path}: {error}",
             meaning="a copy was interrupted, or the file was edited manually",
-            fix="copy or download it again: it is one JSON object",
+            fix="copy or download it again: it must be a JSON object",
         ) from error

@@ -1,4 +1,4 @@
-"""Run programs. Only this module does, and never through a shell."""
+"""Run programs, never through a shell. No other module starts programs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
 ) -> ProgramOutput:
     """Run a program to its end and return its output, for any exit status.
 
-    `environment` replaces that of this process, which the program inherits if it is null.
+    `environment` replaces this process's environment, which the program inherits if it is None.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
@@ -178,7 +178,7 @@ def run_with_input(
         with started:
             stdin = started.stdin
             if stdin is None:
-                raise AssertionError("a pipe was asked for")
+                raise AssertionError("stdin is a pipe")
             try:
                 feed(stdin)
                 stdin.close()
@@ -264,7 +264,7 @@ def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], 
         raise _not_found(args[0]) from error
     with started:
         if started.stdin is None or started.stdout is None:
-            raise AssertionError("pipes were asked for")
+            raise AssertionError("stdin and stdout are pipes")
         with contextlib.suppress(BrokenPipeError):  # its exit status is more helpful
             started.stdin.write(stdin)
             started.stdin.flush()

@@ -23,13 +23,13 @@ def main(plan_path: Path, settings: str) -> int:
             sys.stderr.write(f"evaluate: {redact(text, os.environ)}\n")
 
     try:
-        from ftkit.evaluate.job import CheckpointEvaluations, is_asked_to_end  # noqa: PLC0415 - importing torchao prints warnings
+        from ftkit.evaluate.job import CheckpointEvaluations, is_training_over  # noqa: PLC0415 - importing torchao prints warnings
         from ftkit.evaluate.measure import MeasureSettings  # noqa: PLC0415
         from ftkit.evaluate.ranks import joined_ranks  # noqa: PLC0415
 
         with joined_ranks() as ranks:
             parsed = parse_json(settings, MeasureSettings)
-            CheckpointEvaluations(RunLayout(plan_path.parent), parsed, ranks, report).follow(is_asked_to_end)
+            CheckpointEvaluations(RunLayout(plan_path.parent), parsed, ranks, report).follow(is_training_over)
     except Exception as error:  # noqa: BLE001 - any error is the reason why the job ends
         text = str(error) if isinstance(error, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"evaluate: error: {redact(text, os.environ)}\n")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUM_RESAMPLES = 2000
-_AT_ONCE = 100
+_BATCH_SIZE = 100
 """Resamples per batch, which bounds the memory."""
 _PERCENTILES = (2.5, 97.5)
 
@@ -25,7 +25,7 @@ class Ratio:
 
     Attributes:
         numerators: float64, one for each row.
-        denominators: float64, the same; 0 where the metric does not apply to the row.
+        denominators: float64, one for each row; 0 if the metric does not apply to the row.
     """
 
     numerators: NDArray[np.float64]
@@ -49,15 +49,15 @@ def paired_interval(
     models (Efron and Tibshirani 1993, chapter 13).
 
     Args:
-        ratios: of the same rows.
+        ratios: ratios over the same rows.
         combine: takes an array of values for each ratio, one value for each resample.
-        seed: of the resamples.
-        num_resamples: how many there are.
+        seed: seed of the random resamples.
+        num_resamples: number of resamples.
     """
     rng, num_rows = np.random.default_rng(seed), len(ratios[0].numerators)
     found = []
-    for begin in range(0, num_resamples, _AT_ONCE):
-        size = min(_AT_ONCE, num_resamples - begin)
+    for begin in range(0, num_resamples, _BATCH_SIZE):
+        size = min(_BATCH_SIZE, num_resamples - begin)
         drawn = rng.multinomial(num_rows, np.full(num_rows, 1 / num_rows), size=size).astype(np.float64)
         sums = [(drawn @ ratio.numerators, drawn @ ratio.denominators) for ratio in ratios]
         # A resample without a row to which the metric applies has no value.

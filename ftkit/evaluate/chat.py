@@ -49,11 +49,11 @@ class ChatSession:
         """Generate the completion of a user turn, and append both turns to the conversation.
 
         Args:
-            text: the user's.
+            text: the user's message.
             on_text: called with pieces of the completion during generation.
 
         Raises:
-            DataError: the chat template does not take the conversation.
+            DataError: the chat template rejects the conversation.
         """
         before = (Message("system", self.system),) if self.system else ()
         turns = (*self.messages, Message("user", text))

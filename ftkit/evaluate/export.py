@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export.
+    """A request for an export.
 
     Attributes:
         step: a step that has a checkpoint; `last`; or `best`, the one with the lowest validation loss.
@@ -52,8 +52,8 @@ def export_run(
     Args:
         layout: the run's folder.
         request: what to export.
-        verify: checks a written folder, and raises if it differs from the trained model; None: no reference values are
-            recorded either, and the model is never computed.
+        verify: checks a written folder, and raises if it differs from the trained model. If None, no reference values
+            are recorded either, and the model is never run.
         report: called with one line at the start of each stage.
 
     Raises:
@@ -91,11 +91,11 @@ def export_run(
     return folder
 
 
-def choose_checkpoint(layout: RunLayout, wanted: str) -> tuple[int, Path]:
+def choose_checkpoint(layout: RunLayout, typed: str) -> tuple[int, Path]:
     """Return step and folder of the requested checkpoint. Arguments and errors as in `choose_step`."""
-    there = dict(layout.list_checkpoints())
-    step = choose_step(layout, wanted, there)
-    return step, there[step]
+    folders = dict(layout.list_checkpoints())
+    step = choose_step(layout, typed, folders)
+    return step, folders[step]
 
 
 def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Path:

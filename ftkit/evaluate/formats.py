@@ -44,7 +44,7 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
         find_converter()
         if lora is not None and not merges:
             raise TrainingError(
-                "--format gguf: this run trained adapters, and a GGUF file holds a whole model", fix="add --merge"
+                "--format gguf: this run trained adapters, and a GGUF file has a full model", fix="add --merge"
             )
     if form != "vllm-lora":
         return
@@ -60,7 +60,7 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
             (lora.use_dora, "training.lora.use_dora: vLLM has no DoRA"),
             (
                 lora.rank > VLLM_LORA_RANKS[-1],
-                f"training.lora.rank: {lora.rank}, and vLLM takes at most {VLLM_LORA_RANKS[-1]}",
+                f"training.lora.rank: {lora.rank}, and vLLM supports at most {VLLM_LORA_RANKS[-1]}",
             ),
         )
         if is_wrong
@@ -68,14 +68,14 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
     if wrong:
         raise TrainingError(
             f"--format vllm-lora: vLLM does not load these adapters: {'; '.join(wrong)}",
-            fix="export a whole model for it: --merge, without --format",
+            fix="export a full model for it: --merge, without --format",
         )
 
 
 def verify_vllm_lora(folder: Path) -> int:
     """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
 
-    vLLM drops unknown tensors, and serves the base model.
+    vLLM silently drops unknown tensors, and then serves the base model.
 
     Raises:
         TrainingError: with the names of tensors that it would drop.
@@ -94,21 +94,21 @@ def verify_vllm_lora(folder: Path) -> int:
         raise TrainingError(
             f"vLLM would ignore parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
             meaning="its LoRA loader reads only lora_A and lora_B of the target modules",
-            fix="export a whole model for it: --merge, without --format",
+            fix="export a full model for it: --merge, without --format",
         )
     return next(each for each in VLLM_LORA_RANKS if each >= rank)
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's converter: of the variable FTKIT_GGUF_CONVERTER, or on the PATH.
+    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH.
 
     Raises:
-        PrerequisiteError: it is not there, or the package that it imports is missing.
+        PrerequisiteError: the converter, or the package that it imports, is missing.
     """
-    named = os.environ.get(CONVERTER)
-    found = named or shutil.which(_SCRIPT)
+    configured = os.environ.get(CONVERTER)
+    found = configured or shutil.which(_SCRIPT)
     if found is None or not Path(found).is_file():
-        where = f"there is no {named}" if named else f"no {_SCRIPT} on PATH"
+        where = f"there is no {configured}" if configured else f"no {_SCRIPT} on PATH"
         raise PrerequisiteError(
             f"--format gguf needs llama.cpp's converter: {where}",
             meaning="ftkit does not include it: it belongs to the llama.cpp that will run the model",
@@ -122,7 +122,7 @@ def find_converter() -> Path:
 
 
 def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> None:
-    """Convert a whole model, and check that the result has its chat template, special tokens, and end token.
+    """Convert a full model, and check that the result has its chat template, special tokens, and end token.
 
     Raises:
         TrainingError: the converter failed, or dropped something.
@@ -145,23 +145,23 @@ def _run(program: str, words: list[str], output: Path, file: Path) -> None:
         lines = done.stderr.strip().splitlines()
         raise TrainingError(
             f"{program} failed: {one_line(lines[-1] if lines else f'exit code {done.returncode}')}",
-            meaning="it does not know this model or this tokenizer, or it is of another version",
-            fix=f"see all it says: {shlex.join([*words, file.name])}",
+            meaning="it does not support this model or this tokenizer, or is too old or too new",
+            fix=f"see its full output: {shlex.join([*words, file.name])}",
         )
 
 
 def _set_end_of_turn(converted: Path, ends: list[int], file: Path) -> None:
-    """Name the trained end token in a file that has another one, with gguf's own program, which copies the file.
+    """Set the trained end token in a file that has another one, with gguf's own program, which copies the file.
 
-    The converter takes the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
+    The converter uses the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
     """
     from gguf import GGUFReader  # noqa: PLC0415 - see below
 
     if not ends or ends[0] in _end_tokens(GGUFReader(converted).fields):
         return
     words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot", str(ends[0])]
-    with atomic_file(converted) as named:
-        _run("gguf's gguf_new_metadata", [*words, str(converted)], named, file)
+    with atomic_file(converted) as changed:
+        _run("gguf's gguf_new_metadata", [*words, str(converted)], changed, file)
 
 
 def read_precision(export: Path) -> str:
@@ -188,7 +188,7 @@ def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:
         raise TrainingError(
             f"the GGUF file lacks {' and '.join(missing)} of the export",
             meaning="llama.cpp's converter dropped it: prompts would differ from training, or never stop",
-            fix="take a newer llama.cpp",
+            fix="use a newer llama.cpp",
         )
 
 

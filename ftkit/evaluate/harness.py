@@ -27,7 +27,7 @@ class Harness:
 
         Args:
             tasks: names of tasks or groups, or patterns of them.
-            folder: has further tasks as YAML files; None: only the harness's tasks.
+            folder: a folder with additional tasks as YAML files. Only the harness's tasks if None.
 
         Raises:
             PrerequisiteError: the harness is not installed.
@@ -57,7 +57,7 @@ class Harness:
 
         Args:
             model: the model.
-            limit: questions of each task; None: all.
+            limit: maximum number of questions of each task. All if None.
             batch_size: questions per batch.
 
         Raises:

@@ -109,6 +109,6 @@ class CheckpointEvaluations:
             send_late(self._plan, [start, *late, *([end] if end else [])])
 
 
-def is_asked_to_end() -> bool:
+def is_training_over() -> bool:
     """Return whether the job script has detected the end of the training job."""
     return Path(os.environ["FTKIT_STOP_FILE"]).exists()

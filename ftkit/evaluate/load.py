@@ -75,10 +75,10 @@ class MeasurableModel(GeneratingModel, Protocol):
         """Limits of the model's inputs."""
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
+        """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
 
     def close(self) -> None:
-        """Free what other processes hold for the model."""
+        """End other processes of the model, and free their memory."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class LoadedModel:
             return self.generation.complete(generate, prompts, config, self.device, **options)
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable."""
+        """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
         length = max(len(document.tokens) for document in documents)
         inputs = np.zeros((len(documents), length), np.int64)
         labels = np.full((len(documents), length), IGNORED, np.int64)
@@ -128,9 +128,9 @@ class LoadedModel:
         with self.inference() as hf_model:
             logits = hf_model(input_ids=on_device[0], attention_mask=on_device[1], use_cache=False).logits
             sums = []
-            for own, wanted in zip(logits, on_device[2], strict=True):
-                counts = wanted != IGNORED
-                picked, targets = own[counts].float(), wanted[counts]
+            for row_logits, row_labels in zip(logits, on_device[2], strict=True):
+                counts = row_labels != IGNORED
+                picked, targets = row_logits[counts].float(), row_labels[counts]
                 total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
                 sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
         return sums
@@ -199,8 +199,8 @@ def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokeniz
 def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
     return TrainingError(
         f"can't load the model {source.label}: {one_line(error)}",
-        meaning="a file is missing or cut short, or it needs another version of transformers or peft",
-        fix="copy or export it again; for a model with custom code, choose another: ftkit never runs it",
+        meaning="a file is missing or truncated, or it needs another version of transformers or peft",
+        fix="copy or export it again; choose another model if this one has custom code, which ftkit never runs",
     )
 
 
@@ -230,7 +230,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = tokenizer_of(source)
     folder = find_base(source.plan)
-    # A large model is built on the CPU, from where it can be spread; random weights are drawn where training drew them.
+    # A large model is built on the CPU, and then spread over GPUs; random weights are drawn where training drew them.
     device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
     if folder is None:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
@@ -289,7 +289,7 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
     wrong = [name for name, each in trained.items() if name not in sizes or sizes[name].numel() != each.numel()]
     if wrong:
         raise TrainingError(
-            f"checkpoint {folder} is of another model: {', '.join(wrong[:3])}",
+            f"checkpoint {folder} belongs to another model: {', '.join(wrong[:3])}",
             meaning="the base model's files, or the run's plan, were changed after it was written",
             fix="restore them, or use the export of the run",
         )

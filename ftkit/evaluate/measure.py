@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 ALONE = Ranks()
-_TOKENS_AT_ONCE = 8192
+_TOKENS_PER_FORWARD = 8192
 """Maximum tokens of a forward pass, whose logits are all in memory."""
 
 
@@ -37,13 +37,13 @@ class Measured:
     """A model's measurements.
 
     Attributes:
-        loss: float64 [rows, 3]: summed loss, tokens in the loss, and those of them with the highest probability.
-        answers: of each case.
-        scores: of each case, by metric; None where a metric does not apply.
+        loss: float64 [rows, 3]: summed loss, number of labels, and how many of these are the most probable token.
+        completions: the completion of each case.
+        scores: the score of each case, by metric; None if a metric does not apply.
     """
 
     loss: NDArray[np.float64]
-    answers: list[Completion]
+    completions: list[Completion]
     scores: dict[str, list[float | None]]
 
 
@@ -56,7 +56,7 @@ class MeasureSettings:
         limit: maximum number of rows.
         max_new_tokens: maximum tokens per completion.
         batch_size: completions per batch.
-        file: rows to measure on; None: the validation split.
+        file: rows to measure on. The validation split if None.
     """
 
     metrics: tuple[str, ...] = ()
@@ -82,9 +82,9 @@ class Result:
     """A metric, before and after.
 
     Attributes:
-        source: of the rows; empty for all rows.
-        interval: 95 %, of the change, or of `after` without `before`.
-        num_cases: number of rows for losses, of completions for others.
+        source: source of the rows; empty for all rows.
+        interval: 95 % confidence interval of the change; of `after` if there is no `before`.
+        num_cases: number of rows for losses, of completions for other metrics.
     """
 
     metric: str
@@ -118,7 +118,7 @@ def evaluation_set(
 
     Args:
         model: the model, or one with the same tokenizer.
-        plan: of the run that it is from.
+        plan: the plan of the model's run, if it has one.
         settings: rows and metrics.
         report: called with messages about skipped rows.
 
@@ -148,14 +148,14 @@ def measure_target(
     model = load(target.source)
     tokenizer = model.tokenizer
     data, metrics = evaluation_set(model, target.plan, settings, report)
-    report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} answers" if metrics else ""))
+    report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} completions" if metrics else ""))
     after, before = measure(model, data, metrics, settings, ranks), None
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):
             report(f"{metric.name} applies to none of these rows")
     model.close()
     if target.before and target.before != target.source:
-        del model  # one model at a time is in memory
+        del model  # only one model at a time is in memory
         model = load(target.before)
         before = measure(model, data, metrics, settings, ranks)
         model.close()
@@ -182,19 +182,19 @@ def measure(
     for batch, sums in zip(batches, ranks.merge(own), strict=True):
         for (number, _), of_document in zip(batch, sums, strict=True):
             loss[number] += of_document
-    answers = _answer(model, data, settings, ranks) if metrics else []
+    completions = _complete(model, data, settings, ranks) if metrics else []
     scores = {
-        metric.name: [metric.score(case, answer) for case, answer in zip(data.cases, answers, strict=True)]
+        metric.name: [metric.score(case, completion) for case, completion in zip(data.cases, completions, strict=True)]
         for metric in metrics
     }
-    return Measured(loss, answers, scores)
+    return Measured(loss, completions, scores)
 
 
 def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
     """Yield documents of similar lengths, as many as fit in a forward pass."""
     batch: list[tuple[int, Document]] = []
     for each in sorted(documents, key=lambda found: len(found[1].tokens)):
-        if batch and len(each[1].tokens) * (len(batch) + 1) > _TOKENS_AT_ONCE:
+        if batch and len(each[1].tokens) * (len(batch) + 1) > _TOKENS_PER_FORWARD:
             yield batch
             batch = []
         batch.append(each)
@@ -202,7 +202,7 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _answer(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
+def _complete(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
     config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
     batch_size = max(1, len(order)) if model.schedules else settings.batch_size
@@ -303,12 +303,12 @@ def changed_examples(
         new, old = after.scores[metric.name][number], before.scores[metric.name][number]
         if new is None or old is None or new == old:
             continue
-        answer = after.answers[number]
+        completion = after.completions[number]
         prompt = str(tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
-        earlier = before.answers[number].raw if metric.name.startswith("call") else before.answers[number].text
-        later = answer.raw if metric.name.startswith("call") else answer.text
+        earlier = before.completions[number].raw if metric.name.startswith("call") else before.completions[number].text
+        later = completion.raw if metric.name.startswith("call") else completion.text
         where = data.rows[case.number].where
-        found.append(Example(metric.name, where, prompt, answer.reference, earlier, later, sign * (new - old)))
+        found.append(Example(metric.name, where, prompt, completion.reference, earlier, later, sign * (new - old)))
     return sorted(found, key=lambda example: -example.change)
 
 

@@ -1,4 +1,4 @@
-"""Share an evaluation among processes of one machine: each has the whole model, and a part of the examples."""
+"""Share an evaluation among processes of one node: each has a full copy of the model, and some of the examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` that share the work; alone by default."""
+    """This process among `size` processes that share the work; by default there is only one."""
 
     rank: int = 0
     size: int = 1
@@ -33,7 +33,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[ItemT]) -> list[ItemT]:
-        """Return this rank's part."""
+        """Return this rank's share of the items."""
         return list(items[self.rank :: self.size])
 
     def exchange(self, value: ItemT) -> list[ItemT]:
@@ -57,7 +57,7 @@ def is_a_rank() -> bool:
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the processes that torchrun started; without torchrun, this process is alone."""
+    """Join the processes that torchrun started; without torchrun, this is the only one."""
     if not is_a_rank():
         yield Ranks()
         return
@@ -72,7 +72,7 @@ def run_ranks(size: int, words: Sequence[str]) -> int:
     """Run a command of ftkit in several processes, of which the first one prints; return its exit code.
 
     Args:
-        size: processes; with GPUs, each has one.
+        size: number of processes; with GPUs, each has one.
         words: the command line without the program.
 
     Raises:

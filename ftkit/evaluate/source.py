@@ -45,7 +45,7 @@ class ModelFolder:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The model of a run after a step: that of a checkpoint; step 0 is the model before training."""
+    """The model of a run after a step, from a checkpoint; step 0 is the model before training."""
 
     layout: RunLayout
     plan: RunPlan
@@ -105,12 +105,12 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     return Target(_choose_source(layout, plan, step), plan, TrainedStep(layout, plan, 0))
 
 
-def _choose_source(layout: RunLayout, plan: RunPlan, wanted: str) -> ModelSource:
-    if wanted == "0":
+def _choose_source(layout: RunLayout, plan: RunPlan, typed: str) -> ModelSource:
+    if typed == "0":
         return TrainedStep(layout, plan, 0)
     exports = {step: ModelFolder(folder, f"{plan.id}@{step}", _hub_home(plan)) for step, folder in _exports(layout)}
     checkpoints = [step for step, _ in layout.list_checkpoints()]
-    step = choose_step(layout, wanted, {*exports, *checkpoints})
+    step = choose_step(layout, typed, {*exports, *checkpoints})
     export = exports.get(step)
     if export is not None and not (export.is_adapter and plan.recipe.model.weights == "random"):
         return export
@@ -119,15 +119,15 @@ def _choose_source(layout: RunLayout, plan: RunPlan, wanted: str) -> ModelSource
 
 def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
     """Return the exports in a run's folder with their steps; for each step, the last one takes precedence."""
-    there = sorted((folder for folder in layout.exports.glob("step-*")), key=lambda folder: folder.name, reverse=True)
+    named = sorted((folder for folder in layout.exports.glob("step-*")), key=lambda folder: folder.name, reverse=True)
     steps = []
-    for folder in (*there, layout.export):
+    for folder in (*named, layout.export):
         if not (folder / CONFIG_FILE).is_file() and not (folder / ADAPTER_CONFIG).is_file():
             continue
         step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
         if isinstance(step, int):
             steps.append((step, folder))
-        elif folder == layout.export:  # of a version that did not record its step: written when training ended
+        elif folder == layout.export:  # earlier versions did not record the step: the last one
             steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
     return steps
 

@@ -53,7 +53,7 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
         NotFoundError: it is not an export, or has no record.
     """
     record = read_record(folder)
-    report("reading the files of weights")
+    report("reading the weight files")
     checks = [_check_files(folder, record)]
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
@@ -78,7 +78,7 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
         raise TrainingError(
             f"{folder} does not match the trained model: "
             + "; ".join(f"{check.name}: {check.found}" for check in failed),
-            meaning="files were changed, renamed or cut short after the export, or a library loads them in another way",
+            meaning="files were changed, renamed or truncated after the export, or a library loads them differently",
             fix="export again with 'ftkit export', and don't serve this folder",
         )
 
@@ -90,7 +90,7 @@ def read_record(folder: Path) -> ExportRecord:
         NotFoundError: there is no usable record.
     """
     missing = NotFoundError(
-        f"{folder} has no {EXPORT_RECORD} with what the trained model computes",
+        f"{folder} has no {EXPORT_RECORD} with the trained model's logits",
         meaning="ftkit did not export it, an earlier version did, or the logits could not be computed",
         fix="export the run again: ftkit export RUN",
     )
@@ -107,15 +107,15 @@ def _check_files(folder: Path, record: ExportRecord) -> Check:
     wrong = []
     for name, file in record.files.items():
         try:
-            is_whole = SavedFile.of(folder / name) == file
+            is_intact = SavedFile.of(folder / name) == file
         except OSError:
-            is_whole = False
-        wrong += [] if is_whole else [name]
+            is_intact = False
+        wrong += [] if is_intact else [name]
     extra = {path.name for path in folder.glob("*.safetensors")} - record.files.keys()
     if wrong or extra:
         text = f"differ from what was written: {', '.join([*wrong, *sorted(extra)])}"
-        return Check("files of weights", text, passed=False)
-    return Check("files of weights", f"{len(record.files)}, sizes and digests as written", passed=True)
+        return Check("weight files", text, passed=False)
+    return Check("weight files", f"{len(record.files)}, sizes and digests as written", passed=True)
 
 
 def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
@@ -130,7 +130,7 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
     except Exception as error:  # noqa: BLE001 - templates and damaged files raise anything
         return [Check("chat template", f"{type(error).__name__}: {one_line(error)}", passed=False)]
     if differing:
-        text = f"{len(differing)} of {len(record.prompts)} prompts are rendered otherwise than in training"
+        text = f"{len(differing)} of {len(record.prompts)} prompts are rendered differently than in training"
         return [Check("chat template", f"{text}: {one_line(differing[0])!r}", passed=False)]
     return [Check("chat template", f"renders {len(record.prompts)} prompts as in training", passed=True)]
 
@@ -177,7 +177,7 @@ def _load(folder: Path, record: ExportRecord) -> Any:
         raise NotFoundError(
             f"the base model {record.base} can't be loaded: {one_line(error)}",
             meaning="adapters need it, and it is not on this machine",
-            fix="bring it here, or set HF_HOME to the cache that has it",
+            fix="copy it to this machine, or set HF_HOME to the cache that has it",
         ) from error
     return PeftModel.from_pretrained(base, str(folder))
 
@@ -207,13 +207,13 @@ def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
     length = prompt.shape[1] + _NUM_TOKENS_BEFORE_END
     other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
     written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-    missed = [str(end) for end in record.end_tokens if end not in written]  # if the model's own is sufficient
+    missed = [str(end) for end in record.end_tokens if end not in written]
     for end in () if missed else record.end_tokens:
         done = model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=settings,
-            # All tokens are forced: the end token comes at this length, and no other end token before it.
+            # All tokens are forced: the end token at this length, and before it a token that ends nothing.
             prefix_allowed_tokens_fn=lambda _, row, end=end: [end] if len(row) == length else [other],
         )
         missed += [] if done.shape[1] == length + 1 else [str(end)]

@@ -1,4 +1,4 @@
-"""Verify an export through vLLM's engine: what it serves is what was trained."""
+"""Verify an export through vLLM's engine: check that it serves the trained model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _Rows = list[list[list[float]]]
 def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
     """Load an export as `vllm serve` does, and compare what the engine computes with the record.
 
-    Tensors of an adapter that vLLM does not know are left out without an error, and then the base model is served: so
-    log-probabilities must be the trained model's, and not the base's. End tokens and chat template are compared as the
-    engine has them.
+    vLLM silently drops tensors of an adapter that it does not know, and then serves the base model. So the
+    log-probabilities must be the trained model's, and not the base's. The engine's end tokens and chat template are
+    compared too.
     """
     try:
         base = folder if record.kind == "model" else fetch_model(str(record.base), record.revision).folder
@@ -78,7 +78,7 @@ def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> _Rows:
 
 
 def _engine_logprobs(engine: Any, adapter: Any, record: ExportRecord) -> _Rows:
-    """Return what the engine says follows each token of the prompts, of the columns of the record."""
+    """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
     from vllm import SamplingParams  # noqa: PLC0415 - see ftkit.evaluate.vllm
 
     columns = sample_columns(engine.llm_engine.model_config.get_vocab_size()).tolist()
@@ -115,17 +115,19 @@ def _check_template(engine: Any, adapter: Any, record: ExportRecord) -> Check:
     """Have the engine render the record's conversations as its server does."""
     from vllm import SamplingParams  # noqa: PLC0415
 
-    asked = [prompt for prompt in record.prompts if prompt.asks]
+    open_prompts = [prompt for prompt in record.prompts if prompt.asks]
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     outputs = (
-        engine.chat([prompt.messages for prompt in asked], params, use_tqdm=False, lora_request=adapter)
-        if asked
+        engine.chat([prompt.messages for prompt in open_prompts], params, use_tqdm=False, lora_request=adapter)
+        if open_prompts
         else []
     )
-    wrong = sum(tuple(output.prompt_token_ids) != prompt.tokens for output, prompt in zip(outputs, asked, strict=True))
+    wrong = sum(
+        tuple(output.prompt_token_ids) != prompt.tokens for output, prompt in zip(outputs, open_prompts, strict=True)
+    )
     text = (
-        f"{wrong} of {len(asked)} prompts rendered otherwise than in training"
+        f"{wrong} of {len(open_prompts)} prompts rendered differently than in training"
         if wrong
-        else f"renders {len(asked)} prompts as in training"
+        else f"renders {len(open_prompts)} prompts as in training"
     )
     return Check("vLLM: chat template", text, passed=not wrong)

@@ -47,7 +47,7 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
         raise PrerequisiteError(
             "--engine vllm: vLLM is not installed here",
             meaning="it pins its own torch, and so is in no training image",
-            fix="type the same command in the serving image (vllm:0.33), or omit --engine",
+            fix="run the same command in the serving image (vllm:0.33), or omit --engine",
         )
     if engine == "vllm" and not has_files:
         raise PrerequisiteError(
@@ -73,8 +73,8 @@ class VllmModel:
 
     Attributes:
         engine: vLLM's `LLM`.
-        base: the folder of the whole weights.
-        adapter: vLLM's `LoRARequest` for adapters; None for a whole model.
+        base: the folder of the full weights.
+        adapter: vLLM's `LoRARequest` for adapters; None for a full model.
     """
 
     schedules: ClassVar[bool] = True
@@ -116,15 +116,15 @@ class VllmModel:
         return completions
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return for each document its summed loss, its trained tokens, and how many of these are the most probable.
+        """Return each document's summed loss, its number of labels, and how many of these are the most probable token.
 
-        From the log-probability and the rank that the engine gives each token of a prompt.
+        They are computed from the log-probability and the rank that the engine returns for each token of a prompt.
         """
         from vllm import SamplingParams  # noqa: PLC0415 - see above
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
-        # With adapters, vLLM 0.32 takes the tokens of several prompts for those of one, and fails.
+        # With adapters, vLLM 0.32 mistakes the tokens of several prompts for those of one, and fails.
         batches = [[each] for each in given] if self.adapter else [given]
         outputs = [
             output
@@ -183,9 +183,9 @@ def start_engine(folder: Path, base: Path, **options: Any) -> tuple[Any, Any]:
     """Start vLLM's engine; return its `LLM`, and its `LoRARequest` for adapters.
 
     Args:
-        folder: a whole model, or adapters in peft's layout.
-        base: the folder of the whole weights; the same one for a whole model.
-        options: more for `LLM`.
+        folder: a full model, or adapters in peft's layout.
+        base: the folder of the full weights; the same one for a full model.
+        options: further arguments of `LLM`.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # by default it logs to stdout

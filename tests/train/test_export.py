@@ -126,7 +126,7 @@ def test_a_modified_export_fails_verification_by_its_output(
     folder = tmp_path / "changed"
     shutil.copytree(adapted.layout.export, folder)
     mutate(folder)
-    is_weights = "files of weights" in {one.name for one in verify_export(folder, quiet) if not one.passed}
+    is_weights = "weight files" in {one.name for one in verify_export(folder, quiet) if not one.passed}
     assert is_weights == (mutate in (rename_prefix, zero_adapters, cut_short))
     refresh_digests(folder)
     with pytest.raises(TrainingError, match=check):

@@ -56,7 +56,7 @@ def test_truncated_weights_are_rejected_wherever_they_end(names: list[str], tmp_
         whole + b"1",
     ):
         (tmp_path / names[-1]).write_bytes(damaged)
-        with pytest.raises(NotFoundError, match=f"has no whole {names[-1]}"):
+        with pytest.raises(NotFoundError, match=f"has an incomplete {names[-1]}"):
             check_folder(tmp_path)
 
 
