@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -285,6 +288,7 @@ def read_end_tokens(folder: Path) -> list[int]:
 
 
 def _read_json(path: Path) -> Any:
+    log.debug("read %s", path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,13 +13,15 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Final, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
 from ftkit.errors import FtkitError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 60
 """Time for an interrupted program to clean up."""
@@ -53,6 +57,7 @@ def run(
         PrerequisiteError: the program is not on PATH.
         ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
+    log.debug("run %s", shlex.join(args))
     try:
         done = subprocess.run(
             list(args),
@@ -70,6 +75,19 @@ def run(
     except subprocess.TimeoutExpired as error:
         raise _too_slow(args[0], timeout_seconds) from error
     return ProgramOutput(done.returncode, done.stdout, done.stderr)
+
+
+def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program, as `subprocess.Popen` does.
+
+    Raises:
+        PrerequisiteError: it is not on PATH.
+    """
+    log.debug("run %s", shlex.join(args))
+    try:
+        return subprocess.Popen(list(args), **options)
+    except FileNotFoundError as error:
+        raise _not_found(args[0]) from error
 
 
 def _too_slow(program: str, timeout_seconds: float) -> ProgramTimeoutError:
@@ -106,13 +124,9 @@ def run_stoppable(
         ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        try:
-            started = subprocess.Popen(
-                list(args), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        except FileNotFoundError as error:
-            raise _not_found(args[0]) from error
+        started = _start(
+            args, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
+        )
         try:
             started.wait(timeout_seconds)
         except BaseException as error:
@@ -171,10 +185,7 @@ def run_with_input(
         PrerequisiteError: the program is not on PATH.
     """
     with tempfile.TemporaryFile() as output:
-        try:
-            started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
-        except FileNotFoundError as error:
-            raise _not_found(args[0]) from error
+        started = _start(args, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
         with started:
             stdin = started.stdin
             if stdin is None:
@@ -200,13 +211,10 @@ def run_lines(args: Sequence[str], on_line: Callable[[str], None], *, cwd: Path)
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    try:
-        started = subprocess.Popen(
-            list(args), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            errors="replace", cwd=cwd,
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
+    started = _start(
+        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        cwd=cwd,
+    )  # fmt: skip
     with started:
         lines = started.stdout or ()
         try:
@@ -226,10 +234,7 @@ def run_attached(args: Sequence[str]) -> int:
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    try:
-        started = subprocess.Popen(list(args))
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
+    started = _start(args)
     with started:
         return started.wait()
 
@@ -242,10 +247,7 @@ def run_asking(args: Sequence[str]) -> int:
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    try:
-        started = subprocess.Popen(list(args), stdout=sys.stderr.fileno())
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
+    started = _start(args, stdout=sys.stderr.fileno())
     with started:
         return started.wait()
 
@@ -258,10 +260,7 @@ def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], 
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    try:
-        started = subprocess.Popen(list(args), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
+    started = _start(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with started:
         if started.stdin is None or started.stdout is None:
             raise AssertionError("stdin and stdout are pipes")
@@ -281,8 +280,8 @@ def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Ma
     Its output is appended to `log`. It leads a new process group, to which signals can be sent.
     """
     with log.open("ab") as output:
-        started = subprocess.Popen(
-            list(args),
+        started = _start(
+            args,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submission, run_argument
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import FtkitError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def command(reference: str) -> None:
         except FtkitError as error:
             errors.append(error)
     for other in errors[1:]:
-        terminal.say(Styled(str(other), "red"))
+        terminal.warn(str(other))
     if errors:
         raise errors[0]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ftkit.cli.output import WithOutputOptions, current_output
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class LazyCommand:
     help: str
 
 
-class LazyGroup(click.Group):
+class LazyGroup(WithOutputOptions, click.Group):
     """A group that lists its commands in sections without importing them."""
 
     def __init__(
@@ -83,7 +84,7 @@ def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> 
             formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
 
 
-class ExamplesCommand(click.Command):
+class ExamplesCommand(WithOutputOptions):
     """A command whose help ends with examples, printed verbatim."""
 
     def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
@@ -113,7 +114,7 @@ class ForwardedCommand(ExamplesCommand):
             return super().invoke(ctx)
         from ftkit.cli.remote.forward import forward
 
-        return ctx.exit(forward(place, self.name or "", ctx.meta[_TYPED], ctx.params))
+        return ctx.exit(forward(place, self.name or "", [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
 def current_context() -> Context:

@@ -10,13 +10,14 @@ import shutil
 import sys
 import textwrap
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
+from ftkit.cli.output import in_color
 from ftkit.config.context import Context
 from ftkit.config.dotenv import load_dotenv
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, as_disk_full, redact
@@ -84,17 +85,33 @@ _SECTIONS = {
 }
 
 
-def _format_exit_codes(ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    del ctx
-    with formatter.section("Exit codes"):
-        formatter.write_dl([(str(code), meaning) for code, meaning in EXIT_CODES.items()])
+VARIABLES = {
+    "FTKIT_CLUSTER": "Cluster, as --cluster.",
+    "FTKIT_WORKSPACE": "Folder of runs, data and images; 'ftkit config' shows the other settings.",
+    "FTKIT_DEBUG": "1: print the traceback of an error.",
+    "HF_TOKEN": "Token of the Hugging Face Hub, for gated models.",
+    "NO_COLOR, FORCE_COLOR": "Never, or always, print in color.",
+}
 
 
 class _TopGroup(LazyGroup):
-    """Adds the exit codes below the commands."""
+    """Prints errors, and adds environment variables and exit codes to the help."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; print its error here, where the options about output are known."""
+        try:
+            return super().invoke(ctx)
+        except (BrokenPipeError, click.Abort, click.exceptions.Exit):
+            raise
+        except Exception as error:  # noqa: BLE001 - reported
+            return ctx.exit(_report(error, ctx.obj))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        _format_exit_codes(ctx, formatter)
+        """Write the environment variables and the exit codes."""
+        del ctx
+        for title, rows in (("Environment", VARIABLES), ("Exit codes", EXIT_CODES)):
+            with formatter.section(title):
+                formatter.write_dl([(str(name), meaning) for name, meaning in rows.items()])
 
 
 @click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,18 +148,18 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except click.ClickException as error:
-        _print_usage_error(error)
-        return error.exit_code
-    except Exception as error:
-        if os.environ.get("FTKIT_DEBUG", "") not in ("", "0"):
-            raise
+    except Exception as error:  # noqa: BLE001 - reported
         return _report(error, words)
     return code
 
 
 def _report(error: Exception, words: list[str]) -> int:
-    """Print an error and return its exit code."""
+    """Print an error and return its exit code; with FTKIT_DEBUG, raise it."""
+    if isinstance(error, click.ClickException):
+        _print_usage_error(error)
+        return error.exit_code
+    if os.environ.get("FTKIT_DEBUG", "") not in ("", "0"):
+        raise error
     error = as_disk_full(error)
     if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
         first, *_ = [_report(each, words) for each in error.exceptions]
@@ -195,8 +212,7 @@ def _print_bug(error: Exception, words: list[str]) -> None:
 
 
 def _red(text: str) -> str:
-    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if is_plain else f"\x1b[1;31m{text}\x1b[0m"
+    return f"\x1b[1;31m{text}\x1b[0m" if in_color(sys.stderr) else text
 
 
 def _write(text: str, indent: str = "") -> None:
@@ -215,4 +231,4 @@ def _write(text: str, indent: str = "") -> None:
             )
         else:
             line = lead + line  # noqa: PLW2901
-        click.echo(line, err=True)
+        click.echo(line, err=True, color=in_color(sys.stderr))

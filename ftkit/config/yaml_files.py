@@ -6,6 +6,7 @@ loaders have no limits: an alias bomb or a thousand brackets would keep them bus
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from io import StringIO
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.config.layers import KeyPath
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
@@ -59,6 +62,7 @@ def read_yaml(path: Path) -> Layers:
         NotFoundError: the file can't be read.
         ConfigError: it is not YAML, not a mapping, or beyond the limits of this module.
     """
+    log.debug("read %s", path)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The one class that wraps rich: data to stdout, messages to stderr, colors only on a terminal.
+"""The one class that wraps rich: data to stdout, messages to stderr.
 
 rich is imported on first use, because shell completion does not need it.
 """
@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from ftkit.cli.output import current_output, in_color
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 
@@ -56,8 +57,8 @@ class Terminal:
 
     @cached_property
     def talk(self) -> Console:
-        """The console of stderr."""
-        return _console(sys.stderr)
+        """The console of stderr for all but warnings; `--quiet` silences it."""
+        return _console(sys.stderr, quiet=current_output().quiet)
 
     @cached_property
     def _out(self) -> Console:
@@ -66,7 +67,7 @@ class Terminal:
     @property
     def is_live(self) -> bool:
         """Whether messages go to a terminal that can be redrawn."""
-        return self.talk.is_terminal and not self.talk.is_dumb_terminal
+        return self.talk.is_terminal and not self.talk.is_dumb_terminal and not self.talk.quiet
 
     @property
     def is_screen(self) -> bool:
@@ -141,14 +142,24 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr, without secrets: many warnings quote the environment."""
-        self.say(Styled(f"warning: {redact(text, os.environ)}", "yellow"))
+        _print(_console(sys.stderr), _text(Styled(f"warning: {redact(text, os.environ)}", "yellow")))
 
 
-def _console(stream: IO[str]) -> Console:
+def _console(stream: IO[str], *, quiet: bool = False) -> Console:
     from rich.console import Console
 
-    console = Console(file=stream, markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(file=stream, width=_UNLIMITED, highlight=False, markup=False)
+    is_terminal, colored = stream.isatty(), in_color(stream)
+    return Console(
+        file=stream,
+        quiet=quiet,
+        force_terminal=is_terminal,
+        color_system="auto" if is_terminal else "standard" if colored else None,
+        no_color=not colored,
+        width=None if is_terminal else _UNLIMITED,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
 
 
 def _text(cell: Cell) -> Text:
@@ -165,7 +176,7 @@ def _print(console: Console, renderable: RenderableType) -> None:
     with console.capture() as capture:
         console.print(renderable)
     for line in capture.get().splitlines():
-        click.echo(line.rstrip(), file=console.file)
+        click.echo(line.rstrip(), file=console.file, color=in_color(console.file))
 
 
 # --- Tables of many rows: rich's layout takes most of a second for a thousand rows ------------

@@ -7,6 +7,7 @@ machine. Redirects to other hosts carry no authorization.
 from __future__ import annotations
 
 import base64
+import logging
 import re
 from contextlib import ExitStack, contextmanager
 from http.client import responses
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.image_reference import RegistryImage
     from ftkit.images.oci.credentials import Credentials
+
+log = logging.getLogger(__name__)
 
 _TIMEOUT: Final = (10, 60)
 DOCUMENT_SECONDS: Final = 300.0
@@ -255,6 +258,7 @@ class Connection:
         self, method: str, url: str, headers: dict[str, str], authorization: str, **options: Any
     ) -> requests.Response:
         direct = {"http": None, "all": None} if url.startswith("http:") and is_loopback(urlsplit(url).netloc) else None
+        log.debug("%s %s", method, url.partition("?")[0])  # a redirect's query may be a signature
         try:
             return self._session.request(
                 method, url, headers={"Accept-Encoding": "identity", **headers}, auth=_Header(authorization),

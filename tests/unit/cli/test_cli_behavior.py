@@ -7,13 +7,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 
+from ftkit import assets
 from ftkit.cli.main import _SECTIONS, cli
+from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.errors import EXIT_CODES, FtkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import FakePrograms, Result, RunMaker
@@ -111,6 +114,85 @@ def test_a_cluster_option_before_the_command_sets_the_settings_but_not_the_envir
     result = ftkit("--cluster", "a4-highgpu-8g", "config", "--json")
     assert json.loads(result.out)["settings"]["cluster"]["value"] == "a4-highgpu-8g"
     assert "FTKIT_CLUSTER" not in os.environ
+
+
+def every_command(group: click.Group = cli) -> Iterator[click.Command]:
+    ctx = click.Context(group, info_name="ftkit")
+    for command in filter(None, (group.get_command(ctx, name) for name in group.list_commands(ctx))):
+        yield command
+        if isinstance(command, click.Group):
+            yield from every_command(command)
+
+
+def test_every_command_has_the_options_about_output() -> None:
+    for command in (cli, *every_command()):
+        ctx = click.Context(command)
+        assert set(OUTPUT_OPTIONS) <= set(command.get_params(ctx)), command.name
+        flags = [flag for parameter in command.get_params(ctx) for flag in (*parameter.opts, *parameter.secondary_opts)]
+        assert len(flags) == len(set(flags)), command.name
+
+
+PLAN = ("plan", "--image", "olmo3:25.02", "--cluster", "a4-highgpu-8g", "--nodes", "2")
+
+
+@pytest.mark.parametrize("words", [("-q", *DRY_RUN), (*DRY_RUN, "--quiet"), ("-q", *PLAN)])
+def test_quiet_leaves_data_warnings_and_errors(ftkit: Callable[..., Result], words: tuple[str, ...]) -> None:
+    result = ftkit(*words)
+    assert result.code == 0
+    assert result.out
+    assert all(line.startswith("warning: ") for line in result.err.splitlines())
+    assert bool(result.err) == (PLAN[0] in words)
+    assert ftkit("-q", "plan", "nowhere").err.startswith("error: ")
+
+
+def test_verbose_prints_what_is_read_and_run_without_secrets(
+    ftkit: Callable[..., Result], programs: FakePrograms, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    programs.answer("sinfo")
+    result = ftkit("plan", "demo", "-v")
+    assert f"read {assets.RECIPES / 'demo.yaml'}" in result.err.splitlines()
+    assert re.search("^run .*sinfo --noheader", result.err, re.MULTILINE)
+    monkeypatch.setenv("MY_TOKEN", "SECRET-c")
+    (tmp_path / "project" / "SECRET-c.yaml").write_text("{}")
+    read = ftkit("-v", "plan", "./SECRET-c.yaml").err
+    assert re.search(r"^read .*/\*\*\*\.yaml$", read, re.MULTILINE)
+    assert "SECRET" not in read
+    assert "read" not in ftkit("plan", "demo").err
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ((), {}, False),
+        ((), {"FORCE_COLOR": "1"}, True),
+        ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (("--color",), {"NO_COLOR": "1"}, True),
+        (("--no-color",), {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_an_option_decides_about_color_then_the_environment(
+    ftkit: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    variables: dict[str, str],
+    expected: bool,
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ("\x1b[" in ftkit("recipes", *words).out) is expected
+    assert ("\x1b[" in ftkit(*words, "plan", "nowhere").err) is expected
+
+
+def test_a_forwarded_command_takes_the_options_about_output_along(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("ftkit.cli.remote.login_node.find_login_node", lambda _: "login")
+    monkeypatch.setattr("ftkit.cli.remote.forward.forward", lambda _, name, typed, __: calls.append((name, typed)) or 0)
+    ftkit("-q", "--no-color", "status", "demo")
+    assert calls == [("status", ["--quiet", "--no-color", "demo"])]
 
 
 def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
