@@ -66,11 +66,11 @@ def _keep(ctx: click.Context, parameter: click.Parameter, value: bool | None) ->
     before = ctx.meta.get(_KEY, Output())
     ctx.meta[_KEY] = replace(before, **{str(parameter.name): value})
     if parameter.name == "verbose" and not before.verbose:
-        ctx.with_resource(_details())
+        ctx.with_resource(_show_details())
 
 
 @contextmanager
-def _details() -> Iterator[None]:
+def _show_details() -> Iterator[None]:
     """Print ftkit's own debug messages for a while."""
     handler, level = _Details(), _log.level
     _log.addHandler(handler)
