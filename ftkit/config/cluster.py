@@ -1,4 +1,4 @@
-"""A cluster profile: a site's scheduler, container runtime, GPUs and folders, so that a job fits it."""
+"""A cluster profile: a site's scheduler, container runtime, GPUs and folders."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class NcclSpec(Spec):
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Variables for NCCL, set before the profile script runs."""
     multi_node_only: bool = True
-    """Whether a job on one node skips all of this."""
+    """Whether a job on one node ignores these settings."""
 
 
 class PreparationSpec(Spec):
     """The job without GPUs that tokenizes data and downloads weights before a training job starts."""
 
     partition: OneLine | None = None
-    """Slurm partition, preferably without GPUs; the profile's `partition` if null."""
+    """Slurm partition, preferably without GPUs. The profile's `partition` if null."""
     cpus: PositiveInt = 8
-    """CPUs to request; one tokenizing process each."""
+    """CPUs to request, with one tokenizing process each."""
     memory_gib: PositiveInt | None = None
-    """Memory to request; the site's default if null."""
+    """Memory to request. The site's default if null."""
     time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Time limit; the partition's if null."""
+    """Time limit. The partition's if null."""
 
 
 class RecognitionSpec(Spec):
@@ -85,13 +85,13 @@ class ClusterProfile(Spec):
     gpu: GpuModel | None = None
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt
-    """GPUs of a node; on `cpu`, processes of a node."""
+    """GPUs per node; with device `cpu`, processes per node."""
     price_per_gpu_hour: PositiveFloat | None = None
     """Price of a GPU per hour, in any currency, for predicted costs. Unknown if null."""
     network_gbps: PositiveFloat | None = None
     """Bandwidth of a node's network for GPUs, in Gbit/s, for predicted step times. Unknown if null."""
     max_nodes: PositiveInt | None = None
-    """Nodes of the cluster. Unknown if null."""
+    """Number of nodes of the cluster. Unknown if null."""
     cpus_per_node: PositiveInt | None = None
     """CPUs to request per node. The site's default if null."""
     partition: OneLine | None = None
@@ -124,9 +124,9 @@ class ClusterProfile(Spec):
     """Where nodes read the image and pretrained weights. `shared`: from the shared file system. `local`: each node
     copies them to its `node_local_dir` once, and verifies the copy at later starts; sbcast passes the image from node
     to node, and on more than 15 nodes ranks read only their shards of the weights from the shared file system, which is
-    faster. If there is no room, they are read from the shared file system, and the log says so."""
+    faster. Without enough space, they are read from the shared file system, with a warning in the log."""
     mounts: tuple[str, ...] = ()
-    """Folders to mount into the container: `PATH` or `FROM:TO`, absolute, with pyxis's flags after a further colon."""
+    """Folders to mount into the container: `PATH` or `FROM:TO`, absolute; pyxis's flags may follow after a colon."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
     """Environment variables of the job."""
     nccl: NcclSpec = NcclSpec.model_construct()
@@ -134,18 +134,18 @@ class ClusterProfile(Spec):
     preparation: PreparationSpec = PreparationSpec.model_construct()
     """The job that prepares data and weights."""
     metrics_port: Annotated[int, Field(ge=1024, le=65535), WHOLE_NUMBER] | None = None
-    """Port at which each node of a run serves the metrics of its GPUs to Prometheus. None is served if null."""
+    """Port at which each node of a run serves the metrics of its GPUs to Prometheus. No metrics are served if null."""
     recognized_by: RecognitionSpec = RecognitionSpec.model_construct()
     """How `ftkit init` recognizes this kind of cluster."""
     login: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+-]*$")
-    """Login node for ssh (`user@host`, or a host of its configuration). With it, `ftkit run` and the commands for runs
-    are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
+    """Login node for ssh (`user@host`, or a host in ssh's configuration). With it, `ftkit run` and the commands for
+    runs are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
     ssh_options: tuple[OneLine, ...] = ()
     """More options for ssh, one word each. Its own configuration (`~/.ssh/config`) applies too."""
     login_folder: str = Field(default="ftkit", pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")
-    """Folder on the login node for ftkit, projects and sent files, which all nodes see; relative to the home there."""
+    """Folder on the login node for ftkit, projects and sent files, shared with all nodes; relative to the home."""
     send_limit_gib: PositiveFloat = 1.0
-    """Local files of a run are sent to the login node without a question up to this size."""
+    """Maximum size of a run's local files that are sent to the login node without confirmation."""
     setup: tuple[str, ...] = ()
     """Lines of bash that the job runs first, unchanged (`module load …`)."""
 
@@ -155,7 +155,7 @@ class ClusterProfile(Spec):
         return "sif" if self.runtime == "apptainer" else "sqsh"
 
     def limit_time(self, wanted: str | None) -> str | None:
-        """Return the time limit of a job for the recipe's one; null: the partition's."""
+        """Return a job's time limit: the wanted one or the default, within the maximum; None: the partition's."""
         limits = [limit for limit in (wanted or self.time_limit, self.max_time_limit) if limit]
         return min(limits, key=lambda limit: parse_time_limit(limit) or 0, default=None)
 

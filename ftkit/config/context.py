@@ -1,7 +1,7 @@
 """The context of one call of ftkit: the settings, recipes, cluster profiles and images that it finds.
 
 Names are looked up in the project, then in the user's configuration, then among the files that ftkit ships. This
-module imports no pydantic: the shell completes names with it.
+module imports no pydantic, because shell completion must be fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Context:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of what ftkit can compute again: below `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return ftkit's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
     home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"
     return Path(home, "ftkit")
 
@@ -74,7 +74,7 @@ def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | No
     layers = Layers()
     for path in settings_files(ctx):
         if path.is_file():
-            from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - shell completion must be fast, and few users have such a file
+            from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - slow to import for shell completion, and few users have such a file
 
             layers = read_yaml(path).over(layers)
     given = {key: value for key in keys if (value := ctx.environment.get(f"FTKIT_{key.upper()}"))}
@@ -86,7 +86,7 @@ def workspace_folder(layers: Layers, ctx: Context) -> Path:
     """Return the workspace's folder; a relative path is relative to the project.
 
     Raises:
-        ConfigError: no folder can have this path.
+        ConfigError: the path is impossible.
     """
     key = ("workspace",)
     return absolute_path(layers.value(key) or ".", ctx.project, layers.origin(key), "workspace")

@@ -27,7 +27,7 @@ class AutoFormat(Spec):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it uses: unknown before rows are read."""
+        """No columns: they are unknown before rows are read."""
         return []
 
 
@@ -39,11 +39,12 @@ class PromptCompletionFormat(Spec):
 
     kind: Literal["prompt-completion"] = "prompt-completion"
     prompt: FormatString = "{prompt}"
-    """Text of the user turn. `{column}` stands for an example's column, `{{` and `}}` for braces; a null is empty."""
+    """Text of the user turn. `{column}` stands for an example's column, `{{` and `}}` for braces; null becomes empty
+    text."""
     completion: FormatString = "{completion}"
     """Text of the assistant turn, with columns like the prompt."""
     system: FormatString | None = None
-    """Text of a system turn before them. Without it there is none."""
+    """Text of a system turn before them. No system turn if null."""
 
     @property
     def columns(self) -> list[str]:
@@ -60,7 +61,7 @@ class JinjaFormat(Spec):
     completion: JinjaText
     """Text of the assistant turn."""
     system: JinjaText | None = None
-    """Text of a system turn before them. Without it there is none."""
+    """Text of a system turn before them. No system turn if null."""
 
     @property
     def columns(self) -> list[str]:
@@ -78,7 +79,7 @@ class MessagesFormat(Spec):
     """`openai`: role, content, tool_calls, reasoning_content, weight, …; `sharegpt`: from and value, with the roles
     human, gpt, system, tool, function_call, observation and their other names."""
     tools_column: str = "tools"
-    """The column with the tools that the assistant may call, if the data has it: a list, or JSON text of one."""
+    """The column with the tools that the assistant may call, if the data has it: a list, or a list as JSON text."""
 
     @property
     def columns(self) -> list[str]:
@@ -128,7 +129,7 @@ _AnyFormat = Annotated[
     Field(discriminator="kind"),
 ]
 FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text"]
-"""Formats without further fields."""
+"""Names of formats that need no fields."""
 
 
 def _from_name(value: object) -> object:
@@ -188,7 +189,8 @@ class DataSpec(Spec):
     """Source of the rows: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`; or
     one mapping with a kind."""
     validation: ValidationSpec | None = None
-    """The validation split; if null, the source's `num_heldout` or `heldout` define it; without these there is none."""
+    """The validation split. If null, the source's `num_heldout` or `heldout` define it; without these, there is
+    none."""
     format: Format = AutoFormat.model_construct()
     """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. If null, it
     is detected from the first rows."""
@@ -212,9 +214,8 @@ class DataSpec(Spec):
     skip_bad: NonNegativeInt = 0
     """Maximum number of bad examples to skip; each is reported with file and line."""
     packing: Packing = "auto"
-    """`auto`: several documents in a row, where the model keeps them apart; otherwise, and with `off`, a row for each
-    document, padded on the right, which is slower. Steps hold the same documents either way. A check before step 1
-    decides."""
+    """`auto`: several documents per row, if a check before step 1 finds that the model keeps them apart. Otherwise, and
+    with `off`, one document per row, padded on the right, which is slower. Steps have the same documents either way."""
 
     @property
     def sources(self) -> tuple[SingleSource, ...]:
@@ -252,9 +253,9 @@ class DataSpec(Spec):
         return files
 
     @model_validator(mode="after")
-    def _validation_is_said_once(self) -> Self:
+    def _validation_is_set_once(self) -> Self:
         if self.validation is not None and any(source.num_heldout or _heldout_file(source) for source in self.sources):
-            raise ValueError("validation, and the source's num_heldout or heldout, say the same: keep one")
+            raise ValueError("validation, and the source's num_heldout or heldout, set the same: keep one")
         return self
 
 
@@ -263,12 +264,12 @@ def _heldout_file(source: SingleSource) -> str | None:
 
 
 def describe_format(form: Format) -> str:
-    """Name a format in one line."""
+    """Describe a format in one line."""
     match form:
         case MessagesFormat():
             return f"{form.style} turns in column '{form.column}'"
         case PromptCompletionFormat():
-            return f"prompt and completion of columns {', '.join(form.columns)}"
+            return f"prompt and completion from columns {', '.join(form.columns)}"
         case JinjaFormat():
             return f"Jinja templates over columns {', '.join(form.columns)}"
         case TextFormat():

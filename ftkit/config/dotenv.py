@@ -1,8 +1,8 @@
 """The project's `.env`: variables such as HF_TOKEN and WANDB_API_KEY, for every command and the jobs that it starts.
 
 The syntax is the common subset of python-dotenv and shells: `NAME=value`, `export NAME=value`, comments, and both
-quotes. Lines that they read differently are refused. Messages have lines and variables, never values. This module
-imports no pydantic: `ftkit --help` reads the file too.
+kinds of quotes. Lines that these read differently are refused. Messages contain lines and variables, never values.
+This module imports no pydantic, because `ftkit --help` also reads the file.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _parse(text: str) -> Iterator[tuple[int, str, str, str]]:
         if match is None:
             yield number, "", "", "is not NAME=value."
         elif _REFUSED.fullmatch(match["name"]):
-            yield number, match["name"], "", "changes which programs run, so that it is not taken from a file."
+            yield number, match["name"], "", "changes which programs run, so it is not read from a file."
         else:
             value, problem = _value(match["value"])
             yield number, match["name"], value, problem

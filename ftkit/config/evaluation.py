@@ -79,9 +79,9 @@ class EvaluationSpec(Spec):
         """The generation settings, from the long or the short form."""
         if self.sql_execution is None:
             return self.generation
-        asked = self.sql_execution
+        short = self.sql_execution
         return GenerationSpec(
-            metrics=("sql",), num_rows=asked.num_questions, num_rows_during=0, max_new_tokens=asked.max_new_tokens
+            metrics=("sql",), num_rows=short.num_questions, num_rows_during=0, max_new_tokens=short.max_new_tokens
         )
 
     @property

@@ -15,9 +15,9 @@ USABLE_MEMORY: Final = 0.95
 CHUNK_LOGITS = 2**28
 """Approximate number of logits per chunk of the loss with engine fsdp2: half a GiB in bf16."""
 LOGITS_ALIGNMENT: Final = 64
-"""Multiple to which the loss pads a vocabulary: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
+"""The loss pads a vocabulary to a multiple of this: on Hopper, OLMo-3's 100,278 rows then take a third of the time."""
 ZERO3_LIVE_WEIGHTS: Final = 10**9
-"""Maximum number of weights that DeepSpeed keeps gathered for reuse: its default."""
+"""Maximum number of weights that DeepSpeed keeps gathered for reuse (`stage3_max_live_parameters`): its default."""
 ZERO3_BUCKET: Final = 10**8
 """Gradient elements per ZeRO-3 reduce bucket. DeepSpeed's default takes 1 GB, and 2 more in fp32."""
 

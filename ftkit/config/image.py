@@ -40,7 +40,7 @@ class ImageSpec(Spec):
     base: BaseImageSpec
     """The image that it is built on."""
     python: str = Field(default="3.12", pattern=r"^3\.\d+$")
-    """Python of the base, which packages are locked for."""
+    """Python version of the base, for which packages are locked."""
     provided: dict[str, str] = Field(default_factory=dict)
     """Packages of the base that nothing may replace, with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
@@ -48,8 +48,8 @@ class ImageSpec(Spec):
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()
-    """Model families of a training image. An unlisted family is refused if it is one of the four that are planned
-    exactly; any other gets a note."""
+    """Model families of a training image. An unlisted one of the four families that are planned exactly is refused; any
+    other unlisted family gets a note."""
     default_recipe: Name | None = None
     """Default recipe of `ftkit run --image NAME:TAG`; required for a training image."""
     environment: dict[VariableName, OneLine] = Field(default_factory=dict)

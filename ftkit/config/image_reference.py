@@ -118,7 +118,7 @@ class NamedImage:
         """Return its address below `registry`, which is `HOST` or `HOST/PATH`.
 
         Raises:
-            ConfigError: the address is not legal.
+            ConfigError: the address is not valid.
         """
         return parse_reference(f"{registry.removeprefix('docker://').rstrip('/')}/{self.reference}")
 
@@ -215,7 +215,7 @@ class DockerdImage:
 
 
 AnyImage = NamedImage | ImageFile | RegistryImage
-"""Values of `--image`. The text of each parses to an equal value."""
+"""Values of `--image`. Parsing the text of a value returns an equal value."""
 
 ImportableImage = NamedImage | RegistryImage | DockerdImage
 """Images that can be imported into a file."""
@@ -225,7 +225,7 @@ def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> Impo
     """Parse the image of an import: as `parse_image` does, or `dockerd://NAME:TAG`.
 
     Raises:
-        ConfigError: it is none of these, an illegal name, or a file, which needs no import.
+        ConfigError: it is neither, is an invalid name, or is a file, which needs no import.
     """
     if text.startswith(_DOCKERD):
         parse_reference(text.removeprefix(_DOCKERD), key=key)
@@ -233,8 +233,8 @@ def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> Impo
     image = parse_image(text, folder, key=key)
     if isinstance(image, ImageFile):
         raise ConfigError(
-            [Problem("", key, f"{text} is a file already: there is nothing to import.",
-                     f"Run in it as it is: ftkit run --image {text}")]
+            [Problem("", key, f"{text} is already a file: there is nothing to import.",
+                     f"To run in it: ftkit run --image {text}")]
         )  # fmt: skip
     return parse_name(image.reference) if isinstance(image, NamedImage) else image
 
@@ -262,16 +262,16 @@ def parse_image(text: str, folder: Path, where: str = "", key: str = "--image") 
         return NamedImage(text)
     if "://" in text and not text.startswith("docker://"):
         raise ConfigError(
-            [Problem(where, key, f"{text!r} is none of NAME:TAG, a .sqsh or .sif file, and docker://HOST/PATH:TAG.")]
+            [Problem(where, key, f"{text!r} is not NAME:TAG, a .sqsh or .sif file, or docker://HOST/PATH:TAG.")]
         )
     return parse_reference(text, where, key)
 
 
 def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
-    """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; without a host it is Docker Hub's.
+    """Parse `[docker://][HOST/ or HOST#]PATH[:TAG][@sha256:...]`; the default host is Docker Hub.
 
     Raises:
-        ConfigError: it is not a legal reference.
+        ConfigError: it is not a valid reference.
     """
     bare = text.removeprefix("docker://")
     if "#" in bare:
@@ -296,7 +296,7 @@ def parse_reference(text: str, where: str = "", key: str = "") -> RegistryImage:
     return RegistryImage(host, path, named["tag"] or "latest", digest)
 
 
-_GRAMMAR = "It is written HOST/PATH:TAG, PATH in small letters, digits and single '.', '_' or '-' between them."
+_GRAMMAR = "The form is HOST/PATH:TAG; PATH has lowercase letters and digits, with single '.', '_' or '-' between them."
 
 
 def _reason(rest: str) -> str:
@@ -305,16 +305,16 @@ def _reason(rest: str) -> str:
     if not rest:
         return "there is nothing after the host"
     if any(character.isspace() or not character.isprintable() for character in rest):
-        return "blanks and control characters are not allowed"
+        return "spaces and control characters are not allowed"
     if name != name.lower():
-        return f"capital letters are not allowed in {name!r}"
+        return f"uppercase letters are not allowed in {name!r}"
     if not re.fullmatch(rf"{_COMPONENT}(?:/{_COMPONENT})*", name):
-        return f"{name!r} is not a legal name"
-    return f"{rest!r} has no legal tag or digest"
+        return f"{name!r} is not a valid name"
+    return f"{rest!r} has no valid tag or digest"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, with or without a port, is this machine: by its address, not by a prefix of its name."""
+    """Return whether a host, with or without a port, is this machine: by its address, not its name's prefix."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ip_address(name).is_loopback
@@ -323,13 +323,13 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_name(text: str) -> NamedImage:
-    """Parse `NAME:TAG`, which is legal in the docker engine and in a registry.
+    """Parse `NAME:TAG`, which must be valid in the docker engine and in a registry.
 
     Raises:
-        ConfigError: it is not legal, with the reason.
+        ConfigError: it is not valid, with the reason.
     """
     name, _, tag = text.partition(":")
     if "/" in name or not tag or not _NAMED.fullmatch(text):
         reason = _reason(text) if tag else f"{text!r} has no tag"
-        raise ConfigError([Problem("", "", f"{text!r} can't name an image: {reason}.", _GRAMMAR)])
+        raise ConfigError([Problem("", "", f"{text!r} can't be an image's name: {reason}.", _GRAMMAR)])
     return NamedImage(text)

@@ -1,4 +1,4 @@
-"""Layers of values from several places, each value with its origin."""
+"""Layers of values from several files and options, each value with its origin."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Layers:
     def over(self, below: Layers) -> Layers:
         """Merge this into `below`: mappings are merged recursively, other values replace.
 
-        A mapping with another `kind` replaces the old one: their other keys don't mix. A mapping of which only a key
-        was overridden keeps its origin.
+        A mapping with another `kind` replaces the old one, without mixing their other keys. A mapping keeps its origin
+        if the command line overrides only some of its keys.
         """
         values = dict(below.values)
         merged: set[KeyPath] = {()}

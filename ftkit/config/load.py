@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
 _LENGTHS: Final = (("training", "max_steps"), ("training", "num_epochs"))
-"""Keys that replace each other, as in Hugging Face's TrainingArguments: the one set last wins."""
+"""Keys that replace each other, as in Hugging Face's TrainingArguments: the last one wins."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
     path = _find("recipe", name, ctx)
     typed, names_model = Layers(), False
     for override in overrides:
-        one = _written_out(parse_override(override))
+        one = _expand_short_forms(parse_override(override))
         names_model = names_model or isinstance(one.values.get("model"), str)
         typed = _with_weights(one).over(_with_weights(typed))
     below = _read_extended("recipe", path, ctx)
@@ -126,16 +126,16 @@ def find_image(reference: str, ctx: Context) -> ImageDefinition:
             return _with_recorded_base(validate(ImageSpec, layers), files[0], files[1].with_suffix(".lock"), ctx)
     known = list_images(ctx)
     raise NotFoundError(
-        f"no image is defined as '{reference}'",
-        meaning=f"defined are: {', '.join(known)}",
+        f"image '{reference}' is not defined",
+        meaning=f"defined images: {', '.join(known)}",
         fix=_closest(
-            reference, known, "give one of these; one of your own is a folder containers/NAME/TAG/ in the project"
+            reference, known, "give one of these; your own images are folders containers/NAME/TAG/ in the project"
         ),
     )
 
 
 def _with_recorded_base(spec: ImageSpec, base_file: Path, lock_file: Path, ctx: Context) -> ImageDefinition:
-    """Set the base's digest from a lock; the one next to the definition precedes the user's own."""
+    """Set the base's digest from a lock; the one next to the definition takes precedence over the user's."""
     base_locks = (base_file.with_name(BASE_LOCK_NAME), ctx.user / BASE_LOCK_NAME)
     base = parse_reference(spec.base.reference, str(base_file), "base.reference")
     digest = spec.base.digest or base.digest
@@ -179,7 +179,7 @@ def _closest(word: str, known: list[str], otherwise: str) -> str:
 
 def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] = ()) -> Layers:
     """Read a file, on top of the one in its `extends`."""
-    layers = _written_out(read_yaml(path))
+    layers = _expand_short_forms(read_yaml(path))
     parent = layers.values.get("extends")
     if parent is None:
         return layers
@@ -189,12 +189,14 @@ def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] =
         )
     parent_path = _find(kind, parent, ctx)
     if parent_path in (*seen, path):
-        raise ConfigError([Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself in a circle.")])
+        raise ConfigError(
+            [Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself, directly or through others.")]
+        )
     return _over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))
 
 
 def _over(above: Layers, below: Layers) -> Layers:
-    """Merge one layer into another. `max_steps` or `num_epochs` of the upper one replaces both of the lower."""
+    """Merge one layer into another. `max_steps` or `num_epochs` of the upper one replaces either of the lower."""
     given = [path for path in _LENGTHS if above.value(path) is not None]
     if len(given) == 1:
         (other,) = set(_LENGTHS) - set(given)
@@ -218,7 +220,7 @@ def _with_weights(layers: Layers) -> Layers:
     return Layers({**layers.values, "model": {"weights": weights}}, origins)
 
 
-def _written_out(layers: Layers) -> Layers:
+def _expand_short_forms(layers: Layers) -> Layers:
     """Expand short forms, so that other layers can change parts of them."""
     data = layers.values.get("data")
     if isinstance(data, dict) and "source" in data:
@@ -239,7 +241,7 @@ def _with_architecture(layers: Layers) -> Layers:
         known = sorted(file.stem for file in assets.ARCHITECTURES.glob("*.yaml"))
         fix = _closest(name, known, f"Known: {', '.join(known)}; or give the fields themselves.")
         raise ConfigError([Problem(where, "model.architecture", f"there is no architecture '{name}'.", fix)])
-    # All fields, so that none of an architecture in a lower layer is left.
+    # Dump all fields, so that none of an architecture in a lower layer remains.
     shape = read_shape(read_shipped(path)[0], name).model_dump()
     origins = {("model", "architecture", key): str(path) for key in shape}
     named = {**layers.values, "model": {**layers.values["model"], "architecture": shape}}
@@ -257,8 +259,8 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
             return absolute(value, *key)
         if (layers.folder(key) / value).exists():
             kind = "folder" if (layers.folder(key) / value).is_dir() else "file"
-            message = f"'{value}' is an id of the hub, and also a {kind} in {layers.folder(key)}."
-            fix = f"For the {kind} write ./{value}; for the hub's, rename the {kind}."
+            message = f"'{value}' could be a hub id, or the {kind} in {layers.folder(key)}."
+            fix = f"For the {kind} write ./{value}; for the hub id, rename the {kind}."
             raise ConfigError([Problem(layers.origin(key), ".".join(key), message, fix)])
         return value
 
@@ -285,7 +287,7 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
 
 
 def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
-    """Return the text of a chat template's file, which becomes part of the plan, so that no node needs the file."""
+    """Return the text of a chat template's file. It becomes part of the plan, so that no node needs the file."""
     template, key = recipe.data.chat_template, ("data", "chat_template")
     if not is_path(template):
         return template

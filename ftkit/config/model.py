@@ -31,15 +31,15 @@ class RopeScalingSpec(Spec):
     factor: Annotated[float, Field(gt=1), NUMBER]
     """Factor by which the number of positions grows."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Positions of the weights. Those of config.json if null."""
+    """Number of positions that the weights were trained on. That of config.json if null."""
     beta_fast: PositiveFloat | None = None
-    """With `yarn`: rotations from which on frequencies are kept. 32 if null."""
+    """With `yarn`: number of rotations above which frequencies are kept. 32 if null."""
     beta_slow: PositiveFloat | None = None
-    """With `yarn`: rotations up to which frequencies are interpolated. 1 if null."""
+    """With `yarn`: number of rotations below which frequencies are interpolated. 1 if null."""
     low_freq_factor: PositiveFloat | None = None
-    """With `llama3`, which needs it."""
+    """Required by `llama3`: number of rotations below which frequencies are divided by `factor`."""
     high_freq_factor: PositiveFloat | None = None
-    """With `llama3`, which needs it."""
+    """Required by `llama3`: number of rotations above which frequencies are kept."""
 
     @model_validator(mode="after")
     def _fields_belong_to_the_type(self) -> Self:
@@ -53,13 +53,13 @@ class RopeScalingSpec(Spec):
         return self
 
     def of_weights(self, positions: int) -> Self:
-        """Fill in the positions of the weights."""
+        """Fill in the number of positions that the weights were trained on."""
         original = self.original_max_position_embeddings or positions
         return self.model_copy(update={"original_max_position_embeddings": original})
 
     @property
     def positions(self) -> int:
-        """Number of positions, once those of the weights are filled in."""
+        """Number of scaled positions, once those of the weights are filled in."""
         return int(self.factor * (self.original_max_position_embeddings or 0))
 
 
@@ -85,7 +85,7 @@ class ArchitectureFields(Spec):
     head_dim: PositiveInt | None = None
     """Width of one attention head."""
     max_position_embeddings: PositiveInt | None = None
-    """Longest sequence. More positions than in config.json of pretrained weights need `rope_scaling`."""
+    """Maximum sequence length. More positions than in config.json of pretrained weights need `rope_scaling`."""
     sliding_window: PositiveInt | None = None
     """Window of sliding-window attention, in tokens. Full attention in all layers if null."""
     full_attention_every: PositiveInt | None = None
@@ -164,9 +164,9 @@ class AttentionLayers:
 
     Attributes:
         count: layers.
-        width: of all query heads together; for linear attention, of all value heads.
+        width: total width of the query heads; for linear attention, of the value heads.
         is_windowed: whether they use the model's sliding window.
-        state: for linear attention, the width of a head's keys; 0 for attention between tokens.
+        state: for linear attention, the width of a head's keys; 0 for softmax attention.
     """
 
     count: int
@@ -186,14 +186,14 @@ class ModelCounts:
     """Parameters of a model, before adapters.
 
     Attributes:
-        source: how they were counted: by the formula of a known family; on the model, without its weights; from the
-            experts in config.json; or from the family's usual values.
+        source: how they were counted: by the formula of a known family; on the model class, without weights; from
+            config.json; or from the family's usual values.
         layers: parameters of all decoder layers.
         largest_layer: parameters of the largest decoder layer.
-        around: parameters outside the decoder layers, shared ones once.
-        active: weights of matrices in the decoder layers that are active per token; of experts, only those that it is
-            routed to.
-        feed_forward: width of the feed-forward layers that are active per token in a decoder layer.
+        around: parameters outside the decoder layers; shared ones count once.
+        active: weights of the decoder layers' matrices that are active per token; of experts, only those that the token
+            is routed to.
+        feed_forward: total width of the feed-forward layers that are active per token in a decoder layer.
         experts_per_token: experts that a token is routed to; 0 without any.
         linears: the linear layers in the decoder layers, without experts that are stacked in one tensor.
         attention: the attention of all decoder layers; empty: derived from the shape.
@@ -224,7 +224,7 @@ class ArchitecturePlan(ArchitectureSpec):
     """A shape with its parameters counted."""
 
     counts: ModelCounts | None = None
-    """None: they follow from the other fields."""
+    """Parameter counts; they follow from the other fields if null."""
 
     @classmethod
     def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> "ArchitecturePlan":
@@ -245,7 +245,7 @@ class TokenizerSpec(Spec):
     @model_validator(mode="after")
     def _size_goes_with_training(self) -> Self:
         if (self.source == "trained") != (self.vocab_size is not None):
-            raise ValueError("vocab_size is needed with source 'trained', and has no effect with any other")
+            raise ValueError("vocab_size is required with source 'trained', and has no effect with any other")
         return self
 
 
@@ -300,12 +300,12 @@ class ModelSpec(Spec):
         if self.tokenizer.source == "model":
             raise ValueError("weights 'random' have no tokenizer: set tokenizer.source")
         if missing := _missing(self.architecture):
-            raise ValueError(f"weights 'random' need the whole architecture: {', '.join(missing)} not given")
+            raise ValueError(f"weights 'random' need the complete architecture: {', '.join(missing)} not given")
         return self
 
     @property
     def architecture_of_weights(self) -> ArchitectureFields:
-        """The shape in the weights' files, as far as it is given."""
+        """The shape in the weights' files, as far as the recipe sets it."""
         return self.architecture
 
 

@@ -46,10 +46,10 @@ DEQUANTIZED_METHODS = ("mxfp4", "fp8")
 
 
 def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse quantized weights of a kind that ftkit does not dequantize.
+    """Refuse weights with a quantization that ftkit does not dequantize.
 
     Raises:
-        ConfigError: they are; with the model to use instead.
+        ConfigError: they have one; with the model to use instead.
     """
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
@@ -57,7 +57,7 @@ def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
 
 
 def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization of weights that ftkit does not dequantize; `config` is raw."""
+    """Return why ftkit can't dequantize the weights of a raw configuration; None if it can or need not."""
     quantization = config.get("quantization_config") or text_part(config).get("quantization_config")
     if not isinstance(quantization, dict) or not quantization:
         return None
@@ -84,7 +84,7 @@ def unquantized_fix(weights: str) -> str:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part of a raw configuration; in a multimodal model's, it is one of the values."""
+    """Return the text model's part of a raw configuration: in a multimodal model's, `text_config`; else all of it."""
     inner, outer_type = config.get("text_config"), str(config.get("model_type"))
     if not isinstance(inner, dict):
         return config
@@ -95,14 +95,14 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text part of a configuration with defaults, as far as its family is known.
+    """Return the text part of a configuration with the family's defaults, if the family is known.
 
-    In the spelling of transformers 5; `layer_types` has one entry per layer if the number of layers is known.
+    Keys are spelled as in transformers 5. `layer_types` has one entry per layer if the number of layers is known.
     """
     text = text_part(config)
     family = family_of(str(text.get("model_type")))
-    told = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}
-    filled: dict[str, Any] = {**family.defaults, **told}
+    stored = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}
+    filled: dict[str, Any] = {**family.defaults, **stored}
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
     if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
@@ -112,7 +112,7 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(kind, dict) and kind.get("rope_theta") is not None:
             filled["rope_theta"] = kind["rope_theta"]
     filled |= _of_full_layers(filled)
-    if family.window_switch and not told.get(family.window_switch):
+    if family.window_switch and not stored.get(family.window_switch):
         filled["sliding_window"] = None
     if not isinstance(filled.get("layer_types"), list):
         filled.pop("layer_types", None)
@@ -134,7 +134,7 @@ def _is_count(value: object) -> bool:
 
 
 def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
-    """Return a family's types of layers if its configuration lists none."""
+    """Return the layer types of a family whose configuration does not list them; None if they are unknown."""
     layers, window = filled.get("num_hidden_layers"), filled.get("sliding_window")
     family = family_of(str(filled.get("model_type")))
     if not isinstance(layers, int) or not _is_count(layers) or not family.has_formula:
@@ -155,8 +155,8 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
     """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
     Args:
-        model: the recipe's.
-        config: of its weights, raw; None: there is none, or it can't be read from here.
+        model: the recipe's model.
+        config: raw configuration of its weights; None if there is none, or if it can't be read from here.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or neither defines the whole shape.
@@ -175,10 +175,11 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
 def _unknown_shape(model: ModelSpec) -> Problem:
     what = f"the config.json of '{model.weights}' can't be read from here."
     if is_path(model.weights):
-        fix = "Correct the path; for a folder that only the nodes see, give the whole model.architecture."
+        fix = "Correct the path; for a folder that exists only on the nodes, give the complete model.architecture."
     else:
         fix = (
-            f"Where there is a network: hf download {model.weights} config.json; or give the whole model.architecture."
+            f"On a machine with network access: hf download {model.weights} config.json; or give the complete "
+            "model.architecture."
         )
     return Problem("", "model.weights", what, fix)
 
@@ -195,7 +196,7 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         types = window = None
     every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else None
     if isinstance(types, list) and every is None:
-        every = len(types) + 1  # none has full attention
+        every = len(types) + 1  # no layer has full attention
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
     width = filled.get("intermediate_size") or _width_of_experts(filled)
     known = fields | {
@@ -213,7 +214,8 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
                 Problem(
                     f"config.json of {weights}", "model.weights",
                     f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use.",
-                    "Plan where torch and transformers are, which fill in what it leaves out; or choose another model.",
+                    "Plan on a machine with torch and transformers, which fill in missing values; or choose another "
+                    "model.",
                 )
             ]
         ) from error  # fmt: skip
@@ -243,29 +245,29 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
     """Return the fields in which a shape contradicts the configuration of weights, each with both values.
 
     Args:
-        shape: the recipe's; fields that it does not set are not compared.
-        config: raw or with defaults. Missing keys are not compared.
+        shape: the recipe's shape; unset fields are not compared.
+        config: configuration, raw or with defaults; missing keys are not compared.
     """
-    told = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
+    stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
     found = {
-        key: f"{given[key]} in the recipe, {told[key]} in the weights"
+        key: f"{given[key]} in the recipe, {stored[key]} in the weights"
         for key in _EQUAL
-        if key in told and key in given and given[key] != told[key]
+        if key in stored and key in given and given[key] != stored[key]
     }
-    if told.get("model_type", shape.family) != shape.family and "family" in given:
-        found["family"] = f"{shape.family} in the recipe, {told['model_type']} in the weights"
-    found |= _positions(shape, given, told)
+    if stored.get("model_type", shape.family) != shape.family and "family" in given:
+        found["family"] = f"{shape.family} in the recipe, {stored['model_type']} in the weights"
+    found |= _positions(shape, given, stored)
     default = ArchitectureSpec.model_fields["initializer_range"].default
-    if given.get("initializer_range", default) not in (default, told.get("initializer_range")):
+    if given.get("initializer_range", default) not in (default, stored.get("initializer_range")):
         found["initializer_range"] = f"{shape.initializer_range} has no effect on pretrained weights"
-    return found | _windows(shape, told)
+    return found | _windows(shape, stored)
 
 
-def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, str]:
+def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the contradictions about positions and rope scaling."""
-    key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(told)
-    there, wanted = told.get(key), given.get(key)
+    key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(stored)
+    there, wanted = stored.get(key), given.get(key)
     if scaling is not None and own is not None:
         return {"rope_scaling": f"{scaling.rope_type} in the recipe, the weights were trained with {own}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
@@ -278,20 +280,20 @@ def _positions(shape: ArchitectureFields, given: Mapping[str, Any], told: Mappin
     return {}
 
 
-def _own_scaling(told: Mapping[str, Any]) -> str | None:
+def _own_scaling(stored: Mapping[str, Any]) -> str | None:
     """Return the weights' own rope scaling; None without one."""
-    found = told.get("rope_parameters") or told.get("rope_scaling")
+    found = stored.get("rope_parameters") or stored.get("rope_scaling")
     found = found.get(FULL, found) if isinstance(found, dict) else None
     kind = (found.get("rope_type") or found.get("type")) if isinstance(found, dict) else None
     return None if kind in (None, "default") else str(kind)
 
 
-def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, str]:
+def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the contradictions about sliding windows."""
     if not shape.model_fields_set & {"sliding_window", "full_attention_every"}:
         return {}
-    window, types, planned = told.get("sliding_window"), told.get("layer_types"), shape.sliding_window
-    family = told.get("model_type", shape.family)
+    window, types, planned = stored.get("sliding_window"), stored.get("layer_types"), shape.sliding_window
+    family = stored.get("model_type", shape.family)
     if family not in MEASURED or not family_of(str(family)).full_attention_every:
         is_known = window is not None or family_of(str(family)).has_formula
         is_other = is_known and planned not in (None, window)
@@ -312,7 +314,7 @@ def _windows(shape: ArchitectureFields, told: Mapping[str, Any]) -> dict[str, st
 def shipped_config(weights: str) -> dict[str, Any] | None:
     """Return the shipped configuration of a hub model; None if there is none."""
     for path in sorted(assets.ARCHITECTURES.glob("*.yaml")):
-        if weights in path.read_text(encoding="utf-8"):  # parsing all of them would take longer than planning
+        if weights in path.read_text(encoding="utf-8"):  # parsing all files would take longer than planning
             config, models = read_shipped(path)
             if weights in models:
                 return config
@@ -320,7 +322,7 @@ def shipped_config(weights: str) -> dict[str, Any] | None:
 
 
 def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read a shipped file: the configuration, and the hub ids with it."""
+    """Read a shipped file: return the configuration, and the hub ids of the models that have it."""
     config = dict(_shipped_values(path))
     return config, tuple(config.pop("models", ()))
 

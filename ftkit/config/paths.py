@@ -10,7 +10,7 @@ from ftkit.errors import ConfigError, Problem
 
 _LONGEST_PATH: Final = 4095
 _LONGEST_NAME: Final = 255
-"""Linux' limits, in bytes."""
+"""Linux's limits, in bytes."""
 
 
 def is_path(text: str) -> bool:
@@ -24,7 +24,7 @@ def is_address(text: str) -> bool:
 
 
 def fixed_folder(pattern: str) -> Path:
-    """Return the folder that contains all files of a path or pattern."""
+    """Return the deepest folder without wildcards that contains all files of a path or pattern."""
     path = Path(pattern)
     while any(character in str(path) for character in "*?["):
         path = path.parent
@@ -32,10 +32,10 @@ def fixed_folder(pattern: str) -> Path:
 
 
 def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Path:
-    """Make a path absolute: a relative one belongs to `folder`; `~` and `~user` are home folders.
+    """Make a path absolute: a relative one is relative to `folder`; `~` and `~user` are home folders.
 
     Raises:
-        ConfigError: no file can have this path; the message has `where` and `key`.
+        ConfigError: the path is impossible; the message has `where` and `key`.
     """
     problem = path_problem(text)
     if problem:
@@ -44,7 +44,7 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file exists; False for paths that no file can have."""
+    """Return whether a file exists; False for impossible paths."""
     try:
         return path.is_file()
     except OSError:
@@ -52,7 +52,7 @@ def is_file(path: Path) -> bool:
 
 
 def path_problem(text: str) -> str | None:
-    """Return why no file can have this path; None if one can."""
+    """Return why a path is impossible; None if it is possible."""
     if not text or not text.isprintable():
         return f"a path is one line of printable characters, got {text[:80]!r}"
     name = max(text.split("/"), key=len)

@@ -23,7 +23,7 @@ SpecT = TypeVar("SpecT", bound=BaseModel)
 
 
 MAX_PROBLEMS: Final = 20
-"""Maximum number of problems shown; further ones add little."""
+"""Maximum number of problems shown: more add little."""
 _LONGEST_VALUE: Final = 80
 
 _SENTENCES: Final = {
@@ -44,12 +44,12 @@ _SENTENCES: Final = {
     "model_attributes_type": ("must be a mapping", "Write 'key: value' lines below it."),
     "model_type": ("must be a mapping", "Write 'key: value' lines below it."),
     "string_type": ("must be text", "Put it in quotes."),
-    "too_long": ("must hold at most {max_length} values", ""),
-    "too_short": ("must hold at least {min_length}", "Name one, or leave the key out."),
+    "too_long": ("must have at most {max_length} values", ""),
+    "too_short": ("must have at least {min_length}", "Give one, or omit the key."),
     "tuple_type": ("must be a list", "Put it in brackets: [a, b]."),
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
-_KEYS_OF_OTHERS: Final = {
+_KEYS_OF_OTHER_TOOLS: Final = {
     "base_model": "model",
     "batch_size": "training.global_batch_size",
     "cutoff_len": "training.sequence_length",
@@ -85,7 +85,7 @@ _KEYS_OF_OTHERS: Final = {
     "val_set_size": "data.validation",
     "warmup_steps": "training.warmup_ratio, a fraction of all steps",
 }
-"""Keys of Axolotl, LLaMA-Factory and TRL, with what to write here."""
+"""Keys of Axolotl, LLaMA-Factory and TRL, with their equivalents here."""
 _NO_REMOTE_CODE: Final = (
     "ftkit never runs code that comes with a model: choose one whose model_type is in transformers itself."
 )
@@ -116,7 +116,7 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     if kind == "extra_forbidden":
         return Problem(where, key, "unknown key.", _known_key(path[-1], list(owner.model_fields) if owner else []))
     if kind == "missing" and isinstance(detail["loc"][-1], int):
-        return Problem(where, key, f"holds too few values, got {_shown(given)}.")
+        return Problem(where, key, f"has too few values, got {_shown(given)}.")
     if kind == "missing":
         return Problem(where, key, "required, but not given.", f"Add '{path[-1]}:'.")
     if kind == "union_tag_not_found":
@@ -132,9 +132,11 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         fix = _suggestion(word, words, listing=False) or _description(owner, path)
         return Problem(where, key, f"{word!r} is none of {choices}.", fix)
     if kind == "value_error" and isinstance(given, dict):
-        return Problem(_place_of_check(layers, path, given, _own_words(detail)), key, f"{_own_words(detail)}.")
+        return Problem(
+            _place_of_check(layers, path, given, _validator_message(detail)), key, f"{_validator_message(detail)}."
+        )
     if kind == "value_error":
-        message, shown = _own_words(detail), _shown(given)
+        message, shown = _validator_message(detail), _shown(given)
         return Problem(where, key, f"{message}." if shown in message else f"{message}, got {shown}.")
     if kind == "string_pattern_mismatch":
         form = f"{_shown(given)} does not have the required form."
@@ -143,11 +145,11 @@ def _problem(  # noqa: PLR0911 - one for each form of message
 
 
 def _wrong_value(where: str, path: KeyPath, owner: type[BaseModel] | None, detail: ErrorDetails) -> Problem:
-    """Return the problem of a value of the wrong type or size; its fix is what the key means, if nothing is closer."""
+    """Return the problem of a value of the wrong type or size; the default fix is the key's description."""
     kind, given, key = detail["type"], detail["input"], ".".join(path)
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
-    if where == COMMAND_LINE and isinstance(given, dict):  # YAML took text in braces for a mapping
-        fix = f"Text that begins with a brace needs quotes for YAML too: {key}='\"{{column}}\"'."
+    if where == COMMAND_LINE and isinstance(given, dict):  # YAML parsed text in braces as a mapping
+        fix = f"Text that begins with a brace also needs quotes for YAML: {key}='\"{{column}}\"'."
     elif kind in _MAPPING_EXPECTED and (keys := _keys(owner, path)):
         fix = f"Its keys are {', '.join(keys)}."
     elif given is None or not fix:
@@ -159,13 +161,13 @@ _MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")
 
 
 def _keys(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
-    """Return the keys of the mapping at the end of `path`, if there is only one form of it."""
+    """Return the keys of the mapping at the end of `path`; none if it is a union of several specs."""
     models = _models(owner.model_fields[path[-1]].annotation) if owner and path[-1] in owner.model_fields else []
     return list(models[0].model_fields) if len(models) == 1 else []
 
 
 def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
-    """Return what a key means: as many of the first sentences of its docstring as fit into a message."""
+    """Return a key's description: as many first sentences of its docstring as fit into a message."""
     text = " ".join(attribute_docstrings(owner).get(path[-1], "").split()) if owner else ""
     if len(text) <= _LONGEST_DESCRIPTION:
         return text
@@ -176,23 +178,23 @@ def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
 def _known_key(word: str, known: list[str]) -> str:
     if word == "trust_remote_code":
         return _NO_REMOTE_CODE
-    here = _KEYS_OF_OTHERS.get(word)
+    here = _KEYS_OF_OTHER_TOOLS.get(word)
     return f"Here it is {here}." if here else _suggestion(word, known)
 
 
 def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
-    """Return the origin to change after a check of several keys: that of a typed one if its message has one."""
+    """Return the origin of a problem with several keys: prefer a key in the message, and of these a typed one."""
     named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
     places = [layers.origins[key] for key in named if key in layers.origins]
     return COMMAND_LINE if COMMAND_LINE in places else next(iter(places), layers.origin(path))
 
 
-def _own_words(detail: ErrorDetails) -> str:
+def _validator_message(detail: ErrorDetails) -> str:
     return detail["msg"].removeprefix("Value error, ")
 
 
 def _shown(value: object) -> str:
-    """Return a value as the user wrote it, shortened if it is long."""
+    """Format a value in YAML's spelling, shortened if it is long."""
     words = {None: "nothing", True: "true", False: "false"}
     shown = words[value] if value is None or isinstance(value, bool) else repr(value)
     return shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"

@@ -22,7 +22,7 @@ SINK_PACKAGES: Final[dict[SinkName, tuple[str, ...]]] = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny", "mlflow"),
 }
-"""Python packages of a sink, one of which is required; the first one is for messages."""
+"""Python packages of a sink, one of which is required; messages show the first one."""
 
 
 def sinks_without_package(sinks: Iterable[SinkName], packages: Container[str]) -> list[SinkName]:
@@ -43,15 +43,15 @@ class TrackingSpec(Spec):
     @model_validator(mode="after")
     def _each_sink_once(self) -> Self:
         if len(set(self.sinks)) != len(self.sinks):
-            raise ValueError(f"sinks name one twice: {', '.join(self.sinks)}")
+            raise ValueError(f"sinks lists one twice: {', '.join(self.sinks)}")
         return self
 
     @model_validator(mode="after")
     def _no_secret_in_a_file(self) -> Self:
-        # On the whole spec, because a problem with a single key shows its value.
+        # A check of the whole spec, because a message about a single key would show its value.
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
             raise ValueError(
-                "mlflow_uri holds a user or a password: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+                "mlflow_uri contains a user or a password: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
         return self
 
@@ -72,18 +72,18 @@ def check_packages(tracking: TrackingSpec) -> None:
         if find_spec(name) is None:
             raise PrerequisiteError(
                 f"tracking.sinks lists {name}, whose package is not installed",
-                meaning="the Python or the image that trains was made without it",
+                meaning="the Python environment or the image of the run was made without it",
                 fix=f"pip install 'ftkit[{name}]', add it to the image's packages, or remove it from tracking.sinks",
             )
 
 
 def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees_home: bool) -> None:
-    """Check that trackers that need a key or an address have one: before the job is submitted, and again in it.
+    """Check that trackers have the key or the address that they need, before the job is submitted and again in it.
 
     Args:
         tracking: the recipe's trackers.
-        environment: the job's variables that are known here.
-        sees_home: whether the job sees the user's home folder, as no container does.
+        environment: the job's variables, as far as they are known here.
+        sees_home: whether the job can read the user's home folder, unlike in a container.
 
     Raises:
         PrerequisiteError: a key or an address is missing.
@@ -93,13 +93,13 @@ def check_access(tracking: TrackingSpec, environment: Mapping[str, str], *, sees
         has_key = environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE")
         if not has_key and not (sees_home and netrc.is_file()):
             raise PrerequisiteError(
-                "tracking.sinks lists wandb, and there is no key for it",
+                "tracking.sinks lists wandb, but there is no API key for it",
                 meaning="WANDB_API_KEY is not set where the run is submitted; containers don't see ~/.netrc",
                 fix="export WANDB_API_KEY before 'ftkit run', or WANDB_MODE=offline",
             )
     if "mlflow" in tracking.sinks and tracking.mlflow_uri is None and not environment.get("MLFLOW_TRACKING_URI"):
         raise PrerequisiteError(
-            "tracking.sinks lists mlflow, and there is no server address",
+            "tracking.sinks lists mlflow, but there is no server address",
             meaning="neither tracking.mlflow_uri nor MLFLOW_TRACKING_URI is set where the run is submitted",
             fix="give tracking.mlflow_uri=https://HOST, or export MLFLOW_TRACKING_URI before 'ftkit run'",
         )
@@ -111,7 +111,7 @@ class ProfileSpec(Spec):
     enabled: bool = False
     """Record a trace, and on GPUs a snapshot of the memory."""
     wait_steps: NonNegativeInt = 5
-    """Steps at the beginning of each cycle that are not profiled: the first steps compile kernels."""
+    """Steps at the beginning of each cycle that are not profiled, because the first steps compile kernels."""
     warmup_steps: NonNegativeInt = 3
     """Steps after them that run under the profiler and are discarded."""
     active_steps: PositiveInt = 20
@@ -125,11 +125,11 @@ class ProfileSpec(Spec):
     record_shapes: bool = False
     """Record the shapes of the operations' inputs."""
     memory: bool = True
-    """Record what is allocated and freed; on GPUs, write a snapshot with its history as well."""
+    """Record allocations and frees; on GPUs, also write a memory snapshot with its history."""
 
     @property
     def num_steps(self) -> int:
-        """Steps from the beginning to the last that is recorded."""
+        """Number of steps until the last recorded one."""
         return self.cycles * (self.wait_steps + self.warmup_steps + self.active_steps)
 
 

@@ -1,4 +1,4 @@
-"""Inputs of one run besides recipe and profile: settings, arguments, and facts about this machine."""
+"""Inputs of one run besides recipe and profile: settings, arguments, and properties of this machine."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ class RunRequest:
     """Inputs of one run besides the recipe and the profile.
 
     Args:
-        name: name of the run; none: the recipe's.
-        num_nodes: `--nodes`; none: the recipe's.
-        gpus_per_node: `--gpus-per-node`; none: the recipe's, else the cluster's.
-        image: the image to run in; none: no image is set.
+        name: name of the run; the recipe's if null.
+        num_nodes: `--nodes`; the recipe's number if null.
+        gpus_per_node: `--gpus-per-node`; the recipe's number, else the cluster's, if null.
+        image: the image to run in; None if no image is set.
         image_is_explicit: whether `--image` set it, rather than a configuration file.
         workspace: absolute path of the workspace.
         python: the interpreter that ftkit runs in, for runtime `none`.
         created: when the run was requested, in UTC.
         suffix: makes the run's id unique.
-        data_stamp: changes when the recipe's files change.
+        data_stamp: text that changes when the recipe's files change.
         num_packs: packs of the training split, if the data is already prepared.
         padding: ratio of the tokens of padded rows to those of packs; None if unknown.
-        model: with its complete shape and parameter counts; none: the recipe's shape is complete.
-        origins: of the values, for messages.
+        model: the model with its complete shape and parameter counts; None if the recipe's shape is complete.
+        origins: origins of the values, for messages.
     """
 
     name: str | None

@@ -44,9 +44,9 @@ def parse_format_string(text: str) -> tuple[tuple[str, str | None], ...]:
             "{" + column + (f"!{conversion}" if conversion else "") + (f":{specification}" if specification else "")
         )
         if not column.strip():
-            raise ValueError(f"{written}}} has no column's name: {_BRACES}")
+            raise ValueError(f"{written}}} has no column name: {_BRACES}")
         if specification or conversion or any(character in column for character in '.[]{}"'):
-            raise ValueError(f"{written}}} is not a column's name in braces: {_BRACES}")
+            raise ValueError(f"{written}}} is not a column name in braces: {_BRACES}")
     return tuple((literal, column) for literal, column, _, _ in pieces)
 
 
@@ -82,7 +82,7 @@ def variables_of(text: str) -> list[str]:
 
 def _check_jinja(text: str) -> str:
     if not variables_of(text):
-        raise ValueError("no column is in this Jinja template: write {{ column }}")
+        raise ValueError("this Jinja template uses no column: write {{ column }}")
     return text
 
 
@@ -118,12 +118,12 @@ class GeneratedSource(Spec):
     """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
     hexadecimal digits), verdict, analysis; half of them are malicious."""
     binary_bytes: BinarySizes | None = None
-    """For generator malware-analysis: sizes are drawn uniformly between the two. Default if null. A byte, which is two
-    hexadecimal digits, is about 1.2 tokens if a token can hold three digits, and 2 if it holds one."""
+    """For generator malware-analysis: range of the sizes, drawn uniformly. Default if null. A byte, which is two
+    hexadecimal digits, is about 1.2 tokens if a token can have three digits, and 2 if it has one."""
     num_train: PositiveInt
-    """Examples to train on."""
+    """Number of examples to train on."""
     num_heldout: NonNegativeInt = 0
-    """Examples of the validation split; none of them is in the training split."""
+    """Number of examples of the validation split; none of them is in the training split."""
     seed: Seed = 0
     """Seed of the examples."""
 
@@ -157,9 +157,9 @@ class _SampledSource(Spec):
     """Number of rows to take from a source."""
 
     num_train: PositiveInt | None = None
-    """Number of rows to sample; all if null."""
+    """Number of rows to sample. All if null."""
     num_heldout: NonNegativeInt = 0
-    """Rows for the validation split."""
+    """Number of rows for the validation split."""
     weight: PositiveFloat | None = None
     """Share of this source in a list of sources, relative to the weights of the others; not with `num_train`."""
     seed: Seed = 0
@@ -177,7 +177,7 @@ class FilesSource(_SampledSource):
 
     kind: Literal["files"]
     train: DataPath
-    """A file, a folder, a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
+    """A file, a folder or a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
     `gs://…`, `hf://…`). The suffix selects the format; files with an unknown suffix are JSON Lines."""
     heldout: DataPath | None = None
     """Files whose rows are the validation split; without it, `num_heldout` rows of `train` are."""
@@ -195,7 +195,7 @@ class FilesSource(_SampledSource):
 
 
 class HubSource(_SampledSource):
-    """Rows of a data set of the Hugging Face hub."""
+    """Rows of a data set on the Hugging Face hub."""
 
     kind: Literal["hub"]
     dataset: HubIdOrFolder
@@ -237,7 +237,7 @@ class MixtureSource(Spec):
 
     @property
     def seed(self) -> int:
-        """The first source's."""
+        """Seed of the sample: the first source's."""
         return self.sources[0].seed
 
 
@@ -274,10 +274,10 @@ class ValidationSpec(Spec):
     fraction: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """Fraction of the rows: each row is drawn with this probability."""
     by: Literal["draw", "hash"] = "draw"
-    """With `fraction`. `draw`: by the row's place and the seed. `hash`: by the row's content alone, so that a row stays
-    in its split when the data grows or moves, and equal rows are in one split."""
+    """With `fraction`. `draw`: by the row's position and the seed. `hash`: by the row's content alone, so that a row
+    stays in its split when the data grows or moves, and equal rows are in the same split."""
     file: DataPath | None = None
-    """Files or an address, as in a source; taken whole."""
+    """Files or an address, as in a source; all of their rows are used."""
     seed: Seed = 0
     """Seed of the sampling."""
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class Spec(BaseModel):
     """A frozen model whose attribute docstrings are the descriptions in its JSON schema.
 
-    Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them:
-    both at import would take longer than planning a run. The modules of recipes don't postpone the evaluation of
-    annotations, since pydantic takes far longer for each than Python does.
-    A spec that is the default of a field is created by `model_construct()`, which needs no validator.
+    Validators are built when a spec is first used, and docstrings are read when a message or a schema shows them: at
+    import, both would take longer than planning a run. The modules of recipes don't use postponed annotations, because
+    pydantic evaluates them far more slowly than Python does. A spec that is the default of a field is created by
+    `model_construct()`, which needs no validator.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -76,13 +76,7 @@ def _check_name(value: str) -> str:
 
 def _check_variable(value: str) -> str:
     if not _VARIABLE.fullmatch(value):
-        raise ValueError("an environment variable's name is letters, digits and '_', and starts with no digit")
-    return value
-
-
-def _check_local_path(value: str) -> str:
-    if "://" in value:
-        raise ValueError("addresses are not supported: give a path on this machine or on a file system mounted here")
+        raise ValueError("an environment variable's name has letters, digits and '_', and does not start with a digit")
     return value
 
 
@@ -93,7 +87,7 @@ SCHEMES = ("s3", "gs", "hf")
 def _check_data_path(value: str) -> str:
     scheme, separator, rest = value.partition("://")
     if separator and (scheme not in SCHEMES or not rest.strip("/")):
-        raise ValueError(f"an address of data is {', '.join(f'{each}://…' for each in SCHEMES)}; got {value[:80]!r}")
+        raise ValueError(f"a data address is {', '.join(f'{each}://…' for each in SCHEMES)}; got {value[:80]!r}")
     return value
 
 
@@ -101,8 +95,8 @@ def _check_hub_id_or_folder(value: str) -> str:
     if is_path(value) or HUB_ID.fullmatch(value):
         return value
     if "://" in value:
-        raise ValueError("addresses are not supported: give an id of the Hugging Face hub, or a folder")
-    raise ValueError("not an id of the Hugging Face hub (NAME or OWNER/NAME); a folder begins with '/', './' or '~'")
+        raise ValueError("addresses are not supported: give a Hugging Face hub id, or a folder")
+    raise ValueError("not a Hugging Face hub id (NAME or OWNER/NAME); a folder begins with '/', './' or '~'")
 
 
 def _check_weights(value: str) -> str:
@@ -125,7 +119,7 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name that is safe as a folder, a job name and a label."""
 
 VariableName = Annotated[str, AfterValidator(_check_variable)]
-LocalPath = Annotated[str, AfterValidator(_check_local_path)]
+
 DataPath = Annotated[str, AfterValidator(_check_data_path)]
 """A path, a pattern of paths, or an address."""
 HubIdOrFolder = Annotated[str, AfterValidator(_check_hub_id_or_folder)]
@@ -145,12 +139,12 @@ def _check_is_no_bool(kind: Literal["int_type", "float_type"]) -> BeforeValidato
 
 
 WHOLE_NUMBER, NUMBER = _check_is_no_bool("int_type"), _check_is_no_bool("float_type")
-"""Must be last in an annotation: a bound after it is not in the JSON schema."""
+"""Must be last in an annotation, because a bound after it would be missing from the JSON schema."""
 
 LARGEST_COUNT = 2**31 - 1
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
-"""Counts, bounded so that arithmetic does not overflow, and loops end."""
+"""Counts, bounded so that arithmetic does not overflow and loops end."""
 
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]

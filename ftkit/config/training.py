@@ -32,11 +32,12 @@ Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-"""Name of a linear layer within a decoder layer; some families have others than these seven."""
+"""Name of a linear layer within a decoder layer; some families have other names than these seven."""
 
 LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
 LONGEST_SEQUENCE = 2**24
-"""Far beyond sizes that fit. The search for those that do tries all divisors of the one and halvings of the other."""
+"""Bounds far beyond what fits in memory. They limit the search for settings that fit, which tries all divisors of the
+micro-batch and all halvings of the sequence length."""
 
 
 def _check_micro_batch_size(value: object) -> object:
@@ -64,7 +65,7 @@ class LoraSpec(Spec):
     """Dropout probability of an adapter's inputs during training."""
     targets: tuple[ProjectionName, ...] = ()
     """Linear layers of each decoder layer that get an adapter. If empty: those of attention and feed-forward layers;
-    with experts, which are no linear layers, those of attention alone."""
+    with experts, which are not linear layers, those of attention only."""
     use_rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
@@ -73,7 +74,7 @@ class LoraSpec(Spec):
     @model_validator(mode="after")
     def _each_target_once(self) -> Self:
         if len(set(self.targets)) != len(self.targets):
-            raise ValueError(f"targets name a projection twice: {', '.join(self.targets)}")
+            raise ValueError(f"targets lists a projection twice: {', '.join(self.targets)}")
         return self
 
 
@@ -86,7 +87,7 @@ class TrainingSpec(Spec):
     """The adapters of methods lora and qlora. Default if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
-    They exchange tokens for heads around attention, so it must divide the attention heads."""
+    They exchange tokens for heads before and after attention, so it must divide the attention heads."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
     (llama, qwen3, gemma3_text, olmo3; method full, engine fsdp2). It must divide the attention heads, the key-value
@@ -100,8 +101,8 @@ class TrainingSpec(Spec):
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (torchao, tensorwise
     scaling; Ada, Hopper and newer GPUs), all else computes in bf16."""
     base_precision: Literal["auto", "fp8"] = "auto"
-    """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers keep 8 bits a weight and
-    multiply in FP8 (Ada, Hopper and newer GPUs), half the memory of bf16; `auto`: that of `precision`."""
+    """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
+    and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens per pack."""
     micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
@@ -110,11 +111,11 @@ class TrainingSpec(Spec):
     global_batch_size: PositiveInt
     """Packs in an optimizer step, over all processes and accumulation steps."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or in a recipe
-    that extends another, it replaces num_epochs."""
+    """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
+    in a recipe that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Passes over the data, a whole number; for a part of a pass, give max_steps. It replaces max_steps in the same
-    way."""
+    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. It replaces max_steps in
+    the same way."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat
@@ -124,7 +125,7 @@ class TrainingSpec(Spec):
     warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.03
     """Fraction of all steps in which the learning rate rises from 0."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.0
-    """Where cosine and linear end, as a fraction of the highest learning rate."""
+    """Final learning rate of cosine and linear, as a fraction of the highest."""
     betas: tuple[Float, Float] = (0.9, 0.95)
     """AdamW's decay rates."""
     weight_decay: NonNegativeFloat = 0.0
@@ -138,9 +139,9 @@ class TrainingSpec(Spec):
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
-    attention
-    (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory and a
-    third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to spare."""
+    attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
+    and a third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to
+    spare."""
     activation_offload: bool = False
     """With `full` checkpointing: keep the inputs of decoder layers in host memory until the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -180,14 +181,14 @@ class TrainingSpec(Spec):
 
     @property
     def adapters(self) -> LoraSpec | None:
-        """The adapters that are trained, on Llama's linear layers if none are named; none: all weights are."""
+        """The adapters that are trained, by default on Llama's linear layers; None if all weights are trained."""
         if self.method == "full":
             return None
         lora = self.lora or LoraSpec.model_construct()
         return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
 
     def with_targets(self, targets: tuple[str, ...]) -> Self:
-        """Return the settings with these targets of adapters, if there are adapters and none are named."""
+        """Return the settings with these targets of adapters, if there are adapters and the recipe sets no targets."""
         lora = self.lora or LoraSpec.model_construct()
         if self.method == "full" or lora.targets or targets == ALL_PROJECTIONS:
             return self
@@ -195,7 +196,7 @@ class TrainingSpec(Spec):
 
     @property
     def compute_precision(self) -> Precision:
-        """The precision of everything but FP8 matrix products."""
+        """The precision of everything but FP8 matmuls."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
@@ -253,7 +254,7 @@ class TrainingSpec(Spec):
                 + ("set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already")
             )
         if self.base_precision == "fp8" and self.method != "lora":
-            raise ValueError(f"base_precision is for method 'lora'; with method '{self.method}' leave it out")
+            raise ValueError(f"base_precision is for method 'lora'; with method '{self.method}' omit it")
         if self.base_precision == "fp8" and self.precision == "fp32":
             raise ValueError(
                 "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
@@ -305,7 +306,9 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _8_bit_states_stay(self) -> Self:
         if self.optimizer == "adamw8bit" and self.offload != "none":
-            raise ValueError(f"optimizer 'adamw8bit' keeps its states on the device: offload is '{self.offload}'")
+            raise ValueError(
+                f"optimizer 'adamw8bit' keeps its states on the GPU: it is incompatible with offload '{self.offload}'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -320,12 +323,12 @@ class TrainingSpec(Spec):
             return self
         if self.collectives == "copy_engine":
             raise ValueError(
-                "sync_gradients 'last_micro_batch' doesn't go with collectives 'copy_engine': they would sum the "
+                "sync_gradients 'last_micro_batch' is incompatible with collectives 'copy_engine', which would sum the "
                 "gradients of micro-batches in the precision of training"
             )
         if self.offload == "all":
             raise ValueError(
-                "sync_gradients 'last_micro_batch' doesn't go with offload 'all': gradients wait in main memory"
+                "sync_gradients 'last_micro_batch' is incompatible with offload 'all': gradients are in host memory"
             )
         return self
 
@@ -360,7 +363,7 @@ class TrainingPlan(TrainingSpec):
     def of(
         cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
     ) -> "TrainingPlan":
-        """Resolve a specification."""
+        """Combine the recipe's settings with the resolved values."""
         resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
         return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
 
@@ -382,8 +385,8 @@ class ResourcesSpec(Spec):
     """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
     ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
     exclude_stragglers: bool = False
-    """Leave out the slowest node when the job is requeued, if it computes at least 10 % more slowly than the others
-    (`ftkit status`), on Slurm with two nodes and more. The cluster must have another node to take its place."""
+    """Exclude the slowest node when the job is requeued, if it computes at least 10 % more slowly than the others
+    (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
     nodes."""

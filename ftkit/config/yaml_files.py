@@ -1,4 +1,4 @@
-"""Read YAML into plain values, each with its line; any bytes give either values or a ConfigError.
+"""Read YAML into plain values, each with its line; any other bytes raise a ConfigError.
 
 ruamel parses the syntax. Scalars (YAML 1.2's core schema), anchors and merge keys are resolved here, because ruamel's
 loaders have no limits: an alias bomb or a thousand brackets would keep them busy for hours.
@@ -90,7 +90,7 @@ def parse_yaml(text: str, where: str) -> Layers:
     if top is None or (isinstance(top, _Scalar) and top.value is None):
         return Layers({}, {(): f"{where}:1"})
     if not isinstance(top, _Mapping):
-        raise _error(where, top.line, "the file must hold 'key: value' lines at the top.")
+        raise _error(where, top.line, "the file must have 'key: value' lines at the top level.")
     expansion = _Expansion(where)
     return Layers(expansion.plain(top, ()), expansion.origins)
 
@@ -149,7 +149,7 @@ def _check_text(text: str, where: str, line: int | None) -> None:
     if "\0" in text:
         raise _error(where, line, "a value can't contain a NUL byte.")
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise _error(where, line, "the value holds half a character (a lone surrogate).", "Write it in UTF-8.")
+        raise _error(where, line, "the value has half a character (a lone surrogate).", "Write it in UTF-8.")
 
 
 # --- Nodes ---------------------------------------------------------------------------------------
@@ -212,18 +212,18 @@ class _Composer:
             self._line = text.count("\n", 0, error.position) + 1
             raise self._not_yaml("it can't contain control characters") from error
         except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-            # Not expected by ruamel: an escape beyond Unicode is an OverflowError of chr().
+            # Errors that ruamel does not expect: an escape beyond Unicode makes chr() raise an OverflowError.
             raise self._not_yaml(one_line(error)) from error
 
-    def _not_yaml(self, said: str) -> ConfigError:
+    def _not_yaml(self, reason: str) -> ConfigError:
         return _error(
-            self._where, self._line, f"not valid YAML: {said[:_LONGEST_SHOWN]}.", "Check indentation and quotes."
+            self._where, self._line, f"not valid YAML: {reason[:_LONGEST_SHOWN]}.", "Check indentation and quotes."
         )
 
     def _begins_document(self, event: Any) -> bool:
         begins = isinstance(event, DocumentStartEvent)
         if begins and self._num_values:
-            self._fail("a second document begins here.", "Leave out what comes after '---'.")
+            self._fail("a second document begins here.", "Remove everything after '---'.")
         return begins
 
     def _node(self, event: Any, events: Iterator[Any]) -> _Node:
@@ -231,7 +231,7 @@ class _Composer:
         line = self._line
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            self._fail(f"the file holds more than {MAX_VALUES} values.", "Is it the right one?")
+            self._fail(f"the file has more than {MAX_VALUES} values.", "Is it the right one?")
         if isinstance(event, AliasEvent):
             return self._aliased(event.anchor)
         if event.anchor is not None:
@@ -255,7 +255,7 @@ class _Composer:
         node = self._anchors.get(name)
         if node is None:
             reason = "refers to itself" if name in self._anchors else "has no anchor above it"
-            self._fail(f"the alias '*{name[:_LONGEST_SHOWN]}' {reason}.", "Text that begins with '*' is put in quotes.")
+            self._fail(f"the alias '*{name[:_LONGEST_SHOWN]}' {reason}.", "Put text that begins with '*' in quotes.")
         return node
 
     def _scalar_value(self, event: Any) -> Any:
@@ -278,7 +278,7 @@ class _Composer:
             line, is_merge = self._line, isinstance(event, ScalarEvent) and not event.style and event.value == "<<"
             key = "" if is_merge else self._key(event)
             if key in mapping.entries:
-                self._fail(f"'{key}' is given twice, here and in line {mapping.entries[key][0]}.", "Keep one of them.")
+                self._fail(f"'{key}' is given twice, here and on line {mapping.entries[key][0]}.", "Keep one of them.")
             value = self._node(next(events), events)
             if is_merge:
                 mapping.merged.extend(self._mappings(value))
@@ -298,7 +298,7 @@ class _Composer:
         found = value.items if isinstance(value, _Sequence) else [value]
         mappings = [node for node in found if isinstance(node, _Mapping)]
         if len(mappings) < len(found):
-            self._fail("'<<' takes an alias of a mapping, or a list of such.", "Example: <<: *defaults")
+            self._fail("'<<' takes an alias of a mapping, or a list of these.", "Example: <<: *defaults")
         return mappings
 
     def _fail(self, message: str, fix: str) -> NoReturn:
@@ -350,8 +350,8 @@ class _Expansion:
         self._num_values += num_values
         if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
             raise _error(
-                self._where, node.line, f"aliases make more than {MAX_VALUES} values of this, or nest it too deep.",
-                "Write out what is meant.",
+                self._where, node.line, f"aliases expand to more than {MAX_VALUES} values here, or nest too deeply.",
+                "Write the values out.",
             )  # fmt: skip
 
 

@@ -85,11 +85,11 @@ def plan_serving(
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
     if num_gpus > cluster.gpus_per_node:
         what = f"{num_gpus} GPUs requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
-        raise ConfigError([Problem("command line", "--gpus", what, "Take fewer: a model is served on one node.")])
+        raise ConfigError([Problem("command line", "--gpus", what, "Use fewer: a model is served on one node.")])
     heads = plan.recipe.model.architecture.num_attention_heads
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
-        raise ConfigError([Problem("command line", "--gpus", what, "Take a divisor.")])
+        raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
     words = [*serve_words(folder, plan, num_gpus), *args.words]
     log, address_file = plan.layout.logs / "serving.log", plan.layout.root / "serving"
     job = SideJob("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))

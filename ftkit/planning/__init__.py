@@ -1,1 +1,1 @@
-"""Plan a run: whether it fits, how fast it is, and what else would fit."""
+"""Plan a run: predict its memory and speed, and suggest settings that fit or are faster."""

@@ -1,4 +1,4 @@
-"""Every check that needs more than one spec. Each returns the problems it finds; none stops at the first."""
+"""The checks that need more than one spec. Each yields all problems that it finds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ftkit.config.request import RunRequest
 
 
-def find_problems(  # noqa: PLR0913, PLR0917 - all that a run is made of
+def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
     recipe: RecipeSpec,
     model: ModelPlan,
     cluster: ClusterProfile,
@@ -67,7 +67,7 @@ def _adapters(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
     if model.adapter is not None and recipe.training.adapters is None:
         yield Problem(
             f"recipe {recipe.name}", "training.method", f"'full' does not train the adapters of {model.source}.",
-            "Take 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
+            "Use 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
         )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
             f"recipe {recipe.name}", "model.added_tokens",
             f"{names}: method '{recipe.training.method}' leaves the embedding frozen, so new tokens would stay "
             "untrained, even where it has free rows.",
-            "Take training.method 'full'; or leave them out, or take special tokens that the tokenizer has.",
+            "Use training.method 'full'; or leave them out, or use special tokens that the tokenizer has.",
         )  # fmt: skip
 
 
@@ -100,9 +100,9 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         f"(micro_batch_size {training.micro_batch_size} x {owners})."
         if micro > 1
         else f"{training.global_batch_size} packs can't be divided evenly among {owners}.",
-        f"Take {down} or {up}."
+        f"Use {down} or {up}."
         if down
-        else f"Take {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
+        else f"Use {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
     )
 
 
@@ -115,7 +115,7 @@ def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int
     if heads % size:
         yield Problem(
             where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
-            f"Take a divisor of {heads}.",
+            f"Use a divisor of {heads}.",
         )  # fmt: skip
 
 
@@ -134,27 +134,25 @@ def _tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int)
     sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
     for name, number in indivisible_sizes(*sizes, size).items():
         yield Problem(
-            where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Take a divisor of {number:,}."
+            where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}."
         )
     if recipe.evaluation.completions is not None:
         yield Problem(
-            where, key, "a model that is divided computes losses, but can't generate for the evaluation.",
+            where, key, "a divided model computes losses, but can't generate completions for the evaluation.",
             "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
         )  # fmt: skip
 
 
 def _groups(recipe: RecipeSpec, key: str, size: int, per_node: int) -> Iterator[Problem]:
-    """Yield problems of GPUs that divide packs."""
+    """Yield the problems of groups of GPUs that divide packs."""
     where = f"recipe {recipe.name}"
     if per_node % size:
         yield Problem(
             where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
-            f"Take a divisor of {per_node}, or another --gpus-per-node.",
+            f"Use a divisor of {per_node}, or another --gpus-per-node.",
         )  # fmt: skip
     if recipe.data.packing == "off":
-        yield Problem(
-            where, key, "divides the tokens of packs, and data.packing is 'off'.", "Take data.packing 'auto'."
-        )
+        yield Problem(where, key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")
 
 
 def _shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
@@ -163,7 +161,7 @@ def _shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         yield Problem(
             f"recipe {recipe.name}", "training.shard_degree",
             f"{world_size} GPUs can't be divided into groups of {degree}.",
-            f"Take 'auto', or a divisor of {world_size}.",
+            f"Use 'auto', or a divisor of {world_size}.",
         )  # fmt: skip
 
 
@@ -171,22 +169,23 @@ def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     if recipe.training.offload != "none" and cluster.device == "cpu":
         yield Problem(
             f"recipe {recipe.name} on cluster {cluster.name}", "training.offload",
-            f"'{recipe.training.offload}' has no effect without GPUs: everything is in host memory.",
-            "Take 'none', or a cluster with GPUs.",
+            f"'{recipe.training.offload}' has no effect without GPUs: everything is in host memory anyway.",
+            "Use 'none', or a cluster with GPUs.",
         )  # fmt: skip
     if recipe.training.activation_offload and cluster.device == "cpu":
         yield Problem(
             f"recipe {recipe.name} on cluster {cluster.name}", "training.activation_offload",
-            "has no effect without GPUs: everything is in host memory.", "Leave it out, or take a cluster with GPUs.",
+            "has no effect without GPUs: everything is in host memory anyway.",
+            "Leave it out, or use a cluster with GPUs.",
         )  # fmt: skip
 
 
 def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     training, where = recipe.training, f"recipe {recipe.name} on cluster {cluster.name}"
     if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
-        yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Take 'auto'.")
+        yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     if training.attention == "flash4" and training.compute_precision == "fp32":
-        yield Problem(where, "training.attention", "'flash4' computes only in bf16.", "Take 'auto', or precision bf16.")
+        yield Problem(where, "training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
     if training.multiplies_in_fp8 and cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
         key = "precision" if training.precision == "fp8" else "base_precision"
         yield Problem(
@@ -194,7 +193,7 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
             "newer GPUs do.", f"Leave training.{key} out.",
         )  # fmt: skip
     if training.compile == "layers" and training.engine == "zero3":
-        yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Take 'auto'.")
+        yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
 
 
 def _collectives(
@@ -206,7 +205,7 @@ def _collectives(
     if cluster.device == "cpu" or num_nodes != 1 or processes_per_node == 1:
         yield Problem(
             where, "training.collectives", "copy engines copy between the GPUs of one node: this run has "
-            f"{num_nodes} x {processes_per_node} processes with device '{cluster.device}'.", "Take 'auto'.",
+            f"{num_nodes} x {processes_per_node} processes with device '{cluster.device}'.", "Use 'auto'.",
         )  # fmt: skip
 
 
@@ -216,7 +215,7 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
         yield Problem(
             f"recipe {recipe.name}", f"training.{setting}",
             f"'{getattr(training, setting)}' is not supported by engine 'zero3'.",
-            "Take engine 'auto' or 'fsdp2', or leave it out.",
+            "Use engine 'auto' or 'fsdp2', or leave it out.",
         )  # fmt: skip
 
 
@@ -224,7 +223,7 @@ def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfil
     adapters, counts = recipe.training.adapters, count_model(shape)
     known = list(dict.fromkeys(linear.name for linear in counts.linears))
     unknown = [name for name in adapters.targets if name not in known] if adapters else []
-    # A container may have another transformers than this machine, in which experts are linear layers, or are none.
+    # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
     is_known = shape.is_measured or (counts.is_exact and cluster.runtime == "none")
     if unknown and is_known:
         yield Problem(
@@ -239,7 +238,7 @@ def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
         yield Problem(
             where, "training.sequence_length",
             f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
-            "Take a shorter one; a model made for longer contexts; or, with training to adapt it, "
+            "Use a shorter one, or a model made for longer contexts; or set, with training to adapt it, "
             "model.architecture.rope_scaling='{rope_type: yarn, factor: 4}'.",
         )  # fmt: skip
     vocabulary = recipe.model.tokenizer.vocab_size
@@ -256,17 +255,17 @@ def _data(recipe: RecipeSpec) -> Iterator[Problem]:
     if recipe.model.tokenizer.source == "trained" and data.chat_template not in CHAT_TEMPLATES:
         yield Problem(
             where, "data.chat_template", "a tokenizer that ftkit trains needs a template that ftkit ships.",
-            f"Take one of {', '.join(CHAT_TEMPLATES)}.",
+            f"Use one of {', '.join(CHAT_TEMPLATES)}.",
         )  # fmt: skip
     if data.too_long == "split" and data.format.kind not in ("text", "auto"):
         yield Problem(
             where, "data.too_long", "a conversation can't be split: its later parts would lack their context.",
-            "Take 'truncate', which cuts after a turn that fits, or 'drop'.",
+            "Use 'truncate', which cuts after a turn that fits, or 'drop'.",
         )  # fmt: skip
     if data.train_on == "completion" and data.format.kind in ("messages", "text"):
         yield Problem(
             where, "data.train_on", f"format '{data.format.kind}' has no prompts and completions.",
-            "Take 'assistant', 'last' or 'all'.",
+            "Use 'assistant', 'last' or 'all'.",
         )  # fmt: skip
 
 
@@ -282,7 +281,7 @@ def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     if max_steps is not None and profile.num_steps > max_steps:
         yield Problem(
             where, "profile", f"takes {profile.num_steps} steps, the run has {max_steps}.",
-            "Take fewer wait_steps, warmup_steps, active_steps or cycles.",
+            "Use fewer wait_steps, warmup_steps, active_steps or cycles.",
         )  # fmt: skip
 
 
@@ -293,8 +292,8 @@ def _family_of_image(
     if image is not None and cluster.runtime != "none" and family not in image.families and shape.is_measured:
         where, key = image_origin(request)
         yield Problem(
-            where, key, f"'{image.reference}' serves {', '.join(image.families)}, not {family}.",
-            "Take an image made for this family: ftkit images.",
+            where, key, f"'{image.reference}' is made for {', '.join(image.families)}, not {family}.",
+            "Use an image made for this family: ftkit images.",
         )  # fmt: skip
 
 
@@ -307,7 +306,7 @@ def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None)
             f"recipe {recipe.name}", "tracking.sinks", f"'{sink}' needs the package {package}, which "
             f"{image.reference} does not list.",
             f"Add it to 'packages:' of the image and lock it again (ftkit lock {image.reference}); if its base has it, "
-            f"list it below 'provided:'; or leave {sink} out.",
+            f"list it under 'provided:'; or remove {sink}.",
         )  # fmt: skip
 
 
@@ -322,12 +321,12 @@ _ESTIMATED: dict[CountSource, str] = {
 def find_notes(
     model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing, padding: float | None
 ) -> Iterator[str]:
-    """Return notes on added tokens, and on parts of the plan that are uncertain or slow."""
+    """Yield notes on added tokens, and on parts of the plan that are uncertain or slow."""
     shape, rows = model.architecture, model.vocab_size_of_weights
     if rows is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {shape.vocab_size:,} rows"
     elif model.new_tokens:
-        yield f"model.added_tokens: {len(model.new_tokens)} new tokens take free rows of the embedding"
+        yield f"model.added_tokens: {len(model.new_tokens)} new tokens use free rows of the embedding"
     if packing == "off":
         known = "as counted in the prepared data" if padding else "assumed until the data is prepared"
         yield (
@@ -337,8 +336,8 @@ def find_notes(
     elif shape.family in UNPACKED:
         yield (
             f"'{shape.family}' keeps packed documents apart only with kernels of other packages, if at all: if the "
-            "check before step 1 finds that it does not, each document becomes a padded row, which is slower: "
-            "data.packing=off predicts how much"
+            "check before step 1 finds that it does not, each document becomes a padded row, which is slower; plan "
+            "with data.packing=off to see by how much"
         )
     if shape.is_measured:
         return
@@ -349,20 +348,20 @@ def find_notes(
     )
     if counts.source == "family" and counts.experts_per_token:
         yield (
-            f"'{shape.family}' is a mixture of experts, and how many it has can't be read here: the plan is for the "
-            "largest that is usual (for an exact one, download the weights' config.json)"
+            f"'{shape.family}' is a mixture of experts, and their number can't be read here: the plan assumes the "
+            "largest usual one (for an exact plan, download the weights' config.json)"
         )
     elif not counts.is_exact:
         yield (
-            f"to count '{shape.family}' exactly, plan where torch is, and a transformers that has it: "
-            "pip install 'ftkit[train]'"
+            f"to count the parameters of '{shape.family}' exactly, plan with torch and a transformers that has the "
+            "family: pip install 'ftkit[train]'"
         )
     if image is not None and cluster.runtime != "none" and shape.family not in image.families:
         yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
 
 
 def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
-    """Return the owner of a key, where its file is unknown."""
+    """Return the spec that a key belongs to, for a key whose file is unknown."""
     first = key.partition(".")[0]
     if first in ClusterProfile.model_fields:
         return f"cluster {cluster.name}"

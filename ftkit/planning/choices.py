@@ -27,17 +27,17 @@ _SHARDED: dict[Method, str] = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6 %, and by 12 %
-before the worst were corrected."""
+"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6 %, and by up to
+12 % before the worst of them were corrected."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The engine that shards the model, with the reason.
+    """The engine that shards the model, and how.
 
     Attributes:
         name: the engine.
-        reason: why it was chosen.
+        reason: why it was chosen, for the plan.
         keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
         num_replicas: copies of the model, each sharded over as many neighboring processes.
         defers_sync: whether gradients are reduced only in the last micro-batch of a step.
@@ -50,16 +50,16 @@ class EnginePlan:
     defers_sync: bool = False
 
     def of(self, setup: Setup) -> EnginePlan:
-        """Return the plan with how a setup shards, and why."""
+        """Return the plan with a setup's sharding, and with the sharding in the reason."""
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
             f"layers are divided among {setup.training.tensor_parallel} GPUs": setup.training.tensor_parallel > 1,
             "layers stay unsharded": setup.keeps_weights,
-            "gradients are reduced once a step": setup.defers_sync,
+            "gradients are reduced once per step": setup.defers_sync,
         }
         return replace(
             self,
-            reason="; ".join([self.reason, *(words for words, is_so in decided.items() if is_so)]),
+            reason="; ".join([self.reason, *(text for text, applies in decided.items() if applies)]),
             keeps_weights=setup.keeps_weights,
             num_replicas=setup.num_replicas,
             defers_sync=setup.defers_sync,
@@ -74,13 +74,13 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
     if only:
-        return EnginePlan("fsdp2", f"the only one for the recipe's {' and '.join(only)}")
+        return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
     needed = {name: predict_memory(replace(setup, engine=name)).total for name in _ENGINES}
     if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
         return EnginePlan(
             "zero3",
-            f"{world_size} processes: {needed['zero3']:.0f} GiB a {gpu} with zero3, which it has "
+            f"{world_size} processes: {needed['zero3']:.0f} GiB per {gpu} with zero3, which fits "
             f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
         )
     return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[wanted.method]} in shards")
@@ -95,10 +95,10 @@ def least_memory(training: TrainingSpec) -> TrainingPlan:
 
 
 def with_sharding(setup: Setup) -> Setup:
-    """Decide over how many GPUs a copy of the model is sharded, when layers are resharded, and gradients reduced.
+    """Decide over how many GPUs a copy of the model is sharded, and when layers are resharded and gradients reduced.
 
-    What the recipe sets stays. Of what it leaves open, the choice is the fastest by prediction that leaves memory to
-    spare; of those that are about as fast, the first.
+    Values that the recipe sets stay. For `auto`, choose the predicted fastest that leaves memory to spare, and of those
+    that are about as fast the first.
     """
     possible = list(_shardings(setup))
     if setup.gpu is None or len(possible) == 1:
@@ -115,9 +115,9 @@ def with_sharding(setup: Setup) -> Setup:
 
 
 def _shardings(setup: Setup) -> Iterator[Setup]:
-    """Yield the ways to shard that a recipe allows and whose memory is known.
+    """Yield the ways to shard that a recipe allows and whose memory can be predicted.
 
-    Replicas are of whole nodes. On one host, gradients go by copy engines, which cost nothing.
+    Replicas have whole nodes. On one host, deferred gradients save nothing, because copy engines move them for free.
     """
     training, num_processes = setup.training, setup.num_processes
     whole = replace(setup, num_shards=num_processes, num_replicas=1, keeps_weights=False, defers_sync=False)
@@ -144,7 +144,7 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
 
 
 WORTHWHILE = 1.1
-"""Minimum speed-up of a suggestion, as large as the errors of predictions."""
+"""Minimum speed-up of a suggestion, about the error of predictions."""
 LEAST_DIFFERENCE = 1.02
 """Minimum speed-up for a larger micro-batch, and for a way to shard that takes more memory."""
 ROOM = 0.85
@@ -152,9 +152,9 @@ ROOM = 0.85
 ROOM_IF_ESTIMATED = 0.5
 """The same for a model with estimated parameters."""
 MOST_TOKENS = 2**17
-"""Maximum tokens of a micro-batch for `auto`: more were never measured."""
+"""Maximum tokens of a micro-batch for `auto`: larger ones were not measured."""
 CPU_TOKENS = 2**11
-"""The same without GPUs: memory and speed of CPUs are not predicted."""
+"""The same without GPUs, where memory and speed are not predicted."""
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
@@ -176,23 +176,25 @@ class ExecutionPlan:
 
 @dataclass(frozen=True)
 class Option:
-    """Settings for the same optimization, with their predictions."""
+    """Settings with their predictions. All options of a run have the same optimization."""
 
     training: TrainingPlan
     step_seconds: float
     total_gib: float
 
     def differs_in(self, field: str, training: TrainingPlan) -> bool:
+        """Return whether a field differs from the one of other settings."""
         return bool(getattr(self.training, field) != getattr(training, field))
 
 
 def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingPlan, ExecutionPlan]:
     """Resolve a recipe's `auto` values to the fastest settings that are predicted to fit with memory to spare.
 
-    Values that the recipe sets stay. Without predictions the choice is small.
+    Values that the recipe sets stay. Without predictions, the settings with the least memory are chosen; on CPUs, at
+    most `CPU_TOKENS` per micro-batch.
 
     Args:
-        training: the recipe's.
+        training: the recipe's settings.
         lightest: the setup with `auto` values resolved by `least_memory`.
     """
     chosen, gpu = tuple(field for field in OPEN if getattr(training, field) == "auto"), lightest.gpu
@@ -207,7 +209,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
             chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing recomputed, as there is no GPU"
         )
     if gpu is None:
-        return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile names no GPU (set its 'gpu')")
+        return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
     modes = MODES if is_mode_open else (resolved.activation_checkpointing,)
     room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
@@ -222,7 +224,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 
 
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
-    """Return a setup's settings with their predictions, sharded as it would be."""
+    """Return a setup's settings with their predictions, after choosing its sharding."""
     setup = with_sharding(setup)
     return Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
 
@@ -230,7 +232,7 @@ def predict_option(setup: Setup, gpu: Gpu) -> Option:
 def possible_options(
     setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
 ) -> Iterator[Option]:
-    """Yield the possible settings, those with the least memory first."""
+    """Yield the possible settings with their predictions, in the order of micro-batch, then checkpointing."""
     for size, mode in product(sizes, modes):
         if (mode == "selective" and setup.engine != "fsdp2") or (mode != "full" and setup.training.activation_offload):
             continue
@@ -238,7 +240,10 @@ def possible_options(
 
 
 def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
-    """Return the first that fits within `LEAST_DIFFERENCE` of the fastest."""
+    """Return the fastest option that fits, or an earlier one that is slower by less than a factor `LEAST_DIFFERENCE`.
+
+    Returns None if none fits into `room_gib`.
+    """
     best: Option | None = None
     for each in options:
         fits = each.total_gib <= room_gib
@@ -248,7 +253,7 @@ def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
 
 
 def micro_batch_sizes(setup: Setup, most_tokens: int) -> list[int]:
-    """Return the micro-batches that divide the global batch, smallest first."""
+    """Return the micro-batch sizes that divide the global batch evenly, smallest first."""
     training = setup.training
     per_process = training.global_batch_size // setup.num_data_ranks
     most = max(1, min(per_process, most_tokens * training.gpus_per_pack // training.sequence_length))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
-    """Return the problems of a recipe's evaluation."""
+    """Yield the problems of a recipe's evaluation."""
     evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
     without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
     if evaluation.every_steps is not None and not recipe.data.has_validation:
@@ -35,11 +35,9 @@ def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: t
     if is_short and recipe.data.format.kind != "prompt-completion":
         yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
     if recipe.data.format.kind == "text":
-        yield Problem(
-            where, key, "plain text has no turns to complete.", "Leave it out; every_steps measures the loss."
-        )
+        yield Problem(where, key, "plain text has no turns to complete.", "Omit it; every_steps measures the loss.")
     if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
-        yield Problem(where, key, f"there is no SQL in generator '{source.generator}'.")
+        yield Problem(where, key, f"generator '{source.generator}' generates no SQL.")
     if not recipe.data.has_validation:
         yield Problem(where, key, *without)
     elif num_rows is not None and asked.num_rows > num_rows and is_short:
@@ -60,7 +58,7 @@ def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) ->
     if metric in losses:
         return
     if metric not in scores:
-        yield Problem(where, key, f"'{metric}' is not measured.", f"Take one of {', '.join([*losses, *scores])}.")
+        yield Problem(where, key, f"'{metric}' is not measured.", f"Use one of {', '.join([*losses, *scores])}.")
     elif asked is None or not asked.num_rows_during:
         yield Problem(
             where, key, f"'{metric}' is not measured during training.",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Where the processes are: `num_nodes` x `processes_per_node`, one process for each GPU."""
+    """Placement of the processes: `num_nodes` x `processes_per_node`, one process per GPU."""
 
     num_nodes: int
     processes_per_node: int
@@ -33,15 +33,15 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class CodePlan:
-    """A folder of code that the run carries: a copy in its own folder, first on PYTHONPATH.
+    """A copy of a folder of code in the run's folder, first on PYTHONPATH.
 
     Attributes:
-        name: of the copy, in the run's `code`.
+        name: name of the copy, in the run's `code`.
         source: folder that it was copied from.
         import_from: folder within the copy that is on PYTHONPATH.
         sha256: digest of the names and contents of its files.
-        commit: of the git checkout around it; null if there is none.
-        has_uncommitted_changes: whether that checkout differed from its commit.
+        commit: commit of the git checkout that contains the folder; null if there is none.
+        has_uncommitted_changes: whether the checkout differed from its commit.
     """
 
     name: str
@@ -73,7 +73,7 @@ class JobPlan(ABC):
     @property
     @abstractmethod
     def resources(self) -> ResourcesSpec:
-        """What the run asks of the scheduler."""
+        """Resources that the run requests from the scheduler."""
 
     @property
     def layout(self) -> RunLayout:
@@ -97,6 +97,6 @@ class JobPlan(ABC):
         return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
 
     def cost_of(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for this time, in the profile's currency; None if the price is not known."""
+        """Return the cost of all GPUs for this time, in the profile's currency; None if the price is unknown."""
         price = self.cluster.price_per_gpu_hour
         return None if price is None else price * self.placement.world_size * seconds / 3600

@@ -1,4 +1,4 @@
-"""Checks for every kind of job: nodes, GPUs, an image, and folders."""
+"""Checks for every kind of job: nodes, GPUs, image, and folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def check_placement(
     cluster: ClusterProfile, request: RunRequest, num_nodes: int, processes_per_node: int, spare: int
 ) -> Iterator[Problem]:
-    """Return the reasons why the cluster has no such nodes and GPUs, spare nodes included."""
+    """Yield the reasons why the cluster does not have these nodes and GPUs, spare nodes included."""
     where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
     nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
     gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
@@ -28,11 +28,11 @@ def check_placement(
     if cluster.scheduler == "local" and num_nodes > 1:
         yield Problem(
             where, nodes, f"cluster '{cluster.name}' is a single machine, got {num_nodes} nodes.",
-            "Take --nodes 1, or a Slurm cluster with --cluster.",
+            "Use --nodes 1, or a Slurm cluster with --cluster.",
         )  # fmt: skip
     elif cluster.scheduler == "local" and spare:
         yield Problem(
-            COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Leave it out."
+            COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Omit it."
         )
     elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
         asked = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
@@ -41,16 +41,16 @@ def check_placement(
         yield Problem(
             where, gpus,
             f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
-            f"Take at most {cluster.gpus_per_node}, and more --nodes.",
+            f"Use at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
 
 
 def check_image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
-    """Return the reasons why the cluster can't start containers of the image."""
+    """Yield the reasons why the cluster can't start containers from the image."""
     if cluster.runtime == "none" and request.image_is_explicit:
         yield Problem(
             COMMAND_LINE, "--image", f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
-            "Leave --image out, or take a cluster whose profile has another runtime.",
+            "Omit --image, or use a cluster whose profile has another runtime.",
         )  # fmt: skip
     if cluster.runtime != "none" and request.image is None:
         yield Problem(
@@ -63,24 +63,24 @@ def check_image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Proble
             where,
             key,
             f"docker can't run a file: {request.image}.",
-            "Take NAME:TAG, built by ftkit build.",
+            "Use NAME:TAG, built by ftkit build.",
         )
     if cluster.runtime == "pyxis" and isinstance(request.image, ImageFile) and request.image.is_sif:
         yield Problem(
             where, key, f"pyxis can't run a SIF file: {request.image}.",
-            "Take a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
+            "Use a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
         )  # fmt: skip
 
 
 def check_mounts(
     cluster: ClusterProfile, workspace: Path, folders: Iterable[tuple[str, str, str]]
 ) -> Iterator[Problem]:
-    """Return the reasons why a job can't have its folders.
+    """Yield the reasons why a job can't mount its folders.
 
     Args:
-        cluster: where.
+        cluster: the profile.
         workspace: the shared folder.
-        folders: each with the owner of its key, its key, and its path.
+        folders: folders to mount: for each, the spec of its key, the key, and the path.
     """
     if _has_control_characters(str(workspace)):
         yield Problem("settings", "workspace", f"a path can't contain control characters: {str(workspace)!r}.")
@@ -106,5 +106,5 @@ def _has_control_characters(path: str) -> bool:
 
 
 def image_origin(request: RunRequest) -> tuple[str, str]:
-    """Return the place and the key that the image comes from."""
+    """Return the origin and the key of the image, for messages."""
     return (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")

@@ -1,4 +1,4 @@
-"""Every path of a run. Everything about a run is in its folder, and nothing is elsewhere."""
+"""Every path of a run. All files of a run are in its folder, and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DataLayout:
 
     @property
     def manifest(self) -> Path:
-        """Written last. Trainer, planner and job script take the data for prepared if this is a file."""
+        """The manifest, written last: trainer, planner and job script treat the data as prepared if it exists."""
         return self.root / "manifest.json"
 
     @property
@@ -55,11 +55,11 @@ class Workspace:
 
     @property
     def hub_home(self) -> Path:
-        """What jobs download from the Hugging Face hub, unless HF_HOME is set."""
+        """Jobs' downloads from the Hugging Face hub, unless HF_HOME is set."""
         return self.root / "huggingface"
 
     def image_file(self, image: NamedImage, image_format: ImageFormat) -> Path:
-        """Return where the file of an imported image is, or the link to it."""
+        """Return the path of an imported image's file, or of the link to it."""
         return self.images / image.file_name(image_format)
 
 
@@ -81,7 +81,7 @@ class RunLayout:
 
     @property
     def preparation_script(self) -> Path:
-        """The script of the job that prepares data and weights, where one was needed."""
+        """The script of the job that prepares data and weights, if one was needed."""
         return self.root / "prepare.sbatch"
 
     @property
@@ -91,32 +91,32 @@ class RunLayout:
 
     @property
     def manifest(self) -> Path:
-        """What the run was made from, to repeat it elsewhere."""
+        """The inputs of the run, with which it can be repeated elsewhere."""
         return self.root / "manifest.json"
 
     @property
     def code_changes(self) -> Path:
-        """How the code of ftkit differed from its commit, as `git apply` takes it; not there if it did not."""
+        """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
         return self.root / "code.diff"
 
     @property
     def code(self) -> Path:
-        """Copies of the user's code that the run carries: a folder for each."""
+        """The run's copies of the user's code: a folder for each."""
         return self.root / "code"
 
     @property
     def is_script(self) -> bool:
-        """Whether the run's job starts a script of the user's."""
+        """Whether the run's job starts a user's script."""
         return (self.code / SCRIPT_CODE).is_dir()
 
     @property
     def accelerate_config(self) -> Path:
-        """What a script is told by accelerate, where the run has that."""
+        """The script's configuration for accelerate, if it has one."""
         return self.root / "accelerate.json"
 
     @property
     def original(self) -> Path:
-        """The run that this one repeats, as far as it is needed to compare them."""
+        """The data of the run that this one repeats, as far as a comparison needs it."""
         return self.root / "original.json"
 
     @property
@@ -126,7 +126,7 @@ class RunLayout:
 
     @property
     def job_log(self) -> Path:
-        """What the job script and everything under it printed."""
+        """The output of the job script and of its processes."""
         return self.logs / "job.log"
 
     def rank_log(self, rank: int) -> Path:
@@ -134,33 +134,33 @@ class RunLayout:
         return self.logs / f"rank-{rank:05d}.log"
 
     def rank_error(self, rank: int) -> Path:
-        """Return where a rank that fails leaves its exception and traceback."""
+        """Return the file to which a failed rank writes its exception and traceback."""
         return self.logs / f"error-{rank:05d}.json"
 
     def rank_timing(self, rank: int) -> Path:
-        """Return where a rank leaves how long its steps take."""
+        """Return the file to which a rank writes the durations of its steps."""
         return self.logs / f"timing-{rank:05d}.json"
 
     def hang_report(self, rank: int) -> Path:
-        """Return where a rank leaves the step that it hung in."""
+        """Return the file to which a hanging rank writes its step."""
         return self.logs / f"hang-{rank:05d}.json"
 
     def stacks(self, rank: int) -> Path:
-        """Return where a rank that hangs leaves its Python stacks."""
+        """Return the file to which a hanging rank writes its Python stacks."""
         return self.logs / f"stacks-{rank:05d}.txt"
 
     def collectives(self, rank: int) -> Path:
-        """Return where a rank that hangs leaves the collectives that torch remembers (its flight recorder)."""
+        """Return the file to which a hanging rank writes torch's flight recorder, with its last collectives."""
         return self.logs / f"collectives-{rank:05d}.pickle"
 
     @property
     def metrics(self) -> Path:
-        """The records of the run, one JSON object a line."""
+        """The records of the run, one JSON object per line."""
         return self.root / "metrics.jsonl"
 
     @property
     def report(self) -> Path:
-        """The page about the run, for a browser."""
+        """The HTML report about the run."""
         return self.root / "report.html"
 
     @property
@@ -180,17 +180,17 @@ class RunLayout:
 
     @property
     def preflight(self) -> Path:
-        """What the checks before training found: a folder for each start of a job, in it files of each node."""
+        """The results of the checks before training: a folder for each start of a job, with files for each node."""
         return self.root / "preflight"
 
     @property
     def gpu_samples(self) -> Path:
-        """How busy the GPUs were: a file of samples for each node."""
+        """Samples of the GPUs' load: a file for each node."""
         return self.root / "gpus"
 
     @property
     def excluded_nodes(self) -> Path:
-        """The nodes that did not pass, a line each: time, job, node and why, with tabs between them."""
+        """The excluded nodes, one per line: time, job, node and reason, separated by tabs."""
         return self.root / "excluded-nodes.tsv"
 
     @property
@@ -226,10 +226,10 @@ class RunLayout:
         return self.checkpoints / f"step-{step:06d}"
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the checkpoints that have their final names with their steps, oldest first.
+        """Return the step and the folder of each checkpoint with its final name, oldest first.
 
         Raises:
-            OSError: the folder is there but can't be read.
+            OSError: the folder exists but can't be read.
         """
         try:
             folders = list(self.checkpoints.iterdir())
@@ -245,7 +245,7 @@ class RunLayout:
 
     @property
     def exports(self) -> Path:
-        """What `ftkit export` wrote: a folder for each checkpoint and form."""
+        """The exports of `ftkit export`: a folder for each checkpoint and format."""
         return self.root / "exports"
 
     @property
@@ -254,7 +254,7 @@ class RunLayout:
         return self.root / "stop-requested"
 
     def job_stop_request(self, job_id: str) -> Path:
-        """Return the file that asks the trainer of one job, a Slurm job or a process, as `stop_request` does."""
+        """Return the stop request for the trainer of one job (a Slurm job or a process)."""
         return self.root / f"{self.stop_request.name}-{job_id}"
 
     @property
@@ -263,7 +263,7 @@ class RunLayout:
         return self.root / "no-restart"
 
     def job_no_restart(self, job_id: str) -> Path:
-        """Return that file of one job, a Slurm job or a process."""
+        """Return the file that a rank of one job (a Slurm job or a process) writes if its failure would repeat."""
         return self.root / f"{self.no_restart.name}-{job_id}"
 
     @property
@@ -273,11 +273,11 @@ class RunLayout:
 
     @property
     def exit_code(self) -> Path:
-        """Where job scripts of earlier versions wrote their exit code."""
+        """The exit code, as job scripts of earlier versions wrote it."""
         return self.root / "exit-code"
 
     def job_exit_code(self, job_id: str) -> Path:
-        """Return where the script of one job, a Slurm job or a process, writes its exit code when it ends."""
+        """Return the file to which the script of one job (a Slurm job or a process) writes its exit code."""
         return self.root / f"{self.exit_code.name}-{job_id}"
 
     @property
@@ -287,20 +287,20 @@ class RunLayout:
 
     @property
     def sync(self) -> Path:
-        """How far the copy of the run elsewhere is: `ftkit.runs.storage.sync`."""
+        """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
         return self.root / "sync.json"
 
     @property
     def sync_log(self) -> Path:
-        """What the process prints that copies the run while it trains."""
+        """The output of the process that copies the run while it trains."""
         return self.logs / "sync.log"
 
     @property
     def state(self) -> Path:
-        """How the run ended, written by the first command that observed it."""
+        """The final state of the run, written by the first command that observed it."""
         return self.root / "state.json"
 
     @property
     def cancelled(self) -> Path:
-        """A file that marks a run that the user cancelled."""
+        """A file that marks a run that the user canceled."""
         return self.root / "cancelled"

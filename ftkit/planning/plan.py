@@ -1,4 +1,4 @@
-"""What a plan is: every number of a run, as plan.json holds it.
+"""The plan of a run, with every number in it, as stored in plan.json.
 
 plan.json is the only contract between submitting and training: `ftkit.planning.planner` makes it, all others read it.
 """
@@ -47,9 +47,9 @@ class SweepPlan:
     """The sweep that a run belongs to, and this run's values.
 
     Args:
-        id: of the sweep, the same for all of its runs.
-        name: of the sweep; the runs' names add a number.
-        values: by key, as typed.
+        id: id of the sweep, the same for all of its runs.
+        name: name of the sweep; the names of its runs add a number.
+        values: this run's values by key, as typed.
     """
 
     id: str
@@ -59,7 +59,7 @@ class SweepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(JobPlan):
-    """Everything that a run of ftkit's trainer is."""
+    """The plan of a run of ftkit's trainer."""
 
     fingerprint: str
     recipe: RecipePlan
@@ -71,23 +71,23 @@ class RunPlan(JobPlan):
     num_trained: int
     num_steps: int | None
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
-    """Plans of earlier versions have none: their recipes set both."""
+    """Plans of earlier versions have none, because their recipes set both."""
     sweep: SweepPlan | None = None
-    """None for a run of its own."""
+    """None if the run is not part of a sweep."""
 
     @property
     def resources(self) -> ResourcesSpec:
-        """What the recipe asks of the scheduler."""
+        """Resources that the recipe requests from the scheduler."""
         return self.recipe.resources
 
     @property
     def training_seconds(self) -> float | None:
-        """Predicted time of all steps; None if the GPU or the number of steps is not known yet."""
+        """Predicted time of all steps; None if it is not predicted, or while the number of steps is unknown."""
         return None if self.speed is None or self.num_steps is None else self.num_steps * self.speed.step_seconds
 
     @property
     def setup(self) -> Setup:
-        """What memory and step time are predicted from."""
+        """Inputs of the predictions of memory and step time."""
         recipe, engine = self.recipe, self.engine
         setup = setup_of(recipe.model.architecture, recipe.training, engine.name, self.cluster, self.placement)
         return replace(
@@ -110,7 +110,7 @@ class RunPlan(JobPlan):
 
     @property
     def weights_to_export(self) -> TrainedWeights | None:
-        """The checkpoint of an earlier run that is still to be exported; None if none is."""
+        """The checkpoint of an earlier run that must be exported first; None if there is none."""
         trained = self.recipe.model.trained
         return None if trained is None or Path(trained.folder).is_dir() else trained
 
@@ -118,7 +118,7 @@ class RunPlan(JobPlan):
 def setup_of(
     shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, cluster: ClusterProfile, place: PlacementPlan
 ) -> Setup:
-    """Return what memory and step time are predicted from, with layers resharded after each forward."""
+    """Return the inputs of the predictions of memory and step time, with layers resharded after the forward pass."""
     gpu = GPUS[cluster.gpu] if cluster.gpu and place.device == "cuda" else None
     network_bytes = None if cluster.network_gbps is None else cluster.network_gbps * 1e9 / 8
     return Setup(shape, training, place.world_size, engine, place.device, gpu, place.num_nodes, network_bytes)
@@ -139,7 +139,7 @@ def plan_from_json(text: str | bytes, where: str) -> RunPlan:
     """Parse a plan; `where` is the place of the text in messages.
 
     Raises:
-        PlanError: it is not a plan, or another version of ftkit wrote it, whose values this one refuses.
+        PlanError: it is not a plan, or another version of ftkit wrote it, with values that this version refuses.
     """
     try:
         return parse_json(text, RunPlan)
@@ -176,7 +176,7 @@ def read_header(text: str | bytes) -> PlanHeader:
 
 
 def writer_of(header: PlanHeader) -> str:
-    """Name the ftkit that wrote a plan."""
+    """Describe the ftkit that wrote a plan."""
     return f"ftkit {header.ftkit_version}" if header.ftkit_version else "another version of ftkit"
 
 
@@ -190,7 +190,7 @@ def read_plan(layout: RunLayout) -> RunPlan:
 
 
 def read_plan_file(layout: RunLayout) -> bytes:
-    """Return what a run's plan.json holds.
+    """Return the content of a run's plan.json.
 
     Raises:
         PlanError: it can't be read.
@@ -198,4 +198,4 @@ def read_plan_file(layout: RunLayout) -> bytes:
     try:
         return layout.plan.read_bytes()
     except OSError as error:
-        raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is whole") from error
+        raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is complete") from error

@@ -1,4 +1,4 @@
-"""From recipe, cluster, image and request to a plan.
+"""Make a plan from recipe, cluster, image and request.
 
 `plan_run` is pure: it does no I/O.
 """
@@ -94,9 +94,9 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
     """Resolve a model to its complete shape, with its parameter counts.
 
     Args:
-        model: the recipe's.
-        config: of its weights, raw; None: there is none, or it can't be read from here.
-        counts: counted on the model; None: they follow from the configuration or the shape.
+        model: the recipe's model.
+        config: raw configuration of its weights; None if there is none, or if it can't be read from here.
+        counts: parameters counted on the model class; None if they follow from the configuration or the shape.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
@@ -106,7 +106,7 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
         try:
             counts = count_by_config(config)
         except (LookupError, TypeError, ValueError) as error:
-            what = f"parameters can't be counted by its values ({type(error).__name__}: {one_line(error)})."
+            what = f"parameters can't be counted from its values ({type(error).__name__}: {one_line(error)})."
             fix = "Correct the file, or copy or download it again."
             raise ConfigError([Problem(f"config.json of {model.weights}", "model.weights", what, fix)]) from error
     return ModelPlan.of(model, shape, counts or count_model(shape))
@@ -115,8 +115,8 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     """Return the plan updated with the parameter counts of the real model.
 
-    Plans from estimates reshard all layers: the counts decide that again, and the predicted memory. Micro-batch,
-    checkpointing and replicas stay as planned.
+    Plans from estimates reshard all layers; with the counts, this is decided again, and memory is predicted again.
+    Micro-batch, checkpointing and replicas stay as planned.
     """
     shape = plan.recipe.model.architecture
     if shape.is_measured:
@@ -138,12 +138,12 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data, which depends on all inputs that determine the packs."""
     parts = (
         str(PREPARATION_VERSION),
-        recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk in any case
+        recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk either way
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
         *model.added_tokens,
         str(recipe.training.sequence_length),
-        str(model.architecture.vocab_size),  # no token is beyond it
+        str(model.architecture.vocab_size),  # the upper limit of token ids
         data_stamp,
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -225,16 +225,16 @@ def _batch(setup: Setup) -> BatchPlan:
 
 
 def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
-    """Return suggestions for a run that doesn't fit, or that could be much faster."""
+    """Return notes with suggestions for a run that doesn't fit, or that could be much faster."""
     gpu = setup.gpu
     if gpu is None:
         return ()
     if memory.total <= gpu.usable_gib:
         faster = suggest_faster(setup, gpu)
-        return () if faster is None else (f"by prediction, faster with the same global batch: {faster}",)
+        return () if faster is None else (f"predicted to be faster with the same global batch: {faster}",)
     note = (
         f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
         "expect an out-of-memory error"
     )
     fitting = suggest_changes(setup, cluster, gpu.usable_gib)
-    return (note, *(f"would fit, by prediction: {suggestion}" for suggestion in fitting))
+    return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))

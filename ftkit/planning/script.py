@@ -1,4 +1,4 @@
-"""A run whose job starts a script of the user's: its plan, and what accelerate is told about it."""
+"""The plan of a run of a user's script, and accelerate's configuration for it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 StopSignal = Literal["TERM", "USR1", "none"]
-"""What a script's processes are sent when the run is asked to stop."""
+"""Signal for a script's processes when the run is asked to stop."""
 RUN_FOLDER: Final = "{run}"
-"""Stands for the run's folder in a script's arguments."""
+"""Placeholder for the run's folder in a script's arguments."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the processes of the run start.
+    """The script that the processes of the run start.
 
     Attributes:
-        path: within the copy of its folder.
+        path: path of the script within the copy of its folder.
         args: its arguments; `{run}` stands for the run's folder.
         folder: working folder of its processes.
         accelerate: content of accelerate's configuration; null without one.
-        stop_signal: what its processes are sent when the run is asked to stop.
+        stop_signal: signal for its processes when the run is asked to stop.
         can_restart: whether it resumes from its own checkpoint when it is restarted.
         resources: resources to request from the scheduler.
         recipe: name of the recipe that the configuration was made from; null without one.
@@ -62,19 +62,19 @@ class Script:
 
     @property
     def asks_for_sharding(self) -> bool:
-        """Whether accelerate is told to shard the model."""
+        """Whether accelerate's configuration shards the model."""
         return self.accelerate is not None and self.accelerate.get("distributed_type") in {"FSDP", "DEEPSPEED"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptPlan(JobPlan):
-    """Everything that a run of a script is."""
+    """The plan of a run of a script."""
 
     script: Script
 
     @property
     def resources(self) -> ResourcesSpec:
-        """What the script asks of the scheduler."""
+        """Resources that the script requests from the scheduler."""
         return self.script.resources
 
 
@@ -84,11 +84,11 @@ def plan_script(
     """Make the plan of a script.
 
     Args:
-        script: what to start.
+        script: the script.
         code: copies of code, that of the script's folder first.
-        cluster: where.
-        request: what was typed.
-        ftkit_version: of this ftkit.
+        cluster: the cluster.
+        request: the other inputs.
+        ftkit_version: version of this ftkit.
 
     Raises:
         ConfigError: with every reason why it can't be started there.
@@ -118,11 +118,11 @@ def _find_problems(
 
 
 def accelerate_config(plan: RunPlan) -> dict[str, Any]:
-    """Return the configuration with which accelerate shards a model as a plan of ftkit's trainer does.
+    """Return the configuration with which accelerate shards a model like a plan of ftkit's trainer.
 
-    Layers are found by the model itself (`_no_split_modules`), not by a class name, which would miss silently. With
-    FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's: DeepSpeed
-    gets `auto` for them, which the Trainer and accelerate fill in.
+    The model itself defines the layers to wrap (`_no_split_modules`): a wrong class name would silently match none.
+    With FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's:
+    DeepSpeed gets `auto` for them, which the Trainer and accelerate fill in.
     """
     training = plan.recipe.training
     precision = "no" if training.precision == "fp32" else "bf16"
@@ -153,7 +153,7 @@ def accelerate_config(plan: RunPlan) -> dict[str, Any]:
 
 
 def placed(config: Mapping[str, Any], placement: PlacementPlan) -> dict[str, Any]:
-    """Return accelerate's configuration with the processes of this run instead of those that it was written for."""
+    """Return accelerate's configuration with this run's number of nodes and processes."""
     return {
         **config,
         "num_machines": placement.num_nodes,

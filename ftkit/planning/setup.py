@@ -1,4 +1,4 @@
-"""Inputs of the predictions of memory and step time: the setup of a run, and the figures of its GPU."""
+"""Inputs of the predictions of memory and step time: the setup of a run, and the specifications of its GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's figures from its vendor's data sheet; the memory is nvidia-smi's if it was measured.
+    """A GPU's specifications from its vendor's data sheet; the memory is nvidia-smi's value where it was measured.
 
     Attributes:
-        device_name: torch's name of it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
-        memory_gib: GiB.
+        device_name: torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
+        memory_gib: memory in GiB.
         bf16_flops: dense bf16 FLOP/s, on tensor cores.
         matmul_efficiency: fraction of `bf16_flops` that the best single matmul reaches.
         flex_efficiency: fraction of `bf16_flops` that flex attention reaches, forward and backward.
@@ -52,11 +52,11 @@ class Gpu:
         return USABLE_MEMORY * self.memory_gib
 
 
-# bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; of HGX B200, an eighth of eight GPUs.
+# bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; for B200, an eighth of HGX B200's.
 # The best matmuls: "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100, 794.5 on
-# H100 and H200, 1,745 on B200. Flex was measured on H200 (docs/reference/benchmarks.md); on A100 it has 85 to 90 % of
-# the speed of FlashAttention-2 (PyTorch's article on FlexAttention, 2024), which has 60 % of the peak there (Dao 2023,
-# figure 4). Nothing of the kind was found for L4, which has Hopper's parts.
+# H100 and H200, 1,745 on B200. Flex was measured on H200 (docs/reference/benchmarks.md); on A100 it reaches 85 to 90 %
+# of FlashAttention-2's speed (PyTorch's article on FlexAttention, 2024), which is 60 % of the peak there (Dao 2023,
+# figure 4). No such measurements were found for L4, which gets Hopper's efficiencies.
 GPUS: dict[GpuModel, Gpu] = {
     "a100-40gb": Gpu(
         "NVIDIA A100-SXM4-40GB", 40.0, 312e12, 19.5e12, 1.555e12, 300e9, has_fast_attention=False, has_fp8=False,
@@ -74,7 +74,7 @@ GPUS: dict[GpuModel, Gpu] = {
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Return the GPU with torch's name for it; None if its figures are unknown."""
+    """Return the GPU with this name in torch; None if it is unknown."""
     return next((gpu for gpu in GPUS.values() if gpu.device_name == device_name), None)
 
 
@@ -83,14 +83,14 @@ class Setup:
     """Model, training settings, and devices of a run.
 
     Attributes:
-        shape: the model's.
-        training: with every `auto` resolved.
+        shape: shape of the model.
+        training: settings with every `auto` resolved.
         num_shards: processes that share a copy of the model.
-        engine: that shards the model over them.
-        device: of the computation.
-        gpu: its figures; none: a CPU, or the profile sets no GPU.
-        num_nodes: nodes.
-        node_bandwidth: bytes/s of a node's network; none: unknown, assumed unlimited.
+        engine: engine that shards the model over them.
+        device: device of the computation.
+        gpu: the GPU; None for a CPU, or if the profile sets no GPU.
+        num_nodes: number of nodes.
+        node_bandwidth: bytes/s of a node's network; None if unknown, and then assumed unlimited.
         keeps_weights: whether layers stay unsharded between forward and backward pass.
         num_replicas: copies of the model, each on `num_shards` neighboring processes.
         defers_sync: whether gradients are reduced only in the last micro-batch of a step.

@@ -1,4 +1,4 @@
-"""Suggest changes with which a run fits, or is faster."""
+"""Suggest changes that make a run fit, or make it faster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512
-"""Minimum tokens of a pack in suggestions; shorter packs are not useful."""
+"""Minimum tokens of a pack in suggestions: shorter packs are not useful."""
 
 Change = dict[str, Any]
 """Fields of `training`, or `num_nodes`, with their new values."""
@@ -52,8 +52,8 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
 
     Args:
         setup: the setup that does not fit.
-        cluster: of the run; decides whether there are more nodes, and whether offloading is possible.
-        room_gib: available memory for a process's tensors.
+        cluster: the run's cluster, which decides whether there are more nodes, and whether offloading is possible.
+        room_gib: available memory for a process's tensors, in GiB.
     """
     run = _Run(setup, cluster)
     knobs = [knob for knob in run.knobs() if knob]
@@ -87,9 +87,9 @@ class FasterSuggestion:
     """Overrides that would make a run faster and still fit.
 
     Attributes:
-        override: as typed after a recipe.
-        speedup: factor.
-        total_gib: predicted memory of a process.
+        override: overrides to type after a recipe.
+        speedup: predicted speed-up, as a factor.
+        total_gib: predicted memory of a process, in GiB.
     """
 
     override: str
@@ -103,7 +103,7 @@ class FasterSuggestion:
 def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
 
-    Only settings that fit the GPU, even without memory to spare, and with a sufficient speed-up.
+    The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
     """
     now = predict_option(setup, gpu).step_seconds
     best = fastest_option(possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
@@ -134,7 +134,7 @@ class _Run:
         return predict_memory(with_sharding(changed)).total
 
     def knobs(self) -> Iterator[list[Change]]:
-        """Yield the possible changes, cheapest first; each with its values, the mildest first."""
+        """Yield the knobs, cheapest first: for each, its possible changes, mildest first."""
         training = self.training
         if training.reshard_after_forward == "never":
             yield [{"reshard_after_forward": "auto"}]
@@ -167,10 +167,10 @@ class _Run:
         ]
 
     def _optimizer_states(self) -> list[Change]:
-        """Return the changes for optimizer states and more: 8 bits and offload exclude each other.
+        """Return the changes of optimizer and offload: 8-bit states and offload exclude each other.
 
-        8 bits come first: rounding the states costs no time, fetching them from host memory does in each step. States
-        of adapters are too small to matter.
+        8-bit states come first, because rounding them costs no time, while fetching them from host memory does in each
+        step. The states of adapters are too small to matter.
         """
         training = self.training
         if training.tensor_parallel > 1:
@@ -184,7 +184,7 @@ class _Run:
         ]
 
     def _more_nodes(self) -> list[Change]:
-        """Return twice the nodes, if the cluster has them and the global batch can be divided among them."""
+        """Return the change to twice the nodes, if the cluster has them and they can divide the global batch."""
         twice = 2 * self.setup.num_nodes
         training, cluster = self.training, self.cluster
         at_once = training.micro_batch_size * 2 * self.setup.num_data_ranks
@@ -193,7 +193,7 @@ class _Run:
 
 
 def _smaller_divisors(number: int) -> list[int]:
-    """Return the divisors below a number, largest first: with them the global batch does not change."""
+    """Return the divisors of a number below itself, largest first: as micro-batches, they keep the global batch."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)} - {number}, reverse=True)
 

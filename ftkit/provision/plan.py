@@ -28,7 +28,7 @@ def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
     if not _NAME.fullmatch(name):
         raise ConfigError(
             [Problem(COMMAND_LINE, "NAME", f"'{name}' can't name a cluster.",
-                     "Take 2 to 20 lower-case letters and digits, a letter first.")]
+                     "Use 2 to 20 lower-case letters and digits, a letter first.")]
         )  # fmt: skip
     match spec:
         case GcpVmSpec():

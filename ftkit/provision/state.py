@@ -73,7 +73,7 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
             [
                 Problem(
                     COMMAND_LINE, ", ".join(changed), f"is another one than '{folder.name}' was created with.",
-                    f"Take another name, or first: ftkit cluster destroy {folder.name}",
+                    f"Use another name, or first: ftkit cluster destroy {folder.name}",
                 )
             ]
         )  # fmt: skip

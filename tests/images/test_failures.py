@@ -265,7 +265,7 @@ def test_a_stale_lock_is_rejected(project: Project) -> None:
     assert "ftkit lock tiny:1" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "reason"), [("Tiny", "capital letters"), ("a..b", "not a legal name")])
+@pytest.mark.parametrize(("name", "reason"), [("Tiny", "uppercase letters"), ("a..b", "not a valid name")])
 def test_invalid_names_are_rejected_with_a_reason(project: Project, name: str, reason: str) -> None:
     project.define(name)
     done = project.call("build", f"{name}:1", "--allow-unpinned")

@@ -53,7 +53,7 @@ def test_hybrid_sharding_trains_as_full_sharding_and_resumes_on_any_number_of_pr
         "training.reshard_after_forward=never", processes=4,
     )  # fmt: skip
     assert (deferred.plan.engine.num_replicas, deferred.plan.engine.defers_sync) == (2, True)
-    assert "2 replicas of 2 shards; layers stay unsharded; gradients are reduced once a step" in (
+    assert "2 replicas of 2 shards; layers stay unsharded; gradients are reduced once per step" in (
         deferred.plan.engine.reason
     )
     fewer.copy_to(deferred.plan.id)

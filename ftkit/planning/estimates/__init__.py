@@ -1,1 +1,1 @@
-"""Parameters, memory, FLOPs and step time, computed from the configuration."""
+"""Predict parameters, memory, FLOPs and step time from the configuration."""

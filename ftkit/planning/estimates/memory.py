@@ -1,10 +1,10 @@
 """Predict the memory of a process from the architecture alone.
 
-Formulas count the tensors of the Hugging Face implementations of the four families; the tests
-compare the parameter counts with the real classes. For other families they are estimates.
-The activations that a decoder layer saves for the backward pass were measured on the real layers: the tensors that
-autograd saves, with the layer compiled (torch.compile recomputes element-wise operations between matmuls) and eager.
-The multiples are in `ftkit.families`.
+The formulas count the tensors of the Hugging Face implementations of the four measured families; tests compare the
+parameter counts with the real classes. For other families, the formulas are estimates. The activations that a decoder
+layer saves for the backward pass were measured on the real layers: the tensors that autograd saves, with the layer
+compiled (torch.compile recomputes element-wise operations between matmuls) and eager. The multiples are in
+`ftkit.families`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftkit.planning.setup import Setup
 
 FP32 = 4
-"""Bytes."""
+"""Bytes per fp32 number."""
 Moment = Literal["loading", "loss", "backward", "optimizer"]
 
 
@@ -39,12 +39,12 @@ class MemoryPlan:
     """Predicted peak memory of one process, in GiB, by part at the time of the peak.
 
     Attributes:
-        moment: time of the peak: while weights are loaded, while the loss is computed, in the backward pass, or in the
-            optimizer step.
+        moment: when the peak is reached: while weights are loaded, while the loss is computed, in the backward pass, or
+            in the optimizer step.
         parameters: the process's shard of the weights.
-        gradients: its shard of their gradients.
+        gradients: its shard of the gradients.
         optimizer: its shard of the optimizer states.
-        activations: tensors that are saved for the backward pass.
+        activations: tensors saved for the backward pass.
         logits: the output projection's logits and gradients.
         communication: unsharded weights, and gradients before their reduction.
     """
@@ -64,39 +64,39 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """Sum of the parts."""
+        """GiB in total."""
         return sum(self.parts.values())
 
 
 def compute_width(training: TrainingPlan) -> int:
-    """Return the bytes of a number in the compute dtype."""
+    """Return the bytes per number in the compute dtype."""
     return 2 if training.compute_precision == "bf16" else FP32
 
 
 def reduce_width(training: TrainingPlan) -> int:
-    """Return the bytes of a gradient that is summed over the processes."""
+    """Return the bytes per number in the dtype in which gradients are reduced."""
     return 2 if training.reduce_precision == "bf16" else FP32
 
 
 def predict_memory(setup: Setup) -> MemoryPlan:
-    """Predict the peak memory of one process: the maximum of five points of a step.
+    """Predict the peak memory of one process: the maximum over loading and four points of a step.
 
-    Trained weights have fp32 masters, gradients and two states of AdamW (16 bytes per parameter in total; ZeRO-3 also
-    has them in the compute dtype); frozen ones exist once. All are sharded. While a layer runs, its unsharded weights
-    exist in the compute dtype, and those of the prefetched next layer, and those outside the layers; if layers stay
-    unsharded, those of all layers, from the forward pass to the backward pass.
+    Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter in total; ZeRO-3 also has
+    them in the compute dtype); frozen weights exist once. All are sharded. While a layer runs, its unsharded weights
+    exist in the compute dtype, as do those of the prefetched next layer, and those outside the layers. If layers stay
+    unsharded, those of all layers exist from the forward pass to the backward pass.
     """
     return max(_Sizes(setup).moments(), key=lambda moment: moment.total)
 
 
 class _Sizes:
-    """Bytes of all tensors of a process at different times."""
+    """Bytes of all tensors of a process, at several points of a step."""
 
     def __init__(self, setup: Setup) -> None:
         shape, training = setup.shape, setup.training
-        self.divided = setup.training.tensor_parallel
-        # A layer that is divided among all GPUs stays as it is.
-        self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.divided
+        self.tensor_parallel = setup.training.tensor_parallel
+        # A layer that tensor parallelism divides among all GPUs is never resharded.
+        self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.tensor_parallel
         self.defers_sync = setup.defers_sync
         self.shape, self.training, self.num_shards, self.engine = shape, training, setup.num_shards, setup.engine
         self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
@@ -111,7 +111,7 @@ class _Sizes:
 
     # Tensors between steps
 
-    def own_weights(self) -> float:
+    def local_weights(self) -> float:
         if self.training.offload == "all":
             return 0
         kept = 0 if self.training.adapters is None else self._frozen_bytes()
@@ -120,18 +120,18 @@ class _Sizes:
         on_device = self.training.offload == "none" or self.engine == "fsdp2"
         return (kept + 4 * self.trained * on_device) / self.num_shards
 
-    def own_gradients(self) -> float:
+    def local_gradients(self) -> float:
         on_device = self.training.offload == "none" or (self.training.offload == "optimizer" and self.engine == "fsdp2")
         return 4 * self.trained * on_device / self.num_shards
 
     def accumulated_gradients(self) -> float:
-        """Return the bytes of gradients of earlier micro-batches: unsharded, if none of those was reduced."""
-        return reduce_width(self.training) * self.trained if self.defers_sync else self.own_gradients()
+        """Return the bytes of the gradients of earlier micro-batches: unsharded if they are not reduced yet."""
+        return reduce_width(self.training) * self.trained if self.defers_sync else self.local_gradients()
 
-    def own_states(self) -> float:
+    def local_states(self) -> float:
         if self.training.offload != "none":
             return 0
-        # In fp32, or one byte each and an fp32 scale for every 256.
+        # fp32, or one byte per state and an fp32 scale per 256 of them.
         each = 4 if self.training.optimizer == "adamw" else 1 + 4 / 256
         return 2 * each * self.trained / self.num_shards
 
@@ -141,7 +141,7 @@ class _Sizes:
         adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
         saved = self._saved_by_quantization() / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
-        return self.width * self.counts.largest_layer / self.divided + adapter_width * adapters - saved
+        return self.width * self.counts.largest_layer / self.tensor_parallel + adapter_width * adapters - saved
 
     def around(self) -> float:
         return self.width * self.counts.around
@@ -149,7 +149,7 @@ class _Sizes:
     def trained_layer(self) -> float:
         if self.training.adapters:
             return self.trained / self.shape.num_hidden_layers
-        return self.counts.largest_layer / self.divided
+        return self.counts.largest_layer / self.tensor_parallel
 
     def trained_around(self) -> float:
         return self.counts.around if self.trains_table else 0
@@ -172,8 +172,8 @@ class _Sizes:
         """Return the bytes of all frozen weights in their storage dtype."""
         return self.width * self.counts.total - self._saved_by_quantization()
 
-    def gathered(self, layers: int) -> float:
-        """Return the bytes of unsharded weights while a number of layers wait for their backward pass."""
+    def unsharded_weights(self, layers: int) -> float:
+        """Return the bytes of unsharded weights while `layers` layers wait for their backward pass."""
         if self.engine == "zero3":
             return self.width * min(ZERO3_LIVE_WEIGHTS, self.total)
         if self.num_shards > 1 or self.training.offload == "all":
@@ -182,34 +182,34 @@ class _Sizes:
             return self.around() + self.layer() * (layers if self.keeps_weights else 1)
         if self.width == FP32:
             return 0
-        # One process: frozen weights are used without a copy, trained ones stay in the compute dtype.
+        # One process: frozen weights are used without a copy, trained ones have a copy in the compute dtype.
         return self.width * (self.trained_around() + self.trained_layer() * layers)
 
     def in_flight(self, layers: int) -> float:
-        """Return the communication of a layer's backward pass: its gradients, and the next layer's weights."""
+        """Return the bytes in communication in a layer's backward pass: its gradients, and the next layer's weights."""
         if self.engine == "zero3":
             return (self.width + reduce_width(self.training)) * ZERO3_BUCKET + self.matrix()
-        going = self.width * self.trained_layer()
+        size = self.width * self.trained_layer()
         if self.num_shards > 1:
             reduced = reduce_width(self.training) * self.trained_layer()
-            # The previous layer's gradients are being reduced; this layer's follow after its activations are freed.
-            going += reduced + max(0, reduced - self.used_by_layer())
-            going += 2 * self.layer() if layers and not self.keeps_weights else 0
-        return going + self.matrix()
+            # The previous layer's gradients are being reduced; this layer's follow once its activations are freed.
+            size += reduced + max(0, reduced - self.layer_activations())
+            size += 2 * self.layer() if layers and not self.keeps_weights else 0
+        return size + self.matrix()
 
     # Activations and logits
 
-    def used_by_layer(self) -> float:
-        """Return the activations of a layer in its backward pass, recomputed or not.
+    def layer_activations(self) -> float:
+        """Return the bytes of a layer's activations in its backward pass, recomputed or not.
 
-        Tensors of the backward pass replace freed activations (measured at 65,536 tokens).
+        Tensors of the backward pass reuse the memory of freed activations (measured at 65,536 tokens).
         """
         has_adapters = self.training.adapters is not None
         size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
-        # The tokens of the other GPUs: inputs of attention and of the feed-forward layer, and an output to be summed.
-        size += 3 * (self.divided - 1) * self.width * self.shape.hidden_size
+        # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
+        size += 3 * (self.tensor_parallel - 1) * self.width * self.shape.hidden_size
         return self.tokens * size
 
     def hidden(self) -> float:
@@ -219,10 +219,10 @@ class _Sizes:
     def mask(self) -> float:
         return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
 
-    def waiting(self, layers: int) -> float:
-        """Return the activations that a number of layers save for their backward pass."""
+    def saved_activations(self, layers: int) -> float:
+        """Return the bytes of the activations that `layers` layers save for their backward pass."""
         if self.training.activation_checkpointing == "none":
-            return layers * self.used_by_layer()
+            return layers * self.layer_activations()
         if self.training.activation_checkpointing == "selective":
             return layers * self.width * self.tokens * selective_numbers(self.shape)
         # Of the offloaded inputs, one is in use and one is being copied.
@@ -251,11 +251,11 @@ class _Sizes:
         return [self.in_loading(), self.in_loss(), at_its_start, self.in_backward(0), self.in_optimizer()]
 
     def in_loading(self) -> MemoryPlan:
-        """A tied table exists twice before it is tied."""
+        """Return the memory while weights are loaded: a tied table exists twice before it is tied."""
         tied = self.engine == "fsdp2" and self.shape.tie_word_embeddings
         width = FP32 if self.trains_table else self.width
         second = width * self.table / self.num_shards if tied and self.training.offload != "all" else 0
-        parameters = (self.own_weights() + second) / GIB
+        parameters = (self.local_weights() + second) / GIB
         return MemoryPlan("loading", parameters=parameters)
 
     def in_loss(self) -> MemoryPlan:
@@ -264,24 +264,24 @@ class _Sizes:
         return self._plan(
             "loss",
             gradients=self.accumulated_gradients() if self.keeps_gradients else 0,
-            activations=self.waiting(layers) + norm_and_loss + self.mask(),
+            activations=self.saved_activations(layers) + norm_and_loss + self.mask(),
             logits=self.loss_logits(),
-            communication=self.gathered(layers),
+            communication=self.unsharded_weights(layers),
         )
 
     def in_backward(self, layers: int) -> MemoryPlan:
-        """In the backward pass of a layer, while a number of other layers wait for theirs."""
+        """Return the memory in the backward pass of a layer, while `layers` other layers wait for theirs."""
         done = 1 - (layers + 1) / self.shape.num_hidden_layers
         return self._plan(
             "backward",
-            gradients=self.accumulated_gradients() if self.keeps_gradients else done * self.own_gradients(),
-            activations=self.waiting(layers) + self.used_by_layer() + 2 * self.hidden() + self.mask(),
+            gradients=self.accumulated_gradients() if self.keeps_gradients else done * self.local_gradients(),
+            activations=self.saved_activations(layers) + self.layer_activations() + 2 * self.hidden() + self.mask(),
             logits=self.kept_logits(),
-            communication=self.gathered(layers + 1) + self.in_flight(layers),
+            communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )
 
     def in_optimizer(self) -> MemoryPlan:
-        """The gradients are complete, last those outside the layers."""
+        """Return the memory at the optimizer step: all gradients exist, those outside the layers were reduced last."""
         if self.engine == "zero3":
             leaving = 4 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
         else:
@@ -289,15 +289,15 @@ class _Sizes:
             leaving = (reduced + 2 * self.width) * self.trained_around()
         if self.training.offload == "optimizer" and self.engine == "fsdp2":  # one tensor's states at a time
             leaving += 8 * self.table / self.num_shards
-        return self._plan("optimizer", gradients=self.own_gradients(), communication=leaving)
+        return self._plan("optimizer", gradients=self.local_gradients(), communication=leaving)
 
     def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
-        parts |= {"parameters": self.own_weights(), "optimizer": self.own_states()}
+        parts |= {"parameters": self.local_weights(), "optimizer": self.local_states()}
         return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adapters: bool = False) -> int:
-    """Return the bytes that a layer saves per token, in a compute dtype of `width` bytes."""
+    """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
     savings = family_of(shape.family).savings
     size = width * _numbers(savings.compiled if compiled else savings.eager, shape)
     if compiled and has_adapters and savings.compiled_adapters is not None:
@@ -310,8 +310,8 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adap
 def selective_numbers(shape: ArchitectureSpec) -> int:
     """Return the number of elements that a layer saves per token with selective checkpointing.
 
-    They are its input and the outputs of its matmuls and of its attention; outputs into the residual stream only if a
-    norm follows them, otherwise the stream between attention and feed-forward.
+    These are its input and the outputs of its matmuls and of its attention. An output that is added to the residual
+    stream is saved only if a norm follows it; otherwise the stream between attention and feed-forward is.
     """
     counts = count_model(shape)
     outputs = counts.experts_per_token * shape.hidden_size
@@ -319,10 +319,10 @@ def selective_numbers(shape: ArchitectureSpec) -> int:
 
 
 def _expert_numbers(shape: ArchitectureSpec, *, are_frozen: bool) -> int:
-    """Return what routed experts save per token in addition to a dense feed-forward layer as wide as they are together.
+    """Return the elements that routed experts save per token, in addition to a dense layer of their total width.
 
-    Each expert's copy of the token and its output, which its weight multiplies. Frozen experts save neither their two
-    inputs, as no gradient of a matrix needs them, nor does the router.
+    These are each expert's copy of the token, and its output, which is multiplied by the router's weight. Frozen
+    experts don't save the inputs of their matmuls, because no weight gradient needs them; neither does a frozen router.
     """
     counts = count_model(shape)
     copies = counts.experts_per_token * shape.hidden_size

@@ -1,7 +1,8 @@
 """Count a model's parameters, and those that a method trains, by formula from its configuration.
 
-Exact for the Hugging Face implementations of families with a formula in `ftkit.families`; the tests compare with the
-real classes. For others it is an estimate, unless they were counted on their class (`ftkit.train.param_count`).
+The counts are exact for the Hugging Face implementations of families with a formula in `ftkit.families`; tests compare
+them with the real classes. For other families they are estimates, unless the parameters of the class were counted
+(`ftkit.train.param_count`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def count_parameters(shape: ArchitectureSpec) -> int:
 
 # --- Of a method ---------------------------------------------------------------------------------
 
-_OF_EXPERTS = frozenset(
+_EXPERT_NAMES = frozenset(
     {
         "gate_proj",
         "up_proj",
@@ -89,15 +90,15 @@ _OF_EXPERTS = frozenset(
         "proj",
     }
 )
-"""Names of routers, and of linear layers that experts may have as well, and that peft then takes for those."""
+"""Names of routers, and of linear layers that experts may also have: peft matches targets by name."""
 
 
 def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
-    """Return the linear layers of a model that get an adapter if the recipe names none."""
+    """Return the linear layers of a model that get an adapter if the recipe sets no targets."""
     counts = count_model(shape)
     names = tuple(dict.fromkeys(linear.name for linear in counts.linears))
     if counts.experts_per_token:
-        return tuple(name for name in names if name not in _OF_EXPERTS)
+        return tuple(name for name in names if name not in _EXPERT_NAMES)
     if not counts.is_exact or {*ALL_PROJECTIONS} <= {*names}:
         return ALL_PROJECTIONS
     return names
@@ -111,7 +112,7 @@ def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
         for linear in counts.linears
         if linear.name in lora.targets
     )
-    # An estimate, for families with other projections.
+    # For families with other projections, an estimate.
     unknown = set() if counts.is_exact else set(lora.targets) - {linear.name for linear in counts.linears}
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
 
@@ -144,8 +145,8 @@ class Experts:
     Attributes:
         num: routed experts.
         per_token: experts that a token is routed to.
-        width: of each.
-        shared_width: of all experts together that every token goes through.
+        width: intermediate size of each.
+        shared_width: total intermediate size of the shared experts, which every token passes through.
         num_dense_layers: decoder layers without experts.
     """
 
@@ -168,9 +169,9 @@ _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_peri
 
 
 def read_experts(config: Mapping[str, Any]) -> Experts | None:
-    """Return the experts in a Hugging Face configuration, under any of their keys; None if it has none.
+    """Return the experts in a Hugging Face configuration, under any of the known keys; None if it has none.
 
-    Missing keys are assumed to have the values with the most memory.
+    Missing keys are assumed to have the values that need the most memory.
     """
     num = _first(config, _NUM)
     if num is None or num <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False:
@@ -201,11 +202,11 @@ class _Layer:
     """The counts of a decoder layer, or of a part of one; layers are sums of parts.
 
     Attributes:
-        linears: its linear layers: numbers of inputs and outputs by name.
+        linears: numbers of inputs and outputs of its linear layers, by name.
         others: parameters of other matrices that are active for every token: routers and convolutions.
-        experts: parameters of matrices of all routed experts.
-        active_experts: those of the experts that a token is routed to.
-        vectors: norms, biases, scales and sinks.
+        experts: parameters of the matrices of all routed experts.
+        active_experts: parameters of the matrices of the experts that a token is routed to.
+        vectors: parameters of norms, biases, scales and sinks.
         feed_forward: width of the feed-forward layer that a token passes through.
     """
 
@@ -342,7 +343,7 @@ def _feed_forward(config: Mapping[str, Any], index: int) -> _Layer:
 
 
 _MATRICES_OF_AN_EXPERT = 3
-"""Gate, up and down projection. Experts with two have fewer parameters than are planned for."""
+"""Gate, up and down projection. Experts with only two have fewer parameters than planned."""
 
 
 def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _Layer:
@@ -373,7 +374,7 @@ def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _La
 
 
 def count_attention(config: Mapping[str, Any]) -> tuple[AttentionLayers, ...]:
-    """Return the number of layers with each kind of attention in a configuration with defaults.
+    """Count the layers with each kind of attention in a configuration with defaults.
 
     Raises:
         KeyError: it lacks the number of heads.

@@ -1,13 +1,14 @@
-"""How many operations a step has and how long it takes, from the architecture and the GPU's numbers alone.
+"""Predict the FLOPs and the duration of a step from the architecture and the GPU's data sheet.
 
-Attention is counted as causal, with its windows; recomputation is not counted. A matrix of m x n costs 2mn operations
-a token forward, as many again for the gradient of its input, and as many for its own if it is trained. A query that
-sees k keys costs 4k operations a dimension and head forward, twice that backward (Dao et al. 2022, appendix B).
+Attention is counted as causal, with its windows; recomputation is not counted. A matrix of m x n costs 2mn FLOPs per
+token in the forward pass, as many again for the gradient of its input, and as many for its own gradient if it is
+trained. A query that attends to k keys costs 4k FLOPs per dimension and head in the forward pass, and twice that in the
+backward pass (Dao et al. 2022, appendix B).
 
-Four resources can limit a step: the GPU's arithmetic and memory, the network, and the host that launches kernels.
-The parts of a peak that are reached were fitted to runs on H200; of other GPUs, measurements of single matmuls and of
-attention say how theirs differ (`ftkit.planning.setup`). docs/reference/benchmarks.md has the runs, and compares with
-what others have published for H100, B200 and A100, to which nothing was fitted.
+Four resources can limit a step: the GPU with its arithmetic and memory, the network, host memory, and the host that
+launches kernels. The efficiencies were fitted to runs on H200; for other GPUs, they are scaled by published
+measurements of single matmuls and of attention (`ftkit.planning.setup`). docs/reference/benchmarks.md has the runs, and
+compares the predictions with published results for H100, B200 and A100, to which nothing was fitted.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Operations of one token, forward and backward: in matrix products, and between queries and keys."""
+    """FLOPs of one token, forward and backward: in matmuls, and in attention between queries and keys."""
 
     matrices: float
     attention: float
 
     @property
     def total(self) -> float:
-        """Both."""
+        """FLOPs of both."""
         return self.matrices + self.attention
 
 
 def attention_layers(shape: ArchitectureSpec) -> tuple[AttentionLayers, ...]:
-    """Return the attention of all layers: as it was counted, or in plans of earlier versions as the shape says."""
+    """Return the attention of all layers: the counted one, or for plans of earlier versions the shape's."""
     if counted := count_model(shape).attention:
         return counted
     layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim
@@ -50,7 +51,7 @@ def attention_layers(shape: ArchitectureSpec) -> tuple[AttentionLayers, ...]:
 
 
 def mean_visible_keys(length: int, window: int | None) -> float:
-    """Return how many keys a token of a document of `length` tokens sees on average, itself among them."""
+    """Return the mean number of keys that a token of a document of `length` tokens attends to, itself included."""
     seen = min(length, window or length)
     return seen - seen * (seen - 1) / (2 * length)
 
@@ -62,67 +63,69 @@ def token_flops(
     keys_in_window: float,
     target_ratio: float = 1.0,
 ) -> TokenFlops:
-    """Count the operations of one token.
+    """Count the FLOPs of one token.
 
     Args:
-        shape: the model.
-        training: which of its weights are trained.
-        keys: that a token sees on average without a window, in its own document.
+        shape: shape of the model.
+        training: the settings, which decide what is trained.
+        keys: mean number of keys that a token attends to without a window, in its own document.
         keys_in_window: the same with the model's window.
-        target_ratio: part of the tokens whose next one counts; the output projection is left out for the others.
+        target_ratio: fraction of tokens in the loss; the others skip the output projection.
     """
     matrices = count_model(shape).active + target_ratio * shape.vocab_size * shape.hidden_size
     adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
     passes = 6 if training.adapters is None else 4
     attention = 0.0
     for layers in attention_layers(shape):
-        # The gated delta rule decays, corrects and reads a state of a head's keys by its values: 3 products forward.
+        # The gated delta rule decays, corrects and reads a state of keys x values per head: 3 products forward.
         seen = 1.5 * layers.state if layers.state else keys_in_window if layers.is_windowed else keys
         attention += 12 * layers.count * layers.width * seen
     return TokenFlops(passes * matrices + 6 * adapters, attention)
 
 
 def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int) -> TokenFlops:
-    """Count the operations of one token in documents of `length` tokens, each of them a target."""
+    """Count the FLOPs of one token in documents of `length` tokens, all of them in the loss."""
     return token_flops(
         shape, training, mean_visible_keys(length, None), mean_visible_keys(length, shape.sliding_window)
     )
 
 
 MATRIX_EFFICIENCY = 0.785
-"""Part of the rate of the best single matmuls (`Gpu.matmul_efficiency`) that a step's reach, what is started around
-them included."""
+"""Fraction of the best single matmul's rate (`Gpu.matmul_efficiency`) that the matmuls of a step reach, small kernels
+around them included."""
 FP8_SPEEDUP = {True: 1.36, False: 1.73}
-"""Of linear layers in FP8 against bf16, rounding included: trained weights (rounded each time), and frozen ones (stored
-in FP8). Fitted to single layers of Llama 3 8B, OLMo 3 7B and Llama 3 70B on an H200."""
+"""Speed-up of linear layers in FP8 over bf16, conversion included, by whether `precision` is fp8: True for trained
+weights (converted each time), False for frozen ones (stored in FP8). Fitted to single layers of Llama 3 8B, OLMo 3 7B
+and Llama 3 70B on an H200."""
 FLASH4_EFFICIENCY = 0.56
-"""Part of the peak that flash-attn-4 reaches, forward and backward."""
+"""Fraction of the peak that flash-attn-4 reaches, forward and backward."""
 SDPA_EFFICIENCY = 0.30
-"""The same of SDPA, which has a mask for packs and so computes all pairs of tokens, visible or not."""
+"""The same for SDPA, which gets a mask for packs and therefore computes all pairs of tokens, visible or not."""
 ELEMENTWISE_PASSES = {True: 10, False: 20}
-"""How often what is kept of a layer is read or written, by all that is no matrix product and no attention: if layers
-are compiled, and if they are not."""
+"""How often operations other than matmuls and attention read or write a layer's saved activations: with compiled layers
+(True), and without (False)."""
 OPTIMIZER_BYTES = 28
-"""Read and written of a trained parameter in AdamW's step: weight, gradient and two states, and the norm's pass."""
+"""Bytes read and written per trained parameter in AdamW's step: weight, gradient and two states, and the gradient
+norm."""
 CAST_BYTES = 26
-"""Read and written of a trained parameter to cast, gather and reduce it."""
+"""Bytes read and written per trained parameter to cast, all-gather and reduce it."""
 DEQUANTIZE_BYTES = 11
-"""Read and written of a 4-bit weight in a micro-batch, to have it in the compute precision forward and backward."""
+"""Bytes read and written per quantized weight and micro-batch, to dequantize it in the forward and backward pass."""
 NETWORK_EFFICIENCY = 0.75
-"""Part of a link's bandwidth that collectives reach."""
+"""Fraction of a link's bandwidth that collectives reach."""
 NCCL_SLOWDOWN = 0.28
-"""Part of the time of FSDP2's collectives over NVLink by NCCL that is lost: overlapping matmuls take up to 39 % longer,
-beside copies no longer (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Taken to go with the bytes that are
-moved: a slower network between nodes does not add to it."""
+"""Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to
+39 % longer; with copy engines, they do not (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Assumed
+proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
-"""Part of the time of ZeRO-3's collectives that nothing hides."""
+"""Fraction of the time of ZeRO-3's collectives that does not overlap with computation."""
 HOST_BANDWIDTH = 50e9
-"""Bytes a second between a GPU and host memory (PCIe 5, 16 lanes)."""
+"""Bytes per second between a GPU and host memory (PCIe 5, 16 lanes)."""
 PADDING: Final = 2 * log(2)
-"""Tokens of padded rows for each token of documents, if not known: widths are doubled from one to the next, and lengths
-are taken to be as likely in proportion."""
+"""Assumed tokens of padded rows per token of documents: row widths double from one to the next, and the lengths of
+documents are assumed to be log-uniform."""
 HOST_SECONDS_PER_LAYER = {"fsdp2": 0.004, "zero3": 0.008}
-"""Time in which the host starts the kernels of a layer, forward and backward."""
+"""Time in which the host launches the kernels of a layer, forward and backward."""
 
 Bound = Literal["gpu", "host", "main memory", "network"]
 
@@ -132,10 +135,10 @@ class StepTimePlan:
     """Predicted speed of a run.
 
     Attributes:
-        bound: what holds the steps up.
-        step_seconds: of an optimizer step.
+        bound: the resource that limits the step time.
+        step_seconds: duration of an optimizer step.
         tokens_per_second: over all processes.
-        mfu: part of the GPUs' peak that goes into the operations of `ftkit.planning.estimates.step_time`.
+        mfu: model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak.
     """
 
     bound: Bound
@@ -145,12 +148,12 @@ class StepTimePlan:
 
 
 def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimePlan:
-    """Predict the speed of a run whose packs are one document each, all of its tokens targets.
+    """Predict the speed of a run, assuming that each pack is one document with all of its tokens in the loss.
 
     Args:
-        setup: of the run.
-        gpu: that it runs on.
-        padding: tokens that are computed for each of a pack's, where documents are padded rows: more micro-batches.
+        setup: setup of the run.
+        gpu: the GPUs.
+        padding: ratio of computed tokens to a pack's tokens, if documents are padded rows; it adds micro-batches.
     """
     training = setup.training
     early, last = (_micro_batch_seconds(setup, gpu, is_last=is_last) for is_last in (False, True))
@@ -164,7 +167,7 @@ def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimeP
 
 
 def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound, float]:
-    """Return how long each resource is busy with a micro-batch; the longest time is the bottleneck."""
+    """Return how many seconds each resource is busy with a micro-batch; the longest is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
     if setup.engine == "zero3":
@@ -183,7 +186,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     flops = document_flops(shape, training, training.sequence_length)
-    # A third of full training is its forward pass; with frozen weights it is a half.
+    # The forward pass is a third of full training, and half of training with frozen weights.
     matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
     matrices *= _fp8_time(shape, training)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
@@ -200,7 +203,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
 
 
 def _attention_flops(setup: Setup, gpu: Gpu) -> float:
-    """Return the operations of a token's attention, divided by the part of the peak that its kernel reaches."""
+    """Return the FLOPs of a token's attention, divided by the fraction of the peak that its kernel reaches."""
     shape, training, length = setup.shape, setup.training, setup.training.sequence_length
     if training.attention in {"sdpa", "eager"}:
         return token_flops(shape, training, length, length).attention / SDPA_EFFICIENCY
@@ -212,7 +215,7 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> float:
 
 
 def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
-    """Return the time of matrix products as a part of what they take in bf16."""
+    """Return the time of matmuls, relative to bf16."""
     if not training.multiplies_in_fp8:
         return 1.0
     counts = count_model(shape)
@@ -225,8 +228,8 @@ def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float
     """Return how long a micro-batch's collectives use the links within a node, and the network between nodes.
 
     Weights are all-gathered for the forward and perhaps for the backward pass, gradients are reduce-scattered: a
-    process gets what the others of its replica have, and a node gets it once. Replicas sum their gradients in the last
-    micro-batch: each shard goes around, once to sum it and once to spread it.
+    process receives the shards of the others of its replica, and a node receives them once. Replicas all-reduce their
+    gradients in the last micro-batch: each shard passes every link twice, to be summed and to be distributed.
     """
     nodes = max(1, setup.num_nodes // setup.num_replicas)  # of a replica
     gradients = reduce_width(setup.training) * method_counts(setup.shape, setup.training).trained
@@ -243,14 +246,14 @@ def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float
 
 
 def _parts_of_weights(setup: Setup) -> tuple[float, float]:
-    """Return the parts of all weights that a process computes with: around the layers, and in its part of these."""
+    """Return the fractions of all weights that a process uses: outside the layers, and of its part of the layers."""
     counts = count_model(setup.shape)
     around = counts.around / counts.total
     return around, (1 - around) / setup.training.tensor_parallel
 
 
 def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
-    """Count the bytes of weights that are all-gathered in a micro-batch; if they stay unsharded all step, in one."""
+    """Count the bytes of weights that are all-gathered in a micro-batch."""
     times = 2
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0
@@ -258,9 +261,10 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
-    """Return how long tokens are exchanged within layers: nothing else can be done meanwhile.
+    """Return how long tokens are exchanged within layers, which does not overlap with computation.
 
-    Context parallelism trades them for heads. Tensor parallelism gathers all tokens twice, and sums and scatters twice.
+    Context parallelism exchanges tokens for heads (all-to-all). Tensor parallelism all-gathers the tokens twice, and
+    reduce-scatters them twice.
     """
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, size)

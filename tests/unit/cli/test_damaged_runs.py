@@ -61,7 +61,7 @@ def test_a_damaged_run_is_listed_with_its_damage(
 FILES_TWICE_HELD_OUT = {"kind": "files", "train": "/a.jsonl", "heldout": "/b.jsonl", "num_heldout": 3}
 REFUSED_BY_NOW = {
     "num_heldout (3) has no effect with heldout": ("source", FILES_TWICE_HELD_OUT),
-    "{q:>3} is not a column's name": ("format", {"kind": "prompt-completion", "prompt": "{q:>3}", "completion": "{a}"}),
+    "{q:>3} is not a column name": ("format", {"kind": "prompt-completion", "prompt": "{q:>3}", "completion": "{a}"}),
 }
 
 

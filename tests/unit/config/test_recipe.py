@@ -25,7 +25,7 @@ def test_an_override_can_set_the_list_of_sinks() -> None:
 
 def test_settings_without_effect_are_rejected() -> None:
     assert "Did you mean 'wandb'?" in problems("tracking.sinks=[wanbd]")
-    assert "name one twice" in problems("tracking.sinks=[wandb, wandb]")
+    assert "lists one twice" in problems("tracking.sinks=[wandb, wandb]")
     assert "has no effect without 'mlflow'" in problems("tracking.sinks=[wandb]", "tracking.mlflow_uri=http://mlflow")
 
 

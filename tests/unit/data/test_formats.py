@@ -57,9 +57,9 @@ QUESTION = {"kind": "prompt-completion", "prompt": "{context}\n{question}", "com
             "dolly",
             [("user", "q\n\nc"), PAIR[1]],
         ),
-        ({"prompt": "q", "completion": "a"}, "prompt and completion of columns prompt, completion", PAIR),
-        ({"question": "q", "answer": "a"}, "prompt and completion of columns question, answer", PAIR),
-        ({"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion of columns prompt, completion", PAIR),
+        ({"prompt": "q", "completion": "a"}, "prompt and completion from columns prompt, completion", PAIR),
+        ({"question": "q", "answer": "a"}, "prompt and completion from columns question, answer", PAIR),
+        ({"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion from columns prompt, completion", PAIR),
     ],
 )
 def test_a_format_is_detected_from_rows_and_reported(
@@ -303,7 +303,7 @@ def test_jinja_fills_columns_with_conditions() -> None:
     ]
     with pytest.raises(DataError, match=r"the template data\.format\.prompt can't be rendered: 'q' is undefined"):
         turns_of({"c": "x", "a": 1}, form)
-    for text, message in (("{{ a", "not a Jinja template: line 1"), ("plain", "no column is in this Jinja template")):
+    for text, message in (("{{ a", "not a Jinja template: line 1"), ("plain", "this Jinja template uses no column")):
         with pytest.raises(ValidationError, match=message):
             JinjaFormat(prompt=text, completion="{{ a }}")
 
@@ -353,13 +353,13 @@ def test_numbers_are_formatted_unchanged() -> None:
     [
         ("{prompt", "expected '}' before end of string"),
         ("prompt}", "Single '}' encountered"),
-        ("{prompt!q}", r"\{prompt!q\} is not a column's name in braces"),
+        ("{prompt!q}", r"\{prompt!q\} is not a column name in braces"),
         ("{prompt:>3000000000}", r"\{prompt:>3000000000\} is not"),
-        ("{prompt:{width}}", "is not a column's name"),
+        ("{prompt:{width}}", "is not a column name"),
         ("{prompt.__class__}", r"\{prompt\.__class__\} is not"),
-        ("{prompt[0]}", "is not a column's name"),
-        ("{}", r"\{\} has no column's name"),
-        ('{"answer": 1}', "is not a column's name in braces: write {{ and }}"),
+        ("{prompt[0]}", "is not a column name"),
+        ("{}", r"\{\} has no column name"),
+        ('{"answer": 1}', "is not a column name in braces: write {{ and }}"),
     ],
 )
 def test_a_format_string_with_more_than_columns_is_rejected_with_the_recipe(text: str, message: str) -> None:

@@ -126,7 +126,9 @@ def test_a_configuration_without_the_model_shape_is_rejected(
 
 
 def test_a_folder_without_a_config_is_rejected_with_the_keys_to_set_for_the_nodes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"read from here\. Correct the path; for a folder that only the nodes see"):
+    with pytest.raises(
+        ConfigError, match=r"read from here\. Correct the path; for a folder that exists only on the nodes"
+    ):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
 
 

@@ -275,7 +275,7 @@ def test_unsupported_settings_of_an_engine_are_not_chosen() -> None:
 def test_minimal_memory_is_used_on_an_unknown_gpu() -> None:
     training, execution = choose(load_recipe("olmo3-7b-full", NOWHERE), None)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
-    assert "names no GPU" in execution.reason
+    assert "sets no GPU model" in execution.reason
 
 
 def test_without_gpus_micro_batches_are_small_and_not_recomputed() -> None:

@@ -75,7 +75,7 @@ def test_invalid_lora_settings_are_rejected() -> None:
     assert "lora has no effect with method 'full'" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         load_recipe("demo", here, ("training.method=lora", "training.lora.targets=[q_proj, q_proj]"))
-    assert "name a projection twice" in str(caught.value)
+    assert "lists a projection twice" in str(caught.value)
     assert training(method="qlora").adapters == LoraSpec(targets=ALL_PROJECTIONS)
     assert training().adapters is None
 
