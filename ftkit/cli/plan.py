@@ -34,12 +34,15 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     from ftkit.cli.sweep import show_plans
     from ftkit.cli.terminal.plan_view import plan_facts, show_findings
     from ftkit.launch.preflight import run_checks
+    from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
     from ftkit.planning.plan import plan_to_json
 
     terminal, ctx = Terminal(), current_context()
-    plans = plan_sweep(expand(run_args(words, **options), ctx), ctx)
-    if len(plans) > 1:
+    args = run_args(words, **options)
+    trials = expand(args, ctx)
+    if len(trials) > 1:
+        plans = plan_sweep(trials, ctx)
         if as_json:
             terminal.data(f"[{','.join(map(plan_to_json, plans))}]\n")
         else:
@@ -47,7 +50,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
         for plan in plans:
             show_findings(run_checks(plan, os.environ), terminal)
         return
-    plan = plans[0]
+    plan = resolve(args, ctx)
     if as_json:
         terminal.data(plan_to_json(plan))
     else:

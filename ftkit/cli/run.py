@@ -90,6 +90,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.render import render_job
+    from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
 
     terminal, ctx = Terminal(), current_context()
@@ -105,8 +106,9 @@ def command(  # noqa: PLR0913 - one for each option
             report_submission(run, terminal, does_follow=follow)
         return
     args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
-    plans = plan_sweep(expand(args, ctx), ctx)
-    is_sweep = len(plans) > 1
+    trials = expand(args, ctx)
+    is_sweep = len(trials) > 1
+    plans = plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)]
     scripts = [render_job(plan, prepares=where == "with-training") for plan in plans]
     if is_sweep:
         show_plans(plans, terminal, is_data=False)

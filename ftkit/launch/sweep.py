@@ -60,14 +60,12 @@ def expand(args: RunArgs, ctx: Context) -> list[Trial]:
 
 
 def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
-    """Plan the run of a command line, or all runs of a sweep.
+    """Plan all runs of a sweep.
 
     Raises:
         ConfigError: with the problems of all impossible runs.
         NotFoundError: a selected recipe, cluster, image, or file does not exist.
     """
-    if len(trials) == 1:
-        return [resolve(trials[0].args, ctx)]
     plans: list[RunPlan] = []
     problems: list[Problem] = []
     for number, trial in enumerate(trials, start=1):

@@ -258,7 +258,7 @@ def test_secrets_are_redacted_in_a_crash_report_and_its_message(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("https://SECRET-a@host, me:SECRET-b@host, AKIA0123456789SECRET and SECRET-c")
 
-    monkeypatch.setattr("ftkit.launch.sweep.plan_sweep", fail)
+    monkeypatch.setattr("ftkit.launch.resolve.resolve", fail)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("MY_API_KEY", "SECRET-c")
     result = ftkit("plan", "demo", "model.weights=https://SECRET-d@host/x", "tracker.token=SECRET-e")
