@@ -35,8 +35,8 @@ class BaseRequest:
 
     Args:
         name: a base to use instead of the definition's.
-        repin: resolve the tag again, whatever digest is recorded.
-        from_docker: use the image that the docker engine has under this name, without a digest from its registry.
+        repin: resolve the tag again, even if a digest is recorded.
+        from_docker: use the docker engine's image of this name, without a digest from its registry.
     """
 
     name: str | None = None
@@ -50,8 +50,8 @@ class SelectedBase:
 
     Args:
         image: its reference; without a digest only with `BaseRequest.from_docker`.
-        is_recorded: a lock records its digest.
-        is_to_be_recorded: neither a lock nor the definition has its digest yet.
+        is_recorded: whether a lock records its digest.
+        is_to_be_recorded: whether neither a lock nor the definition has its digest yet.
     """
 
     image: RegistryImage
@@ -60,7 +60,7 @@ class SelectedBase:
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base by digest: the digest in the definition, in a lock, or of the tag in the registry.
+    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry.
 
     Raises:
         ConfigError: the definition sets the digest, so it can't be resolved again.
@@ -84,19 +84,19 @@ def select_base(definition: ImageDefinition, request: BaseRequest, report: Repor
         return SelectedBase(replace(written, digest=digest), is_recorded=is_recorded)
     if request.from_docker:
         return SelectedBase(written, is_to_be_recorded=True)
-    report(ProgressEvent(f"asking {written.host} which image {written.tagged} is"))
+    report(ProgressEvent(f"resolving {written.tagged} at {written.host}"))
     return SelectedBase(replace(written, digest=_resolve(spec.reference, written, report)), is_to_be_recorded=True)
 
 
 def current_digest_if_moved(base: SelectedBase) -> Digest | None:
-    """Return the digest of the base's tag in the registry if it differs; None if it does not, or can't be resolved."""
+    """Return the current digest of the base's tag in the registry; None if it is unchanged or can't be resolved."""
     tag = replace(base.image, digest=None)
     try:
         with Registry(tag, credentials.find(tag.host), ignore_progress, waits=()) as registry:
-            now = registry.resolve()
+            current = registry.resolve()
     except FtkitError:
         return None
-    return now if now != base.image.digest else None
+    return current if current != base.image.digest else None
 
 
 def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> DockerImage:
@@ -125,7 +125,7 @@ def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: 
 
 
 def digest_of(image: DockerImage, wanted: RegistryImage) -> Digest | None:
-    """Return the digest of the image in the repository that it was pulled from; None if the engine has none."""
+    """Return the digest of the image in the repository that it was pulled from; None if the engine knows none."""
     for repository, digest in image.repo_digests:
         if parse_reference(repository).repository == wanted.repository:
             return digest
@@ -133,14 +133,14 @@ def digest_of(image: DockerImage, wanted: RegistryImage) -> Digest | None:
 
 
 def record(definition: ImageDefinition, base: RegistryImage) -> Path:
-    """Record the base's digest in the lock beside the definition, or in the user's own lock if that is read-only.
+    """Record the base's digest in the lock next to the definition, or in the user's own lock if that is read-only.
 
     Raises:
         ImageError: neither can be written.
     """
     if base.digest is None:
         raise AssertionError("a base without a digest can't be recorded")
-    path = next((path for path in definition.base_locks if _is_users_own(path)), definition.base_locks[-1])
+    path = next((path for path in definition.base_locks if _may_write(path)), definition.base_locks[-1])
     for before in definition.base_locks[: definition.base_locks.index(path)]:
         if base.tagged in read_base_lock(before):
             raise ImageError(
@@ -156,8 +156,8 @@ def _recorded(definition: ImageDefinition, base: RegistryImage) -> Digest | None
     return next((digest for digest in found if digest), None)
 
 
-def _is_users_own(path: Path) -> bool:
-    """Tell whether a lock may be written: the ones that ftkit ships are never changed, in a checkout either."""
+def _may_write(path: Path) -> bool:
+    """Tell whether a lock may be written: ftkit never changes the ones that it ships, even in a checkout."""
     return os.access(path.parent, os.W_OK) and not path.is_relative_to(assets.CONTAINERS)
 
 

@@ -37,7 +37,7 @@ class BuildResult:
         image: the image.
         base: its base, with the digest if that is known.
         is_new: whether anything was built.
-        recorded: the lock that now records the base's digest; None if none had to.
+        recorded: the lock that this build recorded the base's digest in; None if there was nothing to record.
         moved_to: the digest of the base's tag in its registry, if it differs from the recorded one.
     """
 
@@ -59,11 +59,11 @@ def build(
     """Build an image, unless its inputs are unchanged since the last build.
 
     Raises:
-        ConfigError: the name is not legal, or the base's digest is fixed and can't be resolved again.
+        ConfigError: the name is not valid, or the base's digest is fixed and can't be resolved again.
         ImageError: the base's digest can't be resolved, the lock is stale, a step failed, or the image fails its
             self-check.
         NotFoundError: there is no such base.
-        PrerequisiteError: no docker engine answers.
+        PrerequisiteError: no docker engine responds.
     """
     spec = definition.spec
     named = parse_name(spec.reference)
@@ -78,11 +78,13 @@ def build(
         is_new = no_cache or image is None or image.labels.get(labels.BUILD_KEY) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
-            facts = labels.BaseInfo(str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None)
-            made = labels.make_labels(
-                spec, facts, lock_sha256=context.lock_sha256, build_key=key, commit=labels.checkout_commit()
+            base_info = labels.BaseInfo(
+                str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None
             )
-            image = _run_build(client, context, found.id, made, no_cache=no_cache, report=report)
+            image_labels = labels.make_labels(
+                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=labels.checkout_commit()
+            )
+            image = _run_build(client, context, found.id, image_labels, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None
     return BuildResult(name, image, pinned, is_new=is_new, recorded=recorded, moved_to=moved_to)
 
@@ -91,32 +93,32 @@ def _run_build(
     client: APIClient,
     context: BuildContext,
     base_id: str,
-    made_labels: dict[str, str],
+    image_labels: dict[str, str],
     *,
     no_cache: bool,
     report: Report,
 ) -> DockerImage:
-    """Build and check the image; name it only if both succeed."""
+    """Build and check the image; tag it only if both succeed."""
     import docker  # noqa: PLC0415
 
     arguments = {**context.arguments, "BASE_IMAGE": base_id}
     try:
         events = client.build(
-            fileobj=context.archive(made_labels),
+            fileobj=context.archive(image_labels),
             custom_context=True,
             buildargs=arguments,
             nocache=no_cache,
             rm=True,
             forcerm=True,
-            network_mode="host",  # the steps see the package index as this machine does
+            network_mode="host",  # the steps reach the same package index as this machine
             decode=True,
         )
         image_id = BuildFollower(report).follow(events)
     except docker.errors.APIError as error:
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
-    check_inside(client, image_id, made_labels[labels.REFERENCE])
-    named = NamedImage(made_labels[labels.REFERENCE])
+    check_inside(client, image_id, image_labels[labels.REFERENCE])
+    named = NamedImage(image_labels[labels.REFERENCE])
     client.tag(image_id, named.docker_repository, named.tag)
     return docker_engine.inspect_required(client, image_id, "build it again")
 
@@ -134,30 +136,37 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
         raise ImageError(
             f"{reference} differs from its definition:\n{lines}",
             meaning="a package was replaced, is missing, or is incompatible with the base",
-            fix="change its packages and lock it again; the image was not named",
+            fix="change its packages and lock it again; the image was not tagged",
         )
 
 
-_LINES_SHOWN: Final = 15
+_MAX_SHOWN_LINES: Final = 15
 _STEP_WIDTH: Final = 76
 _NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_ANSI_COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
 class BuildFollower:
-    """The docker engine's events during a build."""
+    """Follow the docker engine's events during a build.
+
+    Attributes:
+        report: called with each step and each line of output.
+        step: the current step.
+        lines: the last lines of output of the step.
+        image_id: the image's id, once the engine has reported it.
+    """
 
     report: Report
     step: str = "sending the build context"
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_SHOWN))
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_SHOWN_LINES))
     image_id: Digest | None = None
 
     def follow(self, events: Iterable[dict[str, Any]]) -> Digest:
         """Follow a build to its end, and return the image's id.
 
         Raises:
-            ImageError: a step failed; with its last lines.
+            ImageError: a step failed; the message has its last lines.
         """
         for event in events:
             if "error" in event:
@@ -169,7 +178,7 @@ class BuildFollower:
         return self.image_id
 
     def _take(self, text: str) -> None:
-        for line in _COLOURS.sub("", text).splitlines():
+        for line in _ANSI_COLORS.sub("", text).splitlines():
             if line.startswith("Step "):
                 self.step = _one_line(line)
                 self.lines.clear()
@@ -179,8 +188,8 @@ class BuildFollower:
                 self.report(ProgressEvent("building", item="output", text=line.strip()))
 
     def _failed(self, event: dict[str, Any]) -> ImageError:
-        said = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
-        return ImageError(f"the build failed in {self.step}\n{said}", fix=_advice(said))
+        output = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
+        return ImageError(f"the build failed in {self.step}\n{output}", fix=_advice(output))
 
 
 def _one_line(step: str) -> str:
@@ -189,14 +198,14 @@ def _one_line(step: str) -> str:
     return text if len(text) <= _STEP_WIDTH else text[: _STEP_WIDTH - 1] + "…"
 
 
-def _advice(said: str) -> str:
-    lower = said.lower()
+def _advice(output: str) -> str:
+    lower = output.lower()
     if "no space left" in lower:
-        return "make room on the docker engine's disk: docker system df"
+        return "free space on the docker engine's disk: docker system df"
     if "do not match the hashes" in lower:
         return "a package changed on its index since it was locked: write the lock again with 'ftkit lock NAME:TAG'"
     if any(word in lower for word in ("certificate", "ssl")):
-        return "set PIP_CERT to your site's file of certificates: the build takes it along"
+        return "set PIP_CERT to your site's certificate bundle: the build copies it into the image"
     if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
         return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
     if "python3: not found" in lower or "no module named pip" in lower:

@@ -1,7 +1,7 @@
 """The build context of an image: Dockerfile, lock, definition, and a wheel of ftkit.
 
-The wheel is zipped from the very files that run here. So it works from a checkout, an editable install and an installed
-wheel alike, needs no build tool and no network, and the same files give the same bytes.
+The wheel is zipped from the files of the running ftkit. So it works from a checkout, an editable install and an
+installed wheel alike, needs no build tool and no network, and the same files give the same bytes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BuildContext:
     """The input of a build.
 
     Args:
-        files: their content by name.
-        arguments: values for the Dockerfile's ARGs.
+        files: content of each file, by name.
+        arguments: values of the Dockerfile's ARGs.
         lock_sha256: digest of the lock.
     """
 
@@ -92,7 +92,7 @@ def assemble(definition: ImageDefinition) -> BuildContext:
 
 
 def dockerfile(spec: ImageSpec) -> str:
-    """Return the Dockerfile with the image's own variables at the end."""
+    """Return the Dockerfile with the image's environment variables at the end."""
     lines = [f"ENV {name}={_quoted(value)}\n" for name, value in sorted(spec.environment.items())]
     return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
 
@@ -109,7 +109,11 @@ def _quoted(value: str) -> str:
 
 
 def _index_arguments() -> dict[str, str]:
-    """Return build arguments for the site's package index. The image's history shows them: passwords are refused."""
+    """Return build arguments for the site's package index.
+
+    Raises:
+        ImageError: an address has a user name or password, which the image's history would show.
+    """
     found = {}
     for variable in _INDEX_VARIABLES:
         value = os.environ.get(variable)
@@ -117,15 +121,15 @@ def _index_arguments() -> dict[str, str]:
             continue
         if any(urlsplit(url).password or urlsplit(url).username for url in value.split()):
             raise ImageError(
-                f"{variable} holds a user name or password, which would stay in the image",
+                f"{variable} has a user name or password, which would stay in the image",
                 meaning="build arguments can be read by everyone who has the image",
-                fix=f"unset {variable}, or use an index that asks for none",
+                fix=f"unset {variable}, or use an index that needs none",
             )
         found[variable] = value
     return found
 
 
-_EPOCH: Final = (1980, 1, 1, 0, 0, 0)
+_ZIP_EPOCH: Final = (1980, 1, 1, 0, 0, 0)
 _TAG: Final = "py3-none-any"
 _SKIPPED: Final = ("__pycache__", "_assets")
 
@@ -151,7 +155,7 @@ def make_wheel() -> bytes:
     output = io.BytesIO()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in members.items():
-            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry = zipfile.ZipInfo(name, _ZIP_EPOCH)
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, data)
@@ -166,11 +170,11 @@ def _files() -> Iterator[tuple[str, bytes]]:
     yield "ftkit/_assets/Dockerfile", assets.DOCKERFILE.read_bytes()
 
 
-def _tree(folder: Path, inside: str) -> Iterator[tuple[str, bytes]]:
+def _tree(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
         if path.is_file() and not any(part in _SKIPPED or part.startswith(".") for part in relative.parts):
-            yield f"{inside}/{relative.as_posix()}", path.read_bytes()
+            yield f"{prefix}/{relative.as_posix()}", path.read_bytes()
 
 
 def _metadata() -> bytes:
@@ -180,7 +184,7 @@ def _metadata() -> bytes:
         text = None
     if not text:
         raise PrerequisiteError(
-            "this ftkit is not installed, so its dependencies are not known",
+            "this ftkit is not installed, so its dependencies are unknown",
             meaning="it runs from a folder on PYTHONPATH",
             fix="install it: pip install -e . in a checkout",
         )

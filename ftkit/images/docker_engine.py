@@ -1,4 +1,4 @@
-"""The docker engine, through its SDK, with errors as ftkit reports them."""
+"""The docker engine, through its SDK; its errors become ftkit's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,16 +31,25 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
-_LATEST = (1 << 32) - 1
-"""The latest time that squashfs can hold, in seconds since 1970."""
+_MAX_TIME = (1 << 32) - 1
+"""The latest time that squashfs can store, in seconds since 1970."""
 
-_OWNER = "ftkit.process"
-"""Label with the process that a container must not outlive."""
+_OWNER_LABEL = "ftkit.process"
+"""Label of a container: the process that created it, as `HOST:PID`; the container must not outlive it."""
 
 
 @dataclass(frozen=True)
 class DockerImage:
-    """An image in the docker engine; `repo_digests`: the digest of its manifest in each repository."""
+    """An image in the docker engine.
+
+    Attributes:
+        id: digest of its configuration.
+        size: unpacked size in bytes.
+        created: when it was built, in seconds since 1970.
+        labels: its labels.
+        repo_digests: repositories that have it, and the digest of its manifest in each.
+        config: how it is run.
+    """
 
     id: Digest
     size: int
@@ -52,10 +61,10 @@ class DockerImage:
 
 @contextmanager
 def connect() -> Iterator[APIClient]:
-    """Connect to the engine that docker's own variables and files set.
+    """Connect to the engine that docker's environment variables and configuration select.
 
     Raises:
-        PrerequisiteError: the SDK is not installed, or no engine answers.
+        PrerequisiteError: the SDK is not installed, or no engine responds.
     """
     try:
         import docker  # noqa: PLC0415 - an extra, and slow to import
@@ -64,13 +73,13 @@ def connect() -> Iterator[APIClient]:
             "the Python package 'docker' is not installed", fix="pip install 'ftkit[images]'"
         ) from error
     try:
-        _knock()
+        _require_listening()
         client: APIClient = docker.from_env(timeout=_TIMEOUT_SECONDS).api
     except (docker.errors.DockerException, OSError) as error:
         raise PrerequisiteError(
             f"no docker engine answers at {_address()}: {_reason(error)}",
             meaning="docker is not installed or not started here, or you are not in the group 'docker'",
-            fix="check that 'docker info' works; DOCKER_HOST sets an engine elsewhere",
+            fix="check that 'docker info' works; DOCKER_HOST selects another engine",
         ) from error
     try:
         yield client
@@ -78,12 +87,12 @@ def connect() -> Iterator[APIClient]:
         client.close()
 
 
-def _knock() -> None:
-    """See whether something listens on the engine's socket: the SDK leaves its own open when nothing does."""
+def _require_listening() -> None:
+    """Raise OSError if nothing listens on the engine's socket: the SDK would leave its own socket open then."""
     address = _address()
     if address.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
-            knocking.connect(address.removeprefix("unix://"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(address.removeprefix("unix://"))
 
 
 def _address() -> str:
@@ -91,7 +100,11 @@ def _address() -> str:
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
-    """Inspect an image; None if the engine has none of that name."""
+    """Return an image; None if the engine has none of that name.
+
+    Raises:
+        ImageError: the engine can't look it up.
+    """
     import docker  # noqa: PLC0415
 
     try:
@@ -112,7 +125,7 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
-    """Inspect an image that has to exist.
+    """Return an image that has to exist; `fix` is the advice if it does not.
 
     Raises:
         NotFoundError: the engine does not have it.
@@ -124,7 +137,7 @@ def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
 
 
 def image_config(config: RunConfig, created: object) -> ImageConfig:
-    """Return an image's configuration to run it."""
+    """Return how an image is run."""
     return ImageConfig(
         environment=config.environment,
         entrypoint=config.entrypoint,
@@ -139,16 +152,20 @@ def image_config(config: RunConfig, created: object) -> ImageConfig:
 def _repo_digests(texts: Iterable[str]) -> Iterator[tuple[str, Digest]]:
     for text in texts:
         repository, _, digest = text.partition("@")
-        with contextlib.suppress(ValueError):  # of another algorithm: no digest that an image could be held to here
+        with contextlib.suppress(ValueError):  # a digest of another algorithm, which ftkit can't verify
             yield repository, Digest(digest)
 
 
 def _image_id(text: object, name: str) -> Digest:
-    """Return an image's id, which all engines but very old ones write as a digest."""
+    """Return an image's id, which is a digest in all but very old engines.
+
+    Raises:
+        ImageError: it is not a digest.
+    """
     try:
         return Digest(str(text))
     except ValueError as error:
-        raise ImageError(f"docker's id of {name} is none: {error}", fix="see 'docker version'") from error
+        raise ImageError(f"docker's id of {name} is not a digest: {error}", fix="see 'docker version'") from error
 
 
 @contextmanager
@@ -158,44 +175,43 @@ def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
 
     remove_abandoned(client)
     try:
-        made: str = client.create_container(image, labels={_OWNER: f"{socket.gethostname()}:{os.getpid()}"}, **options)[
-            "Id"
-        ]
+        labels = {_OWNER_LABEL: f"{socket.gethostname()}:{os.getpid()}"}
+        container_id: str = client.create_container(image, labels=labels, **options)["Id"]
     except docker.errors.APIError as error:
-        raise as_image_error(error, f"docker can't make a container of {image}") from error
+        raise as_image_error(error, f"docker can't create a container of {image}") from error
     try:
-        yield made
+        yield container_id
     finally:
         with contextlib.suppress(docker.errors.APIError):
-            client.remove_container(made, force=True, v=True)
+            client.remove_container(container_id, force=True, v=True)
 
 
 def remove_abandoned(client: APIClient) -> None:
-    """Remove containers of killed processes of this machine, each of which keeps its image from being removed."""
+    """Remove containers that killed processes of this machine left: each keeps its image from being removed."""
     import docker  # noqa: PLC0415
 
-    for made in client.containers(all=True, filters={"label": _OWNER}):
-        host, _, pid = made["Labels"][_OWNER].rpartition(":")
+    for left in client.containers(all=True, filters={"label": _OWNER_LABEL}):
+        host, _, pid = left["Labels"][_OWNER_LABEL].rpartition(":")
         if host == socket.gethostname() and not Path("/proc", pid).exists():
             with contextlib.suppress(docker.errors.APIError):
-                client.remove_container(made["Id"], force=True, v=True)
+                client.remove_container(left["Id"], force=True, v=True)
 
 
 @contextmanager
 def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
     """Open the root file system of an image as a tar stream."""
-    with container(client, image, command=["true"]) as made:
-        # A request of its own, since the SDK's `export` cuts the stream into 2 MiB copies of copies.
-        address = f"{client.base_url}/v{client.api_version}/containers/{made}/export"
-        answer = client.get(address, stream=True, timeout=client.timeout)
-        with answer:
-            if answer.status_code != 200:  # noqa: PLR2004
-                raise ImageError(f"docker can't export {image}: {answer.text.strip()}", fix="see 'docker info'")
-            yield io.BufferedReader(_Body(answer.raw), _CHUNK)
+    with container(client, image, command=["true"]) as container_id:
+        # Not the SDK's `export`, which copies the stream several times, in chunks of 2 MiB.
+        address = f"{client.base_url}/v{client.api_version}/containers/{container_id}/export"
+        response = client.get(address, stream=True, timeout=client.timeout)
+        with response:
+            if response.status_code != 200:  # noqa: PLR2004
+                raise ImageError(f"docker can't export {image}: {response.text.strip()}", fix="see 'docker info'")
+            yield io.BufferedReader(_Body(response.raw), _CHUNK)
 
 
 class _Body(io.RawIOBase):
-    """The body of an answer, read as a file."""
+    """The body of a response, as a file to read."""
 
     def __init__(self, raw: Any) -> None:
         self._chunks: Iterator[bytes] = raw.stream(_CHUNK, decode_content=False)
@@ -218,11 +234,11 @@ def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, 
     import docker  # noqa: PLC0415
 
     options = {"command": command, "entrypoint": [], "network_disabled": True}
-    with container(client, image, **options) as made:
+    with container(client, image, **options) as container_id:
         try:
-            client.start(made)
-            code = int(client.wait(made)["StatusCode"])
-            output = client.logs(made, stdout=True, stderr=True)
+            client.start(container_id)
+            code = int(client.wait(container_id)["StatusCode"])
+            output = client.logs(container_id, stdout=True, stderr=True)
         except docker.errors.APIError as error:
             raise as_image_error(error, f"docker can't run '{command[0]}' in {image}") from error
     return code, output.decode(errors="replace")
@@ -234,22 +250,23 @@ def as_image_error(error: Exception, what: str) -> ImageError:
 
 
 def _reason(error: Exception) -> str:
-    """Return the engine's own words, without the HTTP library's around them."""
+    """Return the engine's own message, without the HTTP library's text around it."""
     return one_line(getattr(error, "explanation", None) or error)
 
 
 def _epoch(value: object) -> int:
-    """Return seconds since 1970 of docker's time (with nanoseconds); 0 for none or one before."""
+    """Convert an RFC 3339 time, as docker writes it, to seconds since 1970; 0 if it is missing, invalid or earlier."""
     if not isinstance(value, str) or not value:
         return 0
     try:
-        moment = datetime.fromisoformat(value.partition(".")[0].removesuffix("Z") + "+00:00")
-        return min(max(0, int(moment.timestamp())), _LATEST)
+        moment = datetime.fromisoformat(value)
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return min(max(0, int(moment.timestamp())), _MAX_TIME)
     except (ValueError, OverflowError):
         return 0
 
 
-_SETTLED: Final = (
+_FINAL_STATUSES: Final = (
     "Pull complete",
     "Download complete",
     "Pushed",
@@ -257,7 +274,7 @@ _SETTLED: Final = (
     "Already exists",
     "Mounted from",
 )
-_REFUSED: Final = (
+_ACCESS_DENIED: Final = (
     "unauthorized",
     "authentication required",
     "no basic auth",
@@ -266,7 +283,7 @@ _REFUSED: Final = (
     "401",
     "incorrect username or password",
 )
-_UNKNOWN: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
+_NOT_FOUND: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
 _TRANSIENT: Final = (
     "connection refused",
     "connection reset",
@@ -290,11 +307,11 @@ def follow_transfer(
     """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
 
     Raises:
-        ImageError: the registry does not let us in.
+        ImageError: the registry denies access.
         NotFoundError: it has no such image.
         TransientError: the connection was lost.
     """
-    told = ""
+    digest = ""
     for event in events:
         if "error" in event:
             raise explain_transfer(str(event["error"]), reference, known)
@@ -308,31 +325,31 @@ def follow_transfer(
                     text=f"{layer} {status}",
                     done=detail.get("current"),
                     total=detail.get("total"),
-                    is_over=status.startswith(_SETTLED),
+                    is_over=status.startswith(_FINAL_STATUSES),
                 )
             )
-        told = (event.get("aux") or {}).get("Digest", told)
+        digest = (event.get("aux") or {}).get("Digest", digest)
         if status.startswith("Digest: "):
-            told = status.removeprefix("Digest: ")
-    return as_digest(told)
+            digest = status.removeprefix("Digest: ")
+    return as_digest(digest)
 
 
-def as_digest(told: object) -> Digest | None:
-    """Return a digest reported by the engine; None for anything else."""
+def as_digest(value: object) -> Digest | None:
+    """Return a digest that the engine reported; None if the value is not a digest."""
     try:
-        return Digest(str(told))
+        return Digest(str(value))
     except ValueError:
         return None
 
 
 def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
-    """Turn the engine's message about a registry into an error."""
+    """Convert the engine's message about a registry to an error."""
     lower = message.lower()
     if "no space left" in lower:
-        return ImageError(f"the docker engine's disk is full: {message}", fix="make room: docker system df")
-    if any(word in lower for word in _REFUSED):
+        return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
+    if any(word in lower for word in _ACCESS_DENIED):
         return who.access_denied(reference, known, message)
-    if any(word in lower for word in _UNKNOWN):
+    if any(word in lower for word in _NOT_FOUND):
         return NotFoundError(
             f"image {reference} not found: {message}",
             meaning="the name, tag or digest is wrong, or the repository is private",
@@ -341,7 +358,7 @@ def explain_transfer(message: str, reference: RegistryImage, known: Credentials 
     if any(word in lower for word in _TRANSIENT):
         return TransientError(
             f"lost the connection to {reference.host}: {message}",
-            meaning="the registry or the network between is down, or the host's name is wrong",
-            fix="try again: transferred layers are not transferred again",
+            meaning="the registry or the network in between is down, or the host's name is wrong",
+            fix="try again: finished layers are not transferred again",
         )
     return ImageError(f"{reference.host}: {message}", fix="see the registry's log")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
-_ANOTHER_IMAGE, _OTHER_LAYERS, _HAS_DEVICES = 65, 66, 67
+_WRONG_IMAGE, _WRONG_LAYERS, _HAS_DEVICES = 65, 66, 67
 
 _IMPORT: Final = f"""set -eu
 output=$1 uri=$2 config=$4 layers=$5
@@ -36,20 +36,20 @@ export ENROOT_CACHE_PATH=$6/cache
 enroot import --output "$output" -- "$uri"
 if [ -n "$config" ]; then
     expected=$({{ echo "$config"; for layer in $layers; do echo "${{layer%:*}}"; done; }} | sort -u)
-    [ "$(ls "$ENROOT_CACHE_PATH" | sort)" = "$expected" ] || exit {_ANOTHER_IMAGE}
+    [ "$(ls "$ENROOT_CACHE_PATH" | sort)" = "$expected" ] || exit {_WRONG_IMAGE}
     for layer in $layers; do
         found=$(zstd -d -c -q -- "$ENROOT_CACHE_PATH/${{layer%:*}}" | sha256sum)
-        [ "${{found%% *}}" = "${{layer#*:}}" ] || exit {_OTHER_LAYERS}
+        [ "${{found%% *}}" = "${{layer#*:}}" ] || exit {_WRONG_LAYERS}
     done
 fi
 if command -v unsquashfs >/dev/null && unsquashfs -lls "$output" | grep '^[bc]'; then exit {_HAS_DEVICES}; fi
 """
-"""Arguments: the file, the exact address, the address for releases that know no digests, the hexadecimal digest of the
-image's configuration, those of its layers as `BLOB:CONTENT`, a temporary folder.
+"""Arguments: the file, the exact address, the address for releases without support for digests, the hexadecimal digest
+of the image's configuration, those of its layers as `BLOB:CONTENT`, a temporary folder.
 
-enroot compares each blob that it downloads with its digest, and keeps it in its cache under that digest: layers packed
-anew, the configuration as it is. It compares no manifest with the digest that it was asked for. The cache is empty at
-first: what is in it afterwards is what the file was made of, even if a tag moved meanwhile.
+enroot compares each blob that it downloads with its digest, and keeps it in its cache under that digest: layers
+recompressed with zstd, the configuration unchanged. It does not compare the manifest with the requested digest. The
+cache is empty at first: what is in it afterwards is what the file was made from, even if a tag moved meanwhile.
 """
 
 _ON_NODE: Final = """set -eu
@@ -76,25 +76,25 @@ import=$!
 set +m
 wait "$import"
 """
-"""enroot's temporary folders go to the node's own disk: shared file systems can't hold them (whiteouts).
+"""enroot's temporary folders go to the node's local disk: shared file systems can't store overlayfs whiteouts.
 
-The import is waited for in the background, because bash acts on a signal only when its foreground program has ended,
-and Slurm kills after KillWait. It is killed immediately, so that nothing writes into a folder being removed; programs
-in other process groups get the signal from Slurm, and fail a moment later: hence several attempts. The next import
-on that node removes what a killed one left.
+The import runs in the background, because bash handles a signal only after its foreground program has ended, and Slurm
+kills after KillWait. It is killed immediately, so that nothing writes into a folder that is being removed. Programs in
+other process groups get the signal from Slurm, and end a moment later: hence several attempts to remove the folder. The
+next import on that node removes what a killed one left.
 """
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address that enroot is given.
+    """The address of an image for enroot.
 
     Args:
         uri: the address of exactly one image, by digest or by the engine's id.
-        by_tag: the same for enroot before 4.0, which knows no digests in registries.
-        config: digest of the image's configuration, which the import has to have; none: `uri` is exact anywhere.
-        layers: digests of each layer, as it is in the registry and of its content.
-        is_http: whether the registry is on this machine, and speaks no TLS.
+        by_tag: the same for enroot before 4.0, which does not support digests in registries.
+        config: digest of the configuration that the imported image must have; None if `by_tag` is exact too.
+        layers: for each layer, the digest of its blob in the registry, and of its uncompressed content.
+        is_http: whether the registry is on this machine, without TLS.
         host: the registry; empty for the docker engine.
     """
 
@@ -108,7 +108,7 @@ class Address:
 
 @dataclass(frozen=True)
 class ComputeNode:
-    """A compute node to import on: options of sbatch, and the node's own disk."""
+    """A compute node to import on: sbatch's options, and a folder on the node's local disk."""
 
     options: tuple[str, ...]
     local_folder: str
@@ -128,7 +128,14 @@ def address_in_docker(image_id: Digest) -> Address:
 def address_in_registry(
     reference: RegistryImage, digest: Digest, image_id: Digest, layers: Iterable[tuple[Digest, Digest]]
 ) -> Address:
-    """Return the address of an image in a registry, whose manifest has `digest`; of `layers`, blob and content."""
+    """Return the address of an image in a registry.
+
+    Args:
+        reference: the image.
+        digest: digest of its manifest.
+        image_id: digest of its configuration.
+        layers: for each layer, the digest of its blob, and of its uncompressed content.
+    """
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
     return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback, reference.host)
 
@@ -149,22 +156,22 @@ def compute_node(cluster: ClusterProfile) -> ComputeNode:
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:
-    """Import an image into a file that is not there yet.
+    """Import an image into a file that does not exist yet.
 
     Raises:
-        PrerequisiteError: enroot or sbatch is not there.
-        ImageError: it failed, or the file would hold another image or one that no user can unpack.
+        PrerequisiteError: enroot or sbatch is missing.
+        ImageError: the import failed, or the file would have another image, or one that only root can unpack.
     """
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
     words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
-    done = _on_node(words, node, output, address) if node else _here(words, output, address)
+    done = _on_node(words, node, output, address) if node else _on_this_machine(words, output, address)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)
     squashfs.check_squashfs(output)
 
 
-def _here(words: list[str], output: Path, address: Address) -> process.ProgramOutput:
+def _on_this_machine(words: list[str], output: Path, address: Address) -> process.ProgramOutput:
     folder = output.with_name(f"{output.name}.enroot")
     settings = {"ENROOT_MAX_PROCESSORS": str(len(os.sched_getaffinity(0)))}
     try:
@@ -186,16 +193,16 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address
         done = process.run_stoppable(
             command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address), stop=partial(_cancel, job)
         )
-        said = log.read_text(errors="replace") if log.exists() else ""
-        return process.ProgramOutput(done.returncode, said, done.stderr)
+        job_output = log.read_text(errors="replace") if log.exists() else ""
+        return process.ProgramOutput(done.returncode, job_output, done.stderr)
     finally:
         log.unlink(missing_ok=True)
 
 
 def _cancel(job: str) -> None:
-    """Ask a job to end, and wait until it has cleaned up; cancel it if it is still waiting for a node, or too slow.
+    """Send SIGTERM to a job, and wait until it has cleaned up; cancel it if it is pending, or takes too long.
 
-    A canceled job is killed after KillWait, which can be too short for removing an unpacked image.
+    A canceled job is killed after KillWait, which can be too short to remove an unpacked image.
     """
     name = f"--name={job}"
     process.run(["scancel", "--state=PENDING", name])
@@ -209,37 +216,37 @@ def _cancel(job: str) -> None:
 
 
 def _environment(address: Address) -> dict[str, str]:
-    """Return enroot's variables. With SOURCE_DATE_EPOCH it would set all times, and make compiled Python stale."""
+    """Return enroot's variables, without SOURCE_DATE_EPOCH: it would change all times, and make .pyc files stale."""
     inherited = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
     plain = {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
     return inherited | plain | {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
 
 
 def _explain(address: Address, done: process.ProgramOutput, output: Path) -> ImageError:
-    """Turn enroot's output into an error; with wrong credentials there is no output."""
-    said = done.stdout + done.stderr
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    """Convert enroot's output to an error; with wrong credentials it prints no error."""
+    text = done.stdout + done.stderr
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if done.returncode in (_ANOTHER_IMAGE, _OTHER_LAYERS):
-        return _not_the_image(address, done.returncode)
-    if done.returncode == _HAS_DEVICES or "Cannot mknod" in said:
-        named = re.findall(r"^[bc][-rwxsStT]{9} .*squashfs-root/(.+)$", done.stdout, re.MULTILINE)
+    if done.returncode in (_WRONG_IMAGE, _WRONG_LAYERS):
+        return _wrong_image(address, done.returncode)
+    if done.returncode == _HAS_DEVICES or "Cannot mknod" in text:
+        devices = re.findall(r"^[bc][-rwxsStT]{9} .*squashfs-root/(.+)$", done.stdout, re.MULTILINE)
         return ImageError(
-            f"{address.uri} has device files ({', '.join(named) or 'see tar above'}), which only root can unpack",
-            meaning="enroot keeps them, and then can't make a container of the file for a user",
-            fix="import with --with ftkit and without --on-node: it leaves them out",
+            f"{address.uri} has device files ({', '.join(devices) or 'see tar above'}), which only root can unpack",
+            meaning="enroot keeps them, and then can't create a container from the file for a user",
+            fix="import with --with ftkit and without --on-node: ftkit leaves them out",
         )
-    if "No command specified" in said:
+    if "No command specified" in text:
         return ImageError(
             "enroot can't import an image from the docker engine that has neither CMD nor ENTRYPOINT",
             fix="import with --with ftkit, which needs no command, or push the image and import it from the registry",
         )
-    if "no space left" in said.lower():
+    if "no space left" in text.lower():
         return ImageError(
             f"the disk is full: {last}",
             meaning="enroot unpacks the whole image in ENROOT_TEMP_PATH or TMPDIR, on a node in the cluster's"
             f" 'node_local_dir', before it writes the file to {output.parent}",
-            fix="make room, set them to a local folder that has it, or import with --with ftkit, which unpacks nothing",
+            fix="free space, set them to a larger local disk, or import with --with ftkit, which unpacks nothing",
         )
     is_silent = any(word in last for word in ("Authenticating with user", "Using credentials from file"))
     if is_silent or "401" in last or "403" in last:
@@ -249,18 +256,18 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
             fix=f"write 'machine {address.host.partition(':')[0]} login USER password SECRET' into ~/.config/enroot/"
             ".credentials; NGC requires a second line for authn.nvidia.com",
         )
-    return squashfs.explain_failure("enroot", said, output)
+    return squashfs.explain_failure("enroot", text, output)
 
 
-def _not_the_image(address: Address, code: int) -> ImageError:
-    if code == _OTHER_LAYERS:
+def _wrong_image(address: Address, code: int) -> ImageError:
+    if code == _WRONG_LAYERS:
         return ImageError(
             f"the layers of {address.uri} are not those that its configuration lists",
             meaning="other content was pushed under this image's name",
-            fix="push the image again from where it was built",
+            fix="push the image again from the machine that it was built on",
         )
     return ImageError(
         f"enroot imported another image than {address.uri}",
-        meaning=f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image by now",
+        meaning=f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image now",
         fix="import with --with ftkit and without --on-node, which imports by digest",
     )

@@ -1,4 +1,4 @@
-"""Find and remove images that nothing uses, in the folder of imported images and in the docker engine."""
+"""Find and remove unused images, in the folder of imported images and in the docker engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Removable:
-    """Files, or an image of the docker engine, that may be removed, and why."""
+    """Files, or an image of the docker engine, that may be removed.
+
+    Attributes:
+        name: the image, or the name of a leftover file.
+        reason: why it may be removed.
+        size: bytes.
+        paths: the files.
+        docker_id: the image's id in the docker engine; empty for files.
+    """
 
     name: str
     reason: str
@@ -30,7 +38,7 @@ class Removable:
 
 
 def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
-    """Return what may be removed: no link and no run uses it, or a killed import left it."""
+    """Return what may be removed: images that no link and no run uses, and what killed imports left."""
     used = {path.resolve() for path in in_use}
     pointed = {path.resolve() for path in store.links().values()}
     found = []
@@ -40,17 +48,17 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
         manifest = read_manifest(path)
         name = manifest.reference if manifest else path.name
         signatures = signatures_beside(manifest_file(path)).values()
-        belongs = (path, manifest_file(path), sbom_file(path), *signatures)
-        found.append(Removable(name, "no name points to it", path.stat().st_size, belongs))
+        files = (path, manifest_file(path), sbom_file(path), *signatures)
+        found.append(Removable(name, "no name points to it", path.stat().st_size, files))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
     return found + _dangling_in_docker()
 
 
 def _dangling_in_docker() -> list[Removable]:
-    """Return images of ftkit whose name a newer build has now."""
+    """Return images that ftkit built, and whose name is now that of a newer build."""
     try:
         with docker_engine.connect() as client:
-            docker_engine.remove_abandoned(client)  # they would keep their images
+            docker_engine.remove_abandoned(client)  # otherwise docker refuses to remove their images
             images = client.images(filters={"label": "ftkit.reference", "dangling": True})
     except PrerequisiteError:
         return []

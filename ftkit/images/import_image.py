@@ -44,7 +44,7 @@ def import_image(
 
     Raises:
         PrerequisiteError: the folder can't be written to, or a program is missing.
-        ImageError: the source ended early, or the disk is full.
+        ImageError: the source's data is truncated, or the disk is full.
     """
     final = store.file(source.image_id, source.format)
     found = None if force else _existing(reference, source, store)
@@ -61,9 +61,9 @@ def import_image(
             )
         with store.partial(final) as partial, _explain_full_disk(store.root):
             made = source.make_file(partial, report)
-            # Not every release of Apptainer compares layers with the configuration: its file is always made again.
-            is_compared = source.format == "sqsh"
-            if found := _under_another_manifest(reference, source, store) if is_compared and not force else None:
+            # Some releases of Apptainer don't compare layers with the configuration: its file is always made again.
+            layers_were_compared = source.format == "sqsh"
+            if found := _under_new_manifest(reference, source, store) if layers_were_compared and not force else None:
                 return found
             manifest = _make_manifest(reference, source, partial, final.name, made, report)
             store.publish(partial, manifest, made.contents.sbom)
@@ -72,7 +72,7 @@ def import_image(
 
 @contextmanager
 def _explain_full_disk(folder: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk into an `ImageError`."""
+    """Convert the system's error for a full disk to an `ImageError`."""
     try:
         yield
     except OSError as error:
@@ -84,8 +84,8 @@ def _explain_full_disk(folder: Path) -> Iterator[None]:
 def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
     """Return an earlier import of the same image, linked to this name.
 
-    Only reading the layers of a registry's image shows that they match its configuration. Without that, an earlier
-    import is the same image only if it came from the same manifest.
+    That the layers of a registry's image match its configuration is known only once they were read. Until then, an
+    earlier import counts as the same image only if it came from the same manifest.
     """
     manifest = manifest_if_intact(store.file(source.image_id, source.format))
     if manifest is None or not (source.is_vouched_for or manifest.registry_digest == source.registry_digest):
@@ -93,8 +93,8 @@ def _existing(reference: str, source: ImageSource, store: ImageStore) -> ImportR
     return _found(reference, source, store, manifest)
 
 
-def _under_another_manifest(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
-    """Return an earlier import of the same image, once the layers showed that only the manifest differs.
+def _under_new_manifest(reference: str, source: ImageSource, store: ImageStore) -> ImportResult | None:
+    """Return an earlier import of the same image, whose registry manifest differs; the layers have been compared.
 
     The file is not replaced: jobs may have it open.
     """

@@ -20,21 +20,35 @@ BUILD_KEY: Final = "ftkit.build-key"
 LOCK: Final = "ftkit.lock-sha256"
 REFERENCE: Final = "ftkit.reference"
 UNPINNED: Final = "ftkit.base-unpinned"
-_FIRST_ZIP_DAY: Final = 315532800
+_ZIP_EPOCH: Final = 315532800
+"""1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class CheckoutCommit:
-    """The commit of the checkout that ftkit runs from; empty for an installed wheel."""
+    """The commit of the checkout that ftkit runs from.
+
+    Attributes:
+        commit: its hash; empty for an installed wheel.
+        is_dirty: whether the checkout has uncommitted changes.
+        time: when it was committed, in seconds since 1970.
+    """
 
     commit: str = ""
     is_dirty: bool = False
-    time: int = _FIRST_ZIP_DAY
+    time: int = _ZIP_EPOCH
 
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """The base of an image; `is_pinned`: the build selected it by its digest."""
+    """The base of an image.
+
+    Attributes:
+        reference: its name in a registry.
+        digest: digest of its manifest; None if the engine knows none.
+        id: its id in the docker engine.
+        is_pinned: whether the build selected it by its digest.
+    """
 
     reference: str
     digest: Digest | None

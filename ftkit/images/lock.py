@@ -1,7 +1,7 @@
-"""Locks: all packages that an image adds to its base, with hashes.
+"""Lock files: all packages that an image adds to its base, with hashes.
 
 A lock has none of the packages that the base provides (torch, triton, numpy): these are excluded from the resolution,
-or pinned to the base's version, and the build refuses a lock that has one of them.
+or pinned to the base's version. The build refuses a lock that has one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ftkit.config.load import ImageDefinition
 
 _TIMEOUT_SECONDS: Final = 900
-_NEVER: Final = "sys_platform == 'never'"
+_EXCLUDED: Final = "sys_platform == 'never'"
 _INPUTS: Final = "# inputs: sha256:"
 _HASHED: Final = re.compile(r"^(\S+==[^\n]*)\\\n +--hash=sha256:", re.MULTILINE)
 _PLATFORM: Final = "x86_64-manylinux_2_28"
@@ -41,11 +41,11 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
     """
     spec = definition.spec
     with tempfile.TemporaryDirectory() as folder:
-        wanted, held = Path(folder, "packages.in"), Path(folder, "overrides.txt")
-        wanted.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
-        held.write_text("".join(f"{line}\n" for line in _overrides(spec)), encoding="utf-8")
+        requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
+        requirements.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
+        overrides.write_text("".join(f"{line}\n" for line in _overrides(spec)), encoding="utf-8")
         command = [
-            *_uv(), "pip", "compile", str(wanted), "--override", str(held), "--generate-hashes", "--quiet",
+            *_uv(), "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
             "--python-version", spec.python, "--python-platform", _PLATFORM,
             "--no-header", "--no-annotate", "--no-emit-index-url",
         ]  # fmt: skip
@@ -77,14 +77,17 @@ def write_lock_file(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text.encode())
     except OSError as error:
-        raise ImageError(f"can't write {path}: {one_line(error)}", fix="make room, or check the rights") from error
+        raise ImageError(
+            f"can't write {path}: {one_line(error)}", fix="free space, or check the folder's permissions"
+        ) from error
 
 
 def read_lock(definition: ImageDefinition) -> str:
     """Read the lock of an image.
 
     Raises:
-        ImageError: there is none, it is older than the definition, or it would replace a package of the base.
+        ImageError: there is none, it does not match the definition, it would replace a package of the base, or it lacks
+            a hash.
     """
     spec, path = definition.spec, definition.lock_file
     fix = f"write it: ftkit lock {spec.reference}"
@@ -96,7 +99,7 @@ def read_lock(definition: ImageDefinition) -> str:
     if replaced:
         raise ImageError(
             f"{path} would replace {', '.join(replaced)} of the base",
-            meaning="the base's own builds are made for its CUDA; those of the package index are not",
+            meaning="the base's own builds match its CUDA version; those of the package index don't",
             fix=fix,
         )
     if f"{_INPUTS}{inputs_digest(spec)}\n" not in text:
@@ -113,7 +116,7 @@ def read_lock(definition: ImageDefinition) -> str:
 
 
 def inputs_digest(spec: ImageSpec) -> str:
-    """Return a digest of all inputs of a lock."""
+    """Return the digest of all inputs of a lock."""
     provided = [f"{name}={version}" for name, version in sorted(spec.provided.items())]
     return hashlib.sha256("\n".join([spec.python, *_requirements(spec), "--", *provided]).encode()).hexdigest()
 
@@ -125,12 +128,12 @@ def _requirements(spec: ImageSpec) -> list[str]:
 
 
 def _overrides(spec: ImageSpec) -> list[str]:
-    """Return what replaces the base's packages in the resolution: their version, or an exclusion.
+    """Return uv's overrides for the base's packages: numpy is pinned to its version, the others are excluded.
 
-    An exclusion where no index has the version, as NVIDIA's pre-releases of torch.
+    No index has versions such as NVIDIA's pre-releases of torch, so the others can't be resolved.
     """
     return [
-        f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_NEVER}"
+        f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_EXCLUDED}"
         for name, version in sorted(spec.provided.items())
     ]
 
@@ -141,7 +144,7 @@ def _uv() -> list[str]:
     if not found:
         raise PrerequisiteError(
             "the program 'uv' was not found",
-            meaning="locks are made with it, because it resolves for another Python than this one",
+            meaning="locks are made with uv, because it can resolve for another version of Python than this one",
             fix="pip install 'ftkit[images]'",
         )
     return [found]

@@ -1,6 +1,7 @@
-"""Packages: the pinned ones of a lock, and all of an image as an SBOM (CycloneDX JSON).
+"""Packages: those that a lock pins, and all of an image as an SBOM (CycloneDX JSON).
 
-The Dockerfile runs `python3 -m ftkit.images.packages FILE` in the image. Standard library only, for the self-check.
+The Dockerfile runs `python3 -m ftkit.images.packages FILE` in the image. Only the standard library is imported, because
+the self-check uses this module.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTI
 
 
 def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
-    """Return the SBOM of this Python and system. It has no time, so that the same packages give the same bytes."""
+    """Return the SBOM of this Python and this system, without a timestamp: the same packages give the same bytes."""
     components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
     return {
         "bomFormat": "CycloneDX",
@@ -57,24 +58,24 @@ def _python_packages() -> list[dict[str, Any]]:
 def _debian_packages(status: Path, os_release: Path) -> list[dict[str, Any]]:
     if not status.is_file():
         return []
-    named = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', _read(os_release), re.MULTILINE))
+    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', _read(os_release), re.MULTILINE))
     found = []
     for block in _read(status).split("\n\n"):
         fields = dict(re.findall(r"^([A-Za-z-]+): (.*)$", block, re.MULTILINE))
         if fields.get("Status", "").endswith(" installed") and "Version" in fields:
             name, version = fields["Package"], fields["Version"]
             url = (
-                f"pkg:deb/{named.get('ID', 'debian')}/{name}@{quote(version, safe='')}"
+                f"pkg:deb/{release.get('ID', 'debian')}/{name}@{quote(version, safe='')}"
                 f"?arch={fields.get('Architecture', 'all')}"
             )
             found.append(_component(url, name, version, None))
     return found
 
 
-def _component(url: str, name: str, version: str, licence: object) -> dict[str, Any]:
+def _component(url: str, name: str, version: str, license_expression: object) -> dict[str, Any]:
     component: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-    if isinstance(licence, str) and licence:
-        component["licenses"] = [{"expression": licence}]
+    if isinstance(license_expression, str) and license_expression:
+        component["licenses"] = [{"expression": license_expression}]
     return component
 
 

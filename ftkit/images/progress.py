@@ -15,10 +15,10 @@ class ProgressEvent:
 
     Args:
         stage: the step, such as `pulling nvcr.io/nvidia/pytorch:25.02-py3`.
-        item: a part of it, such as a layer's short id; empty for all of the step.
+        item: a part of it, such as a layer's short id; empty for the whole step.
         text: its current action, or a line of its output.
         done: bytes done; None if they are not counted.
-        total: bytes in all; None if unknown.
+        total: total bytes; None if unknown.
         is_over: whether this is the last report of the part.
     """
 
@@ -40,18 +40,18 @@ def ignore_progress(progress: ProgressEvent) -> None:
 
 @dataclass
 class ByteCounter:
-    """Count bytes, and report them ten times a second at most."""
+    """Count bytes, and report them at most ten times a second."""
 
     report: Report
     stage: str
     total: int | None
     done: int = 0
-    shown: float = 0.0
+    last_report: float = 0.0
 
     def advance(self, num_bytes: int) -> None:
         """Add bytes."""
         self.done += num_bytes
         now = time.monotonic()
-        if now - self.shown > _SECONDS_BETWEEN_REPORTS:
-            self.shown = now
+        if now - self.last_report > _SECONDS_BETWEEN_REPORTS:
+            self.last_report = now
             self.report(ProgressEvent(self.stage, done=self.done, total=self.total))

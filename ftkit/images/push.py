@@ -37,18 +37,24 @@ def push(
     given: Credentials | None = None,
     report: Report = ignore_progress,
 ) -> PushResult:
-    """Push an image to `HOST/PATH/NAME:TAG` below a registry.
+    """Push an image to `HOST/PATH/NAME:TAG`.
+
+    Args:
+        image: the image, which the docker engine has.
+        registry: `HOST/PATH`.
+        given: the credentials; docker's configuration if None.
+        report: called with the progress.
 
     Raises:
-        NotFoundError: it was not built here.
-        ImageError: the registry refused the credentials, or was not there after several attempts.
-        PrerequisiteError: no docker engine answers, or the credential helper fails.
+        NotFoundError: the image was not built here.
+        ImageError: the registry refused the credentials, or could not be reached after several attempts.
+        PrerequisiteError: no docker engine responds, or the credential helper fails.
     """
     wanted = image.in_registry(registry)
     known = given or who.find(wanted.host)
     stage = f"pushing {wanted}"
     with docker_engine.connect() as client:
-        import docker  # noqa: PLC0415 - it is there: the engine answered through it
+        import docker  # noqa: PLC0415 - `connect` has checked that it is installed
 
         built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
         client.tag(built.id, wanted.repository, wanted.tag, force=True)
@@ -68,7 +74,7 @@ def push(
 
         digest = retry(attempt, report, stage)
     if not digest:
-        raise ImageError(f"{wanted.host} took {wanted} without returning its digest", fix="see the registry's log")
+        raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
     return PushResult(wanted, digest)
 
 
@@ -78,7 +84,7 @@ def sign_pushed(
     """Sign an image that was pushed; return the digest of the signature in the registry.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused the key.
+        PrerequisiteError: the signing program is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
     known = given or who.find(pushed.reference.host)

@@ -1,6 +1,7 @@
 """Check inside an image that it matches its definition: `python3 -m ftkit.images.self_check`.
 
-Standard library, `ftkit.process` and `ftkit.images.packages` only, and the modules that the definition lists.
+It imports only the standard library, `ftkit.process`, `ftkit.images.packages`, and the modules that the definition
+lists.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ftkit import process
 from ftkit.images.packages import normalize_name, parse_pins
 
 TRAINER = "ftkit.train.trainer"
-"""An image with this module among its imports can train, and takes a training step in the check."""
+"""An image whose definition lists this module under `imports` can train: its self-check takes training steps."""
 
 PASSED = "ftkit: the image is as its definition says"
-"""The last line of a check that passed. It never changes, as later releases read it from older images."""
+"""The last line of a check that passed. It must never change: later releases read it from older images."""
 
-_FOLDER = Path("/opt/ftkit")
+_INPUT_FOLDER = Path("/opt/ftkit")
 
 
-def find_issues(folder: Path = _FOLDER) -> list[str]:
+def find_issues(folder: Path = _INPUT_FOLDER) -> list[str]:
     """Return everything that differs from the definition."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
     base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
@@ -37,22 +38,24 @@ def find_issues(folder: Path = _FOLDER) -> list[str]:
 
 def _lock_issues(lock: str) -> list[str]:
     issues = []
-    for name, wanted in parse_pins(lock).items():
+    for name, expected in parse_pins(lock).items():
         found = _version(name)
-        if found != wanted:
-            issues.append(f"{name} is {found or 'not there'}, the lock says {wanted}")
+        if found != expected:
+            issues.append(f"{name} is {found or 'missing'}, the lock says {expected}")
     return issues
 
 
 def _base_issues(provided: dict[str, str], base: dict[str, str]) -> list[str]:
-    """Compare with the base's packages. Versions are compared by their beginning: NVIDIA's end in a build name."""
+    """Compare with the base's packages. The definition's version is a prefix: NVIDIA's end in the name of a build."""
     issues = []
     for name, expected in provided.items():
         before, now = base.get(normalize_name(name)), _version(name)
         if before != now:
-            issues.append(f"{name} of the base was replaced: it was {before or 'not there'}, now it is {now}")
+            issues.append(
+                f"{name} of the base was replaced: it was {before or 'missing'}, now it is {now or 'missing'}"
+            )
         elif expected and not (now or "").startswith(expected):
-            issues.append(f"{name} of the base is {now or 'not there'}, the definition says {expected}")
+            issues.append(f"{name} of the base is {now or 'missing'}, the definition says {expected}")
     return issues
 
 
@@ -70,7 +73,9 @@ def _training_issues() -> list[str]:
     """Take a training step with each family."""
     done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
     last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    return [] if done.returncode == 0 else [f"ftkit.train --self-check ended with {done.returncode}: {last}"]
+    return (
+        [] if done.returncode == 0 else [f"ftkit.train --self-check ended with exit status {done.returncode}: {last}"]
+    )
 
 
 def _version(name: str) -> str | None:
@@ -82,5 +87,5 @@ def _version(name: str) -> str | None:
 
 if __name__ == "__main__":
     found = find_issues()
-    print("\n".join(found) or PASSED)  # noqa: T201 - a program's answer
+    print("\n".join(found) or PASSED)  # noqa: T201 - the program's output
     sys.exit(1 if found else 0)

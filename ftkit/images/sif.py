@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 _PROGRAMS = ("apptainer", "singularity")
 _MAGIC = b"SIF_MAGIC"
-_MAGIC_AT = 32
+_MAGIC_OFFSET = 32
 
 
 def find_program() -> str:
     """Return the path of Apptainer or Singularity.
 
     Raises:
-        PrerequisiteError: neither is there.
+        PrerequisiteError: neither is on PATH.
     """
     for name in _PROGRAMS:
         if found := shutil.which(name):
             return found
     raise PrerequisiteError(
         "neither 'apptainer' nor 'singularity' was found on PATH",
-        meaning="that program makes SIF files",
-        fix="install it, or log in where it is; often: module load apptainer",
+        meaning="one of them is needed to make SIF files",
+        fix="install one, or use a machine that has one; often: module load apptainer",
     )
 
 
 class SifSource:
-    """An image that Apptainer or Singularity pulls; the docker engine or the registry identifies it.
+    """An image that Apptainer or Singularity pulls, and that the docker engine or the registry identifies.
 
     Raises:
         ConfigError: the request is for a compute node.
@@ -77,11 +77,11 @@ class SifSource:
         return self._known.origin
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Run the program, and report its output, which is all on stderr.
+        """Run the program, and report its output, all of which is on stderr.
 
         Raises:
             PrerequisiteError: the program or spython is missing.
-            ImageError: it failed.
+            ImageError: the program failed.
         """
         program = find_program()
         try:
@@ -100,14 +100,12 @@ class SifSource:
             except subprocess.CalledProcessError as error:
                 raise explain_failure(program, "\n".join(output), partial) from error
         with partial.open("rb") as file:
-            if file.read(_MAGIC_AT + len(_MAGIC))[_MAGIC_AT:] != _MAGIC:
-                raise ImageError(
-                    f"{program} made no SIF file", fix=f"see what it says: apptainer build x.sif {address}"
-                )
+            if file.read(_MAGIC_OFFSET + len(_MAGIC))[_MAGIC_OFFSET:] != _MAGIC:
+                raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
         return MadeFile(Contents(), Path(program).name)
 
     def _address(self) -> str:
-        """Return the image's address for the program: by digest or docker's image id, because tags can move."""
+        """Return the image's address for the program, by digest or by docker's image id, because tags can move."""
         if self._remote is None:
             return f"docker-daemon:{self.image_id}"
         return replace(self._remote, digest=self.registry_digest).docker_uri
@@ -115,7 +113,7 @@ class SifSource:
 
 @contextmanager
 def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
-    """Set the program's variables for credentials: spython passes this process's environment to it."""
+    """Set the program's environment variables for credentials: spython passes this process's environment to it."""
     before = dict(os.environ)
     if known:
         for prefix in ("APPTAINER", "SINGULARITY"):
@@ -132,9 +130,11 @@ _RUN = re.compile(r"^RUN ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 
 
 def definition_file(definition: ImageDefinition, files: Path | None = None) -> str:
-    """Return the definition; it copies the build's files from `files`, or from the folder that it is built in.
+    """Return the Singularity definition of an image; its steps are those of the Dockerfile.
 
-    The steps are those of the Dockerfile.
+    Args:
+        definition: the image.
+        files: the folder to copy the build's files from; if None, the folder in which the definition is built.
 
     Raises:
         ConfigError: the base is not a valid reference.
@@ -157,15 +157,15 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
         "%labels": [f"{labels.REFERENCE} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
         "%test": ["python3 -m ftkit.images.self_check"],
     }
-    pinning = "" if spec.base.digest else " UNPINNED: no digest says which base this is."
-    head = f"# {spec.reference}, as ftkit defines it.{pinning}\nBootstrap: docker\nFrom: {base.pinned}\n"
+    warning = "" if spec.base.digest else " UNPINNED: the base has no digest, so its tag may be another image later."
+    head = f"# {spec.reference}, as ftkit defines it.{warning}\nBootstrap: docker\nFrom: {base.pinned}\n"
     return head + "".join(
         f"\n{title}\n" + "".join(f"    {line}\n" for line in lines) for title, lines in sections.items()
     )
 
 
 def write_files(definition: ImageDefinition, folder: Path) -> None:
-    """Write the files that the definition copies."""
+    """Write the files that the Singularity definition copies."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in assemble(definition).files.items():
         if name != "Dockerfile":

@@ -1,6 +1,7 @@
-"""Signatures of images: in a registry beside the image, and of imported files in files beside them.
+"""Signatures of images: next to the image in a registry, and next to imported files.
 
-Signed is a short statement, `NAME:TAG has this digest`, so that a signed image can't be passed off as another one.
+In a registry, a short statement is signed, `NAME:TAG has this digest`, so that a signed image can't be passed off as
+another one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _SIGNATURE_TYPE: Final = "application/vnd.ftkit.signature."
 
 
 class Statement(BaseModel):
-    """The signed text.
+    """The signed statement.
 
     Attributes:
-        type: what kind of statement this is, and its version.
+        type: the kind of statement, and its version.
         image: `NAME:TAG`.
-        digest: of its manifest or index.
+        digest: digest of the image's manifest or index.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,7 +48,7 @@ class Statement(BaseModel):
     digest: Digest
 
     def to_bytes(self) -> bytes:
-        """Return the text, the same for the same statement."""
+        """Return the statement's canonical JSON, which is signed."""
         return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -57,12 +58,12 @@ def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key:
     Args:
         registry: the image's repository.
         image: the name that it was pushed under.
-        digest: that the registry gave it.
+        digest: digest of its manifest or index.
         key: the private key.
-        signer: the program.
+        signer: the program that signs.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused.
+        PrerequisiteError: the program is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
     statement = Statement(image=image.reference, digest=digest).to_bytes()
@@ -79,12 +80,12 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
 
     Args:
         registry: the image's repository.
-        name: the required name; None if the image was requested by digest, which no name can change.
-        digests: of its manifest and of the index that leads there: a signature of either is enough.
-        key: the public key, or allowed signers.
+        name: the required name; None if the image was requested by digest, so that its name does not matter.
+        digests: digest of its manifest, and of the index that refers to it: a signature of either is enough.
+        key: the public key, or the file of allowed signers.
 
     Raises:
-        ImageError: no signature fits, and why.
+        ImageError: no signature matches; the message has the reason for each.
         PrerequisiteError: the key can't be read, or its program is missing.
     """
     program, refused = key_kind(key), list[str]()
@@ -98,11 +99,12 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
     if not refused:
         raise ImageError(
             f"{image} is not signed: the registry has no signature of {digests[0]}",
-            meaning="it was pushed without --sign, the tag was moved to another image, or the copy lacks signatures",
-            fix=f"sign it where it was built: ftkit push {name or 'NAME:TAG'} --sign --key FILE",
+            meaning="it was pushed without --sign, the tag was moved to another image, or it was copied without its"
+            " signatures",
+            fix=f"sign it on the machine that it was built on: ftkit push {name or 'NAME:TAG'} --sign --key FILE",
         )
     raise ImageError(
-        "\n    ".join((f"no signature of {image} fits {key}:", *refused)),
+        "\n    ".join((f"no signature of {image} matches {key}:", *refused)),
         meaning="somebody else signed it, or the image or its signature was changed",
         fix="don't use it before you know who pushed it; or give the right public key",
     )
@@ -111,7 +113,7 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
 def _reason_to_refuse(
     blobs: Sequence[Blob], name: NamedImage | None, digest: Digest, key: Path, program: Signer
 ) -> str | None:
-    """Return why an artifact's signature does not count; None if it does."""
+    """Return why an artifact's signature is not accepted; None if it is."""
     found = {blob.media_type: blob.content for blob in blobs}
     signed, content = found.get(_STATEMENT_TYPE, b""), found.get(f"{_SIGNATURE_TYPE}{program}")
     if content is None:
@@ -134,21 +136,21 @@ def _reason_to_refuse(
 
 
 def sign_file(file: Path, key: Path, signer: Signer) -> Path:
-    """Sign the manifest of an imported file, which has the file's digest; return the signature's file.
+    """Sign the manifest of an imported file, which has the file's digest; return the path of the signature.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused.
+        PrerequisiteError: the program is missing, or refused the key.
     """
     return sign(manifest_file(file.resolve()), key, signer, SIGNED_AS)
 
 
 def require_beside(file: Path, key: Path) -> Signer:
-    """Refuse an imported file whose manifest is not signed; return the program that checked it.
+    """Refuse an imported file whose manifest is not signed; return the program that checked the signature.
 
-    That the file is as its manifest says is for `ftkit.images.verify`.
+    `ftkit.images.verify` checks that the file matches its manifest.
 
     Raises:
-        ImageError: there is no signature, or it does not fit.
+        ImageError: there is no signature, or it does not match.
         PrerequisiteError: the key can't be read, or its program is missing.
     """
     try:

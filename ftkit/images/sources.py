@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from ftkit.images.enroot import Address, ComputeNode
     from ftkit.images.progress import Report
 
-_DOWNLOADS_AT_ONCE: Final = 3
+_MAX_PARALLEL_DOWNLOADS: Final = 3
 
 
 class ImageSource(Protocol):
     """An image that can be imported.
 
     Attributes:
-        format: of the file that it makes.
-        image_id: digest of its configuration, which identifies it everywhere, as the configuration lists the layers.
-        is_vouched_for: whether the engine or registry compared the layers with the configuration.
+        format: format of the file that `make_file` writes.
+        image_id: digest of its configuration, which lists the layers, and so identifies it everywhere.
+        is_vouched_for: whether the docker engine has compared the layers with the configuration already.
         config: how it is run.
     """
 
@@ -58,7 +58,7 @@ class ImageSource(Protocol):
         """Where the image comes from."""
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Make the file."""
+        """Write the image's file."""
 
 
 class DockerSource:
@@ -127,7 +127,7 @@ class RegistrySource:
         """Download the compressed layers, and build the file from their flattened content.
 
         Raises:
-            ImageError: a layer is not what the manifest or the configuration says.
+            ImageError: a layer differs from the manifest or the configuration.
         """
         folder = partial.with_name(f"{partial.name}.layers")
         folder.mkdir(mode=0o700)
@@ -139,33 +139,33 @@ class RegistrySource:
             self._registry.close()
 
     def _download(self, folder: Path, report: Report) -> list[Layer]:
-        """Download every layer once, a few at a time; return them in the manifest's order, the lowest first.
+        """Download each distinct layer, a few in parallel; return all layers in the manifest's order, the lowest first.
 
-        When one fails, or the user interrupts, the others stop at their next chunk.
+        If a download fails, or the user interrupts, the others stop at their next chunk.
         """
-        different = {layer.digest: layer for layer in self._layers}
-        num_bytes = sum(layer.size for layer in different.values())
+        distinct = {layer.digest: layer for layer in self._layers}
+        num_bytes = sum(layer.size for layer in distinct.values())
         if num_bytes > shutil.disk_usage(folder).free:
             raise disk_full(folder.parent)
         counter = ByteCounter(report, self._registry.stage, num_bytes)
-        paths = {digest: folder / digest.file_name for digest in different}
-        is_over = Event()
+        paths = {digest: folder / digest.file_name for digest in distinct}
+        is_stopped = Event()
 
         def advance(num_bytes: int) -> None:
-            if is_over.is_set():
+            if is_stopped.is_set():
                 raise CancelledError
             counter.advance(num_bytes)
 
-        with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_MAX_PARALLEL_DOWNLOADS) as pool:
             jobs = [
                 pool.submit(self._registry.download, layer, paths[digest], advance)
-                for digest, layer in different.items()
+                for digest, layer in distinct.items()
             ]
             try:
                 for job in as_completed(jobs):
                     job.result()
             except BaseException:
-                is_over.set()
+                is_stopped.set()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         both = zip(self._layers, self._diff_ids, strict=True)
@@ -173,7 +173,7 @@ class RegistrySource:
 
 
 class EnrootSource:
-    """An image that enroot imports; `known` identifies it."""
+    """An image that enroot imports, and that `known` identifies."""
 
     format: ImageFormat = "sqsh"
 
@@ -191,7 +191,7 @@ class EnrootSource:
         return f"enroot, {self._address.uri}"
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Make the file with enroot."""
+        """Write the file with enroot."""
         report(ProgressEvent(f"enroot imports {self._address.uri}"))
         enroot.import_to(partial, self._address, self._node)
         return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
@@ -202,15 +202,15 @@ ImportMethod = Literal["auto", "enroot", "ftkit"]
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What to import.
+    """A request to import an image.
 
     Args:
         image: the image.
-        registry: where a `NAME:TAG` that the docker engine does not have was pushed to.
-        cluster: the cluster that it is for.
-        on_node: let enroot work on a compute node.
-        method: which program makes the file.
-        public_key: of the signature that the image must have; signatures are in registries.
+        registry: the registry that has a `NAME:TAG` if the docker engine does not.
+        cluster: the cluster to import for.
+        on_node: import with enroot on a compute node.
+        method: which program writes the file.
+        public_key: the key that the image must be signed with; signatures are in registries.
     """
 
     image: ImportableImage
@@ -222,12 +222,12 @@ class ImportRequest:
 
     @property
     def name(self) -> NamedImage:
-        """The name that the image is imported under: of an address, its last part."""
+        """The name that the image is imported under; for an address, its last part."""
         return self.image if isinstance(self.image, NamedImage) else self.image.named
 
     @property
     def registry_image(self) -> RegistryImage | None:
-        """Where the image is in a registry; None: nothing says that it is in one."""
+        """Where the image is in a registry; None if no registry is given."""
         if isinstance(self.image, NamedImage):
             return self.image.in_registry(self.registry) if self.registry else None
         return self.image if isinstance(self.image, RegistryImage) else None
@@ -243,8 +243,8 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
     if request.on_node:
         return _on_node(request, report)
     known = (None if request.public_key else _docker_source(request.image)) or _registry_source(request, report)
-    is_left_to_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
-    return EnrootSource(known) if request.method == "enroot" or is_left_to_enroot else known
+    uses_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
+    return EnrootSource(known) if request.method == "enroot" or uses_enroot else known
 
 
 def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
@@ -262,7 +262,7 @@ def _on_node(request: ImportRequest, report: Report) -> EnrootSource:
 
 
 def _docker_source(image: ImportableImage) -> DockerSource | None:
-    """Return the image in the docker engine; None if no engine answers, or it has no such image."""
+    """Return the image in the docker engine; None if no engine responds, or it has no such image."""
     if isinstance(image, RegistryImage):
         return None
     is_required = isinstance(image, DockerdImage)
@@ -282,13 +282,13 @@ def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
     remote = request.registry_image
     if remote is None and request.public_key:
         raise ConfigError(
-            [Problem("", "--require-signature", "signatures of images are in registries, and none is given.",
+            [Problem("", "--require-signature", "signatures of images are in registries, and no registry is given.",
                      f"Push it: ftkit push {request.name} --sign --key FILE --registry HOST/PATH")]
         )  # fmt: skip
     if remote is None:
         raise NotFoundError(
-            f"{request.image} was not built on this machine, and nothing says in which registry it is",
-            meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is given",
+            f"{request.image} was not built on this machine, and no registry is given",
+            meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is set",
             fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
     registry = Registry(remote, credentials.find(remote.host), report)

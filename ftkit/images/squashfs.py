@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from ftkit.images.progress import Report
 
 ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
-"""Options for enroot, whose defaults take six times as long for a larger file.
+"""Options for enroot, whose defaults take six times as long and write a larger file.
 
-They replace the defaults of 4.1, of which `-exit-on-error` is one: without it mksquashfs replaces a file that it can't
-read with an empty one, with exit status 0.
+They replace enroot 4.1's defaults, such as `-exit-on-error`: without it mksquashfs replaces a file that it can't read
+with an empty one, and ends with exit status 0.
 """
 
 _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
 _PIPE_BUFFER = 1 << 20
 _F_SETPIPE_SZ = 1031
-_READS_TAR_FROM = (4, 5)
+_FIRST_TAR_VERSION = (4, 5)
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class SquashfsTool:
 
     Attributes:
         program: its name.
-        options: for compression, threads and modes.
+        options: options for compression, threads and modes.
         reads_from: arguments that make it read standard input.
-        clamps_times: whether it needs the newest time of a file in SOURCE_DATE_EPOCH: folders that are not in the
-            stream, such as the root, get the time at which it runs.
+        clamps_times: whether it needs the newest time of a file in SOURCE_DATE_EPOCH: without it, folders that are not
+            in the stream, such as the root, get the current time.
     """
 
     program: str
@@ -66,7 +66,7 @@ class SquashfsTool:
 
 
 def find_tool() -> SquashfsTool:
-    """Return the best program on PATH; each gets zstd level 3, blocks of 1 MiB and all CPUs.
+    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs.
 
     Raises:
         PrerequisiteError: there is none.
@@ -74,7 +74,7 @@ def find_tool() -> SquashfsTool:
     tool = _tool()
     if tool is None:
         raise PrerequisiteError(
-            "no program here builds squashfs from a tar stream",
+            "no program on this machine builds squashfs from a tar stream",
             meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
             fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
         )
@@ -103,10 +103,10 @@ def _tool() -> SquashfsTool | None:
 
 
 def _reads_tar() -> bool:
-    """Tell whether mksquashfs is 4.5 or newer: older ones, as RHEL 9's, read no tar stream."""
+    """Tell whether mksquashfs is 4.5 or newer: older ones, such as RHEL 9's, can't read a tar stream."""
     output = process.run(["mksquashfs", "-version"]).stdout
     found = re.search(r"version (\d+)\.(\d+)", output)
-    return found is not None and (int(found[1]), int(found[2])) >= _READS_TAR_FROM
+    return found is not None and (int(found[1]), int(found[2])) >= _FIRST_TAR_VERSION
 
 
 def run_tool(
@@ -120,10 +120,10 @@ def run_tool(
 
     Args:
         tool: the program.
-        feed: writes a tar stream of which no member is newer than `created`.
+        feed: writes a tar stream in which no member is newer than `created`.
         output: the file.
         count_bytes: returns the bytes written so far.
-        created: when the image was made, in seconds since 1970.
+        created: when the image was built, in seconds since 1970.
 
     Raises:
         ImageError: the program failed, or the disk is full.
@@ -143,10 +143,10 @@ def run_tool(
 
 
 def explain_failure(program: str, message: str, output: Path, num_bytes_in: int = 0) -> ImageError:
-    """Turn the output of a program that makes an image file into an error.
+    """Convert the output of a program that writes an image file to an error.
 
-    tar2sqfs reports "I/O error" for a full disk too, after it removed its file. Less free space than bytes written
-    distinguishes a full disk from a broken one.
+    tar2sqfs reports "I/O error" for a full disk too, after it has removed its file. The disk was full if its free space
+    is less than the bytes that were written.
     """
     last = " / ".join(message.strip().splitlines()[-3:]) or "no output"
     lower, free = message.lower(), shutil.disk_usage(output.parent).free
@@ -156,7 +156,7 @@ def explain_failure(program: str, message: str, output: Path, num_bytes_in: int 
 
 
 def read_file(image: Path, path: str) -> bytes:
-    """Return the content of a file in a squashfs image; empty if there is none, or without unsquashfs."""
+    """Return the content of a file in a squashfs image; empty if there is no such file, or no unsquashfs."""
     if not shutil.which("unsquashfs"):
         return b""
     done = process.run(["unsquashfs", "-cat", str(image), path], timeout_seconds=600)
@@ -164,17 +164,17 @@ def read_file(image: Path, path: str) -> bytes:
 
 
 def disk_full(folder: Path) -> ImageError:
-    """Return the error for a disk without room for an image."""
+    """Return the error for a disk without space for an image."""
     free_mib = shutil.disk_usage(folder).free >> 20
     return ImageError(
-        f"the disk is full: the image has no room in {folder} ({free_mib} MiB are free)",
-        meaning="it needs about 45 % of its unpacked size there, and from a registry its compressed layers as well",
-        fix="make room ('ftkit gc' lists what can be removed), or put the workspace elsewhere",
+        f"the disk is full: {folder} has no space for the image ({free_mib} MiB are free)",
+        meaning="it needs about 45 % of its unpacked size there, and from a registry also its compressed layers",
+        fix="free space ('ftkit gc' lists what can be removed), or put the workspace on another disk",
     )
 
 
 def check_squashfs(path: Path) -> None:
-    """Check that a file has a squashfs superblock, and is not shorter than that says.
+    """Check that a file has a squashfs superblock, and is not shorter than its superblock says.
 
     Raises:
         ImageError: the file is something else, or truncated.
@@ -183,12 +183,12 @@ def check_squashfs(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(_SUPERBLOCK.size)
     if len(head) < _SUPERBLOCK.size or not head.startswith(_MAGIC):
-        raise ImageError(f"{path} is no squashfs file", fix="import the image again: ftkit import NAME:TAG --force")
+        raise ImageError(f"{path} is not a squashfs file", fix="import the image again: ftkit import NAME:TAG --force")
     bytes_used = _SUPERBLOCK.unpack(head)[12]
     if size < bytes_used:
         raise ImageError(
             f"{path} is truncated: it has {size} bytes, its superblock says {bytes_used}",
-            meaning="a copy of it was interrupted, or the disk was full",
+            meaning="copying it was interrupted, or the disk was full",
             fix="import the image again: ftkit import NAME:TAG --force",
         )
 
@@ -198,7 +198,7 @@ _WRITE_BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class MadeFile:
-    """An image file that was made: its contents, and the program that made it."""
+    """An image file: its contents, and the program and options that made it."""
 
     contents: Contents
     made_by: str
@@ -210,18 +210,18 @@ def build_squashfs(
     """Build a squashfs file from the members of an image.
 
     Raises:
-        PrerequisiteError: no program for it is on PATH.
-        ImageError: the members ended early, or the disk is full.
+        PrerequisiteError: no program that builds squashfs is on PATH.
+        ImageError: the source's data is truncated, the program failed, or the disk is full.
     """
     tool = find_tool()
     counter = ByteCounter(report, "building squashfs", root_bytes)
-    made: list[Contents] = []
+    contents: list[Contents] = []
 
     def feed(stdin: IO[bytes]) -> None:
         with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
-            made.append(write_root(entries, config, sink, counter.advance))
+            contents.append(write_root(entries, config, sink, counter.advance))
 
     run_tool(tool, feed, partial, lambda: counter.done, config.created)
-    if not made:
+    if not contents:
         raise ImageError(f"{tool.program} ended before it had read all of the image", fix="try again")
-    return MadeFile(made[0], tool.summary)
+    return MadeFile(contents[0], tool.summary)

@@ -38,18 +38,18 @@ class ImageStatus:
 
     @property
     def pushed(self) -> tuple[str, ...]:
-        """Repositories that have it, with its digest in each."""
+        """Repositories that have it, each with its digest there."""
         return tuple(f"{repository}@{digest}" for repository, digest in self.built.repo_digests) if self.built else ()
 
     @property
     def is_current(self) -> bool:
-        """Whether the imported file is the built image; true if one of them is missing."""
+        """Whether the imported files are of the built image; true if it was not imported, or not built."""
         ids = {file.manifest.image_id for file in self.imported if file.manifest}
         return not ids or self.built is None or ids == {self.built.id}
 
 
 def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[ImageStatus], bool]:
-    """Return the status of each image, and whether a docker engine answered."""
+    """Return the status of each image, and whether a docker engine responded."""
     try:
         with docker_engine.connect() as client:
             built = [docker_engine.inspect(client, NamedImage(reference).docker_name) for reference in references]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MANIFEST_VERSION = 2
 """Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open.
 
-Version 1 did not compare an image's layers with its configuration.
+ftkit did not compare an image's layers with its configuration when it wrote version 1.
 """
 
 _PARTIAL = ".partial-"
@@ -37,20 +37,21 @@ class ImportManifest:
         image_id: digest of the image's configuration, which names the file.
         registry_digest: digest of the image's manifest in a registry; None if it was not pushed.
         source: where it came from.
-        made_by: the program that made the file, and with which options.
+        made_by: the program that made the file, and its options.
         format: the format of the file.
         file: the file's name.
-        size: its bytes.
+        size: bytes of the file.
         sha256: digest of the whole file.
-        block_size: bytes of a block of `blocks`.
+        block_size: bytes per block.
         blocks: digest of each block of the file, to locate differences.
-        root_bytes: bytes of the image's files.
-        num_entries: files, links and folders in it.
+        root_bytes: total bytes of the files in the image.
+        num_entries: number of files, links and folders in it.
         labels: the image's labels.
         sbom: name of the file with its SBOM; empty if the image has none.
-        imported: when, in seconds since the epoch.
-        ftkit_version: of the ftkit that imported it.
-        left_out: devices and pipes, which only root can unpack.
+        imported: when it was imported, in seconds since 1970.
+        ftkit_version: version of the ftkit that imported it.
+        left_out: devices and pipes, which were left out because only root can unpack them.
+        version: `MANIFEST_VERSION` when it was imported.
     """
 
     reference: str
@@ -76,7 +77,7 @@ class ImportManifest:
 
 @dataclass(frozen=True)
 class ImageStore:
-    """The folder."""
+    """The folder of imported images."""
 
     root: Path
 
@@ -85,7 +86,7 @@ class ImageStore:
         return self.root / f"{image_id.file_name}.v{MANIFEST_VERSION}.{image_format}"
 
     def older_file(self, image_id: Digest, image_format: ImageFormat) -> Path:
-        """Return the file of version 1."""
+        """Return the file of an image as version 1 named it."""
         return self.root / f"{image_id.file_name}.{image_format}"
 
     def link(self, reference: str, image_format: ImageFormat) -> Path:
@@ -93,10 +94,10 @@ class ImageStore:
         return self.root / NamedImage(reference).file_name(image_format)
 
     def prepare(self) -> None:
-        """Make the folder, and check that it is writable.
+        """Create the folder, and check that it is writable.
 
         Raises:
-            PrerequisiteError: it is not.
+            PrerequisiteError: it can't be created or written to.
         """
         probe = self.root / f".probe-{os.getpid()}"
         try:
@@ -131,7 +132,7 @@ class ImageStore:
 
     @contextmanager
     def partial(self, final: Path) -> Iterator[Path]:
-        """Yield a temporary name next to `final`; it is removed afterwards if it still exists."""
+        """Yield a temporary path next to `final`; it is removed afterwards if it still exists."""
         self.remove_leftovers(final)
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
         try:
@@ -140,17 +141,17 @@ class ImageStore:
             remove(path)
 
     def remove_leftovers(self, final: Path) -> None:
-        """Remove what killed imports of the same image left. The caller holds the lock."""
+        """Remove what killed imports of the same image left; the caller holds the lock."""
         for path in self.root.glob(f"{_PARTIAL}{final.name}.*"):
             remove(path)
 
     def leftovers(self) -> list[Path]:
-        """Return what killed imports left a day ago or earlier; younger ones may still be running."""
+        """Return partial files older than a day, which killed imports left; newer ones may still be written."""
         limit = time.time() - 24 * 3600
         return [path for path in self.root.glob(f"{_PARTIAL}*") if path.stat().st_mtime < limit]
 
     def publish(self, partial: Path, manifest: ImportManifest, sbom: bytes) -> Path:
-        """Give a finished file its name, write its manifest, and point the link to it."""
+        """Rename a finished file to its final name, write its manifest, and point the link to it."""
         final = self.root / manifest.file
         if manifest.sbom:
             write_file(sbom_file(final), sbom)
@@ -167,9 +168,9 @@ class ImageStore:
     def point(self, reference: str, final: Path, image_format: ImageFormat) -> None:
         """Point the link of a name to a file."""
         link = self.link(reference, image_format)
-        fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
-        fresh.symlink_to(final.name)
-        fresh.replace(link)
+        new_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
+        new_link.symlink_to(final.name)
+        new_link.replace(link)
         sync(self.root)
 
     def manifests(self) -> list[tuple[Path, ImportManifest]]:
@@ -196,7 +197,7 @@ def manifest_file(image: Path) -> Path:
 
 
 def sbom_file(image: Path) -> Path:
-    """Return the path of the package list of an image file."""
+    """Return the path of the SBOM of an image file."""
     return image.with_name(f"{image.name}.sbom.json")
 
 

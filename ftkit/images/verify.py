@@ -1,4 +1,4 @@
-"""Check that an imported image is still the file that was imported, and that it works inside."""
+"""Check that an imported file is unchanged, and that the image in it passes its self-check."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_NUM_RANGES_SHOWN = 5
+_MAX_SHOWN_RANGES = 5
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The result of a verification; without differences, the file is the imported one."""
+    """The result of a verification; if `differences` is empty, the file is unchanged."""
 
     file: Path
     manifest: ImportManifest
@@ -37,7 +37,7 @@ class VerifyResult:
 
 
 def manifest_if_intact(file: Path) -> ImportManifest | None:
-    """Return the manifest if size and superblock of the file match it, else None. Fast: it reads no content."""
+    """Return the manifest if the size and the superblock of the file match it, else None. Reads no content."""
     manifest = read_manifest(file)
     try:
         if manifest is None or file.stat().st_size != manifest.size:
@@ -86,11 +86,11 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
         report(ProgressEvent(f"verifying {file.name}", done=done, total=size))
 
     found = digest_file(path, manifest.block_size, advance)
-    differences = _of_size(found.size, manifest)
+    differences = _size_differences(found.size, manifest)
     ranges = differing_ranges(manifest.blocks, found.blocks, manifest.block_size)
-    differences += [f"content: {part} differ" for part in ranges[:_NUM_RANGES_SHOWN]]
-    if len(ranges) > _NUM_RANGES_SHOWN:
-        differences.append(f"content: {len(ranges) - _NUM_RANGES_SHOWN} more ranges differ")
+    differences += [f"content: {part} differ" for part in ranges[:_MAX_SHOWN_RANGES]]
+    if len(ranges) > _MAX_SHOWN_RANGES:
+        differences.append(f"content: {len(ranges) - _MAX_SHOWN_RANGES} more ranges differ")
     if found.sha256 != manifest.sha256 and not differences:
         differences.append(f"sha256: {found.sha256}, the manifest says {manifest.sha256}")
     if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):
@@ -98,23 +98,23 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
     return VerifyResult(file, manifest, tuple(differences))
 
 
-def _of_size(size: int, manifest: ImportManifest) -> list[str]:
+def _size_differences(size: int, manifest: ImportManifest) -> list[str]:
     if size == manifest.size:
         return []
-    verb = "truncated" if size < manifest.size else "longer than it was"
-    return [f"size: {verb}: {size} bytes, the manifest says {manifest.size}"]
+    change = "truncated" if size < manifest.size else "longer than before"
+    return [f"size: {change}: {size} bytes, the manifest says {manifest.size}"]
 
 
 def require_intact(result: VerifyResult) -> None:
-    """Raise if a file differs.
+    """Refuse a file that differs from its manifest.
 
     Raises:
-        ImageError: with every difference.
+        ImageError: it differs; the message lists every difference.
     """
     if result.differences:
         raise ImageError(
             "\n    ".join((f"{result.file} differs from its manifest:", *result.differences)),
-            meaning="the disk or a copy damaged it, or somebody changed it",
+            meaning="the disk or a copy of it is faulty, or somebody changed it",
             fix=f"import it again: ftkit import {result.manifest.reference} --force",
         )
 
@@ -125,7 +125,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class FileDigests:
-    """Digests of one file."""
+    """Size in bytes and digests of one file: of all of it, and of each block."""
 
     size: int
     sha256: str
@@ -135,7 +135,7 @@ class FileDigests:
 def digest_file(
     path: Path, block_size: int = BLOCK_SIZE, advance: Callable[[int], None] = lambda _: None
 ) -> FileDigests:
-    """Read a file once, and compute all digests, those of the blocks in a second thread."""
+    """Read a file once, and compute all digests; a second thread computes those of the blocks."""
     total, blocks, size = hashlib.sha256(), list[str](), 0
     block = hashlib.sha256()
     with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
@@ -154,7 +154,7 @@ def digest_file(
 
 
 def differing_ranges(expected: Sequence[str], found: Sequence[str], block_size: int) -> list[str]:
-    """Return the ranges of bytes that differ."""
+    """Return the byte ranges of the blocks whose digests differ."""
     ranges = []
     for number, (old, new) in enumerate(zip(expected, found, strict=False)):
         if old != new:
@@ -163,22 +163,25 @@ def differing_ranges(expected: Sequence[str], found: Sequence[str], block_size: 
 
 
 _TIMEOUT_SECONDS = 1800
-_KEPT = ("HOME", "PATH", "TMPDIR", "USER")
-_ON_A_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check"
+_KEPT_VARIABLES = ("HOME", "PATH", "TMPDIR", "USER")
+_RUN_ON_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check"
 _IN_CHROOT = """set -eu
 mkdir -p "$0/dev" "$0/proc"
 mount --rbind /dev "$0/dev"
 mount -t proc proc "$0/proc"
 exec chroot "$0" /usr/bin/env -i "$@"
 """
-"""In a private mount namespace, so that nothing stays mounted; `env -i` keeps the host's variables out."""
+"""Runs in a private mount namespace, so that nothing stays mounted; `env -i` removes the host's variables."""
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check inside the imported file; return leftovers to clean up manually, usually none.
+    """Run the self-check inside the imported file.
+
+    Returns:
+        A message about a container to remove manually; usually empty.
 
     Raises:
-        PrerequisiteError: no program on this machine can start the file.
+        PrerequisiteError: no program on this machine can run the file.
         ImageError: the check failed; the message lists every difference.
     """
     report(ProgressEvent(f"checking {file.name} from inside"))
@@ -186,22 +189,22 @@ def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
     if done.returncode != 0 or PASSED not in done.stdout:
         output = (done.stdout + done.stderr + left).strip() or f"exit status {done.returncode}, no output"
         lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
-        if done.returncode != 1 or not done.stdout.strip():  # otherwise the self-check failed and printed its findings
+        if done.returncode != 1 or not done.stdout.strip():  # otherwise the self-check ran, and printed what differs
             raise ImageError(
                 f"the self-check of {manifest.reference} did not start:\n{lines}",
-                meaning="the file is the imported one, but can't be run on this machine, or has no python3",
-                fix=_ON_A_NODE,
+                meaning="the file is unchanged, but can't be run on this machine, or has no python3",
+                fix=_RUN_ON_NODE,
             )
         raise ImageError(
             f"{manifest.reference} fails its self-check:\n{lines}",
-            meaning="the file is the imported one, but the image differs from its definition",
+            meaning="the file is unchanged, but the image differs from its definition",
             fix=f"build it again: ftkit build {manifest.reference}",
         )
     return left
 
 
 def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Return the output of the check, and leftovers to clean up manually."""
+    """Return the output of the check, and a message about a container to remove manually."""
     for program in ("apptainer", "singularity"):
         if shutil.which(program):
             command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]
@@ -211,9 +214,9 @@ def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]
     if file.suffix == ".sqsh" and shutil.which("unsquashfs") and shutil.which("unshare") and os.geteuid() == 0:
         return _with_chroot(file), ""
     raise PrerequisiteError(
-        f"no program on this machine can start {file.name}",
+        f"no program on this machine can run {file.name}",
         meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
-        fix=_ON_A_NODE,
+        fix=_RUN_ON_NODE,
     )
 
 
@@ -236,27 +239,33 @@ def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str
 
 
 def _for_enroot() -> dict[str, str]:
-    """Return only enroot's own variables: it passes on all others, and the host's PYTHONPATH would be checked."""
-    own = {key: value for key, value in os.environ.items() if key in _KEPT or key.startswith(("ENROOT_", "XDG_"))}
-    return own | {"ENROOT_LOGIN_SHELL": "no"}  # /etc/profile would reset the image's PATH
+    """Return only enroot's variables: it passes all others on, and the check would use the host's PYTHONPATH."""
+    kept = {
+        key: value for key, value in os.environ.items() if key in _KEPT_VARIABLES or key.startswith(("ENROOT_", "XDG_"))
+    }
+    return kept | {"ENROOT_LOGIN_SHELL": "no"}  # /etc/profile would reset the image's PATH
 
 
 def _remove_container(name: str) -> str:
-    """Remove a container, which takes minutes on a slow disk; a failure says nothing about the image."""
+    """Remove a container, which takes minutes on a slow disk.
+
+    Returns:
+        A message if that failed, which is no fault of the image; empty otherwise.
+    """
     command = ["enroot", "remove", "--force", "--", name]
     try:
         done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS)
     except process.ProgramTimeoutError as error:
-        said = error.what
+        reason = error.what
     else:
-        said = done.stderr.strip()
-        if done.returncode == 0 or "No such file or directory" in said:
+        reason = done.stderr.strip()
+        if done.returncode == 0 or "No such file or directory" in reason:
             return ""
-    return f"the check's container is still there ({said}): {shlex.join(command)}"
+    return f"the check's container could not be removed ({reason}): {shlex.join(command)}"
 
 
 def _with_chroot(file: Path) -> process.ProgramOutput:
-    """Unpack the file into a temporary folder and start the check there: for root, without a container runtime."""
+    """Unpack the file into a temporary folder and run the check there: for root, without a container runtime."""
     with tempfile.TemporaryDirectory(prefix="ftkit-verify-") as folder:
         root = Path(folder, "root")
         unpacked = process.run(["unsquashfs", "-q", "-n", "-d", str(root), str(file)], timeout_seconds=_TIMEOUT_SECONDS)

@@ -328,7 +328,7 @@ def test_only_a_signed_image_is_imported_if_a_signature_is_required(
     project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "theirs"))
     foreign = project.call(*wanted)
     assert foreign.returncode == 10
-    assert "no signature of tiny:1 fits" in foreign.stderr
+    assert "no signature of tiny:1 matches" in foreign.stderr
     pushed = project.ok("push", "tiny:1", "--sign", "--key", str(tmp_path / "ours"))
     link = project.ok(*wanted, "--sign", "--key", str(tmp_path / "ours")).stdout.strip()
     manifest = (project.root / link).resolve()

@@ -9,7 +9,8 @@ import pytest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.build import BuildFollower
-from ftkit.images.docker_engine import follow_transfer
+from ftkit.images.docker_engine import follow_transfer, image_config
+from ftkit.images.oci.documents import RunConfig
 
 if TYPE_CHECKING:
     from ftkit.images.progress import ProgressEvent
@@ -62,3 +63,22 @@ def test_an_invalid_digest_counts_as_missing(told: object) -> None:
     assert follow_transfer([{"aux": {"Digest": told}}], "pushing", lambda _: None, reference, None) is None
     with pytest.raises(ImageError, match="without an image"):
         BuildFollower(lambda _: None).follow([{"aux": {"ID": told}}])
+
+
+@pytest.mark.parametrize(
+    ("created", "seconds"),
+    [
+        ("1970-01-02T00:00:00Z", 86_400),
+        ("1970-01-02T00:00:00.123456789Z", 86_400),
+        ("1970-01-02T02:00:00+02:00", 86_400),
+        ("1970-01-02T02:00:00.123456789+02:00", 86_400),
+        ("1970-01-02T00:00:00", 86_400),
+        ("0001-01-01T00:00:00Z", 0),
+        ("9999-12-31T23:59:59Z", (1 << 32) - 1),
+        ("yesterday", 0),
+        ("", 0),
+        (None, 0),
+    ],
+)
+def test_the_time_of_a_build_may_have_any_offset(created: object, seconds: int) -> None:
+    assert image_config(RunConfig(), created).created == seconds

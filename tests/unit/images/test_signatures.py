@@ -101,7 +101,7 @@ def test_a_signature_is_valid_only_for_its_image_name_and_key(keys: Path, has_re
     with pytest.raises(ImageError, match="tiny:1 is not signed"):
         require(TINY, image)
     sign_in_registry(registry, TINY, image, keys / "theirs", find_signer(keys / "ours"))
-    with pytest.raises(ImageError, match="no signature of tiny:1 fits"):
+    with pytest.raises(ImageError, match="no signature of tiny:1 matches"):
         require(TINY, image)
     sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
     require(TINY, image)
