@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.model import ModelSpec
 
+
+log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10
@@ -60,6 +63,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
     commit = None
     for file in files:
         url = hf_hub_url(wanted.name, file, repo_type=kind, revision=wanted.revision, endpoint=endpoint)
+        log.debug("HEAD %s", url)
         try:
             found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)
             commit = commit or found.commit_hash
