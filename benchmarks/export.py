@@ -27,8 +27,9 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, write_shards
+from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
+from ftkit.train.components.weight_files import write_weights
 from ftkit.train.model.build import TextConfig, build_empty
 from ftkit.train.model.lora import is_adapter
 
@@ -47,7 +48,8 @@ def write_base(config: LlamaConfig, folder: Path) -> None:
     shapes = {name: tuple(each.shape) for name, each in build_empty(config, "eager").named_parameters()}
     drawn = {shape: torch.randn(shape, dtype=torch.bfloat16).mul_(0.02) for shape in set(shapes.values())}
     folder.mkdir()
-    write_shards(((name, drawn[shape].clone()) for name, shape in shapes.items()), folder)
+    declared = {name: drawn[shape].to("meta") for name, shape in shapes.items()}
+    write_weights(declared, ((name, drawn[shape]) for name, shape in shapes.items()), folder)
     config.save_pretrained(folder)
 
 

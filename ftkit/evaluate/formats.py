@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import safe_open
 
 from ftkit import process
+from ftkit.config.model_config import text_part
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, VLLM_LORA_RANKS
+from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
 from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from ftkit.config.model import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
 
 Format = Literal["hf", "gguf", "vllm-lora"]
@@ -29,6 +32,12 @@ Format = Literal["hf", "gguf", "vllm-lora"]
 CONVERTER = "FTKIT_GGUF_CONVERTER"
 _SCRIPT = "convert_hf_to_gguf.py"
 _CONVERSION_SECONDS = 24 * 3600.0
+_LOADS_OUTPUT = ("olmo2", "olmo3", "olmoe")
+"""Families whose output projection llama.cpp requires in the file; for others it takes the embedding."""
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+"""Families with `query_pre_attn_scalar`, and the number of layers by which llama.cpp recognizes their 27B."""
+_GEMMA_SCALAR = 256
+"""`query_pre_attn_scalar` of a configuration without it, in transformers."""
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
@@ -46,6 +55,8 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
             raise TrainingError(
                 "--format gguf: this run trained adapters, and a GGUF file has a full model", fix="add --merge"
             )
+        folder = find_base(plan)
+        check_gguf_model(plan.recipe.model.architecture, {} if folder is None else text_part(read_model_config(folder)))
     if form != "vllm-lora":
         return
     if lora is None or merges:
@@ -69,6 +80,36 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
         raise TrainingError(
             f"--format vllm-lora: vLLM does not load these adapters: {'; '.join(wrong)}",
             fix="export a full model for it: --merge, without --format",
+        )
+
+
+def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, Any]) -> None:
+    """Refuse a model that llama.cpp would not load from a GGUF file, or would compute in another way.
+
+    What llama.cpp does is read from its `src/models`: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp`, `gemma3.cpp`.
+
+    Args:
+        shape: the model's.
+        config: of the weights; empty if they were random.
+    """
+    if shape.family in _LOADS_OUTPUT and shape.tie_word_embeddings:
+        raise TrainingError(
+            "--format gguf: llama.cpp can't load this model, whose output projection is tied to the embedding",
+            meaning=f"it reads the projection of '{shape.family}' models from the file, and a tied one is not in it",
+            fix="leave --format out: transformers and vLLM load the export",
+        )
+    if shape.family not in _LAYERS_OF_27B:
+        return
+    is_27b = shape.num_hidden_layers == _LAYERS_OF_27B[shape.family]
+    applied = shape.hidden_size // shape.num_attention_heads if is_27b else shape.head_dim
+    trained = config.get("query_pre_attn_scalar", _GEMMA_SCALAR)
+    if trained != applied:
+        raise TrainingError(
+            f"--format gguf: llama.cpp would scale this model's attention by 1/sqrt({applied}), and it was trained "
+            f"with 1/sqrt({trained})",
+            meaning="a GGUF file does not hold query_pre_attn_scalar: llama.cpp takes head_dim, and for Gemma's 27B "
+            "hidden_size / num_attention_heads",
+            fix="leave --format out: transformers and vLLM read the scalar from the export's config.json",
         )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from ftkit.errors import PrerequisiteError, TrainingError
-from ftkit.evaluate.formats import CONVERTER, find_converter, verify_vllm_lora, write_gguf
+from ftkit.evaluate.formats import CONVERTER, check_gguf_model, find_converter, verify_vllm_lora, write_gguf
 from ftkit.files import read_json
 from ftkit.model_folder import EXPORT_RECORD
 
@@ -64,6 +66,39 @@ def test_a_missing_llama_cpp_converter_is_reported_with_what_to_install(
     monkeypatch.setenv(CONVERTER, str(tmp_path / "none.py"))
     with pytest.raises(PrerequisiteError, match=r"there is no .*none\.py"):
         find_converter()
+
+
+GEMMA = {"family": "gemma3_text", "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "refusal"),
+    [
+        ({"family": "olmo3", "tie_word_embeddings": True}, {}, "can't load this model, whose output projection"),
+        ({"family": "olmo3"}, {}, None),
+        ({"family": "qwen3", "tie_word_embeddings": True}, {}, None),
+        (GEMMA | {"num_hidden_layers": 62}, {"query_pre_attn_scalar": 168}, None),
+        (GEMMA | {"num_hidden_layers": 61}, {"query_pre_attn_scalar": 168}, r"1/sqrt\(128\), .* with 1/sqrt\(168\)"),
+        (GEMMA | {"head_dim": 256}, {}, None),
+        (GEMMA | {"head_dim": 32}, {}, r"1/sqrt\(32\), .* with 1/sqrt\(256\)"),
+        (GEMMA | {"family": "gemma2", "num_hidden_layers": 46}, {"query_pre_attn_scalar": 168}, None),
+        (GEMMA | {"family": "gemma", "head_dim": 32}, {}, None),
+    ],
+)
+def test_models_that_llama_cpp_computes_otherwise_are_refused(
+    fields: dict[str, object], config: dict[str, object], refusal: str | None, finished_run: Run
+) -> None:
+    shape = finished_run.plan.recipe.model.architecture.model_copy(update={"tie_word_embeddings": False} | fields)
+    expected = nullcontext() if refusal is None else pytest.raises(TrainingError, match=refusal)
+    with expected:
+        check_gguf_model(shape, config)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_gemma_without_a_scalar_has_transformers_default(family: str, finished_run: Run) -> None:
+    default = AutoConfig.for_model(family).query_pre_attn_scalar
+    shape = finished_run.plan.recipe.model.architecture.model_copy(update={"family": family, "head_dim": default})
+    check_gguf_model(shape, {})
 
 
 WRITE = """

@@ -15,7 +15,6 @@ import pathlib
 import pickle
 import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -29,11 +28,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ftkit.files import publish, remove, write_json
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, find_damage, read_marker
+from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.private_apis.torch import checkpoint_index_names
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -172,7 +172,7 @@ def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad and name not in saved}
 
 
-class CheckpointTensors(Mapping[str, torch.Tensor]):
+class CheckpointTensors(LazyTensors):
     """The trained weights of a checkpoint, by their names in the model; each is read on access.
 
     It reads, in one process, what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
@@ -197,6 +197,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
             if name.startswith(_MODEL) and isinstance(each, metadata.TensorStorageMetadata)
         }
         self._shapes = shapes
+        super().__init__(self._stored)
         wrong = [
             name
             for name, each in self._stored.items()
@@ -213,12 +214,6 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         with self._lock:
             _read({_MODEL + name: tensor}, self._reader)
         return tensor.view(self._shapes[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 _MODEL = "model."

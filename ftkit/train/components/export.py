@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import shutil
-from collections import ChainMap, defaultdict
-from collections.abc import Mapping
+import sys
+from collections import ChainMap, defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,20 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.workers import num_usable_cpus
 from ftkit.errors import TrainingError, one_line
-from ftkit.files import atomic_folder, mode_of_new_files, sync, write_json
-from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.files import atomic_folder, mode_of_new_files, write_json
+from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.runs.card import read_license, write_card
-from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, make_prompts, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
+from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
+from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.lora import (
     ADAPTER_FILE,
     AdaptedTensors,
@@ -38,25 +35,21 @@ from ftkit.train.model.lora import (
     prepare_method,
     to_peft_names,
 )
-from ftkit.train.model.weight_conversion import split_as_stored, wrapped_name, wrapped_targets
+from ftkit.train.model.weight_conversion import converts_layout, split_as_stored, wrapped_name, wrapped_targets
 from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ftkit.config.training import Precision
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.checkpoints import SavedFile
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
-_SHARD_BYTES = 2 * 2**30
-"""Maximum size of a file, which is held in memory until it is written."""
-_FILES_IN_FLIGHT = 2
-"""Files that are written while the next one is computed: one is being hashed or synced, and one is being written."""
-_LENGTH_BYTES = 8
-"""Bytes of the little-endian length of a header in a safetensors file (its format's specification)."""
-
+_MAX_THREADS = 4
+"""Threads that compute tensors: more would compute faster than disks write, and hold more tensors."""
 _MAX_RECORDED_PARAMETERS = 4 * 10**9
 """Parameters of the largest model whose logits are recorded after training: on a CPU, while the GPUs are idle."""
 
@@ -193,7 +186,9 @@ class Exporter:
                 fix="download the base model again",
             )
         config = self._parts.config.text
-        files = write_shards(_as_stored(self._plain, weights, dtype), folder)
+        units = _units(self._plain, weights, dtype)
+        declared = _declared(self._plain, units, dtype)
+        files = write_weights(declared, _as_stored(self._plain, weights, units, dtype), folder)
         end_tokens = end_token_setting(self._parts.generation.end_tokens)
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
         return files
@@ -217,13 +212,14 @@ class Exporter:
         if lora is None:
             raise AssertionError("a run without adapters exports the full model")
         name_of = wrapped_name if is_wrapped else str
-        named = to_peft_names({name_of(name): _contiguous(tensor.to(dtype)) for name, tensor in self._trained.items()})
-        save_file(named, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        named = to_peft_names({name_of(name): tensor.to(dtype) for name, tensor in self._trained.items()})
+        declared = {name: tensor.to("meta") for name, tensor in named.items()}
+        files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(lora, base=self._parts.recipe.model.weights)
         if is_wrapped:
             config.target_modules = wrapped_targets(lora.targets)
         config.save_pretrained(str(folder))
-        return {ADAPTER_FILE: SavedFile.of(folder / ADAPTER_FILE)}
+        return files
 
     def _write_sentencepiece(self, folder: Path) -> None:
         """Copy the SentencePiece model of the pretrained tokenizer, if it has one, and list the added tokens.
@@ -257,23 +253,53 @@ class Exporter:
         return self._base
 
 
-def _as_stored(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in the layout of files on the hub, one decoder layer at a time.
+def _units(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[list[str]]:
+    """Group tensors that are converted together to the layout of files: one each, or a decoder layer's.
 
-    The tensors of a layer are computed in parallel, each by one thread. The operations are short: on a loaded machine,
-    several threads per operation spend most of their time waiting for each other.
+    Larger dtypes come first, as in the files.
     """
+    there = dict((*model.named_buffers(), *model.named_parameters()))
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    if not converts_layout(model):
+        prefixes = []
     units = defaultdict(list)
-    for name in weights:
-        units[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)].append(name)
-    with one_thread_per_operation(), ThreadPoolExecutor(num_usable_cpus()) as threads:
-        for unit in units.values():
-            tensors = threads.map(lambda name: _rounded(weights[name], dtype), unit)
-            yield from split_as_stored(model, dict(zip(unit, tensors, strict=True))).items()
+    for name in names:
+        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)
+        units[_rounded(there[name].to("meta"), dtype).element_size(), prefix].append(name)
+    return [units[key] for key in sorted(units, key=lambda key: -key[0])]
+
+
+def _declared(model: PreTrainedModel, units: Iterable[Sequence[str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files, on the meta device."""
+    there = dict((*model.named_buffers(), *model.named_parameters()))
+    stored: dict[str, torch.Tensor] = {}
+    for unit in units:
+        stored |= split_as_stored(model, {name: _rounded(there[name].to("meta"), dtype) for name in unit})
+    return stored
+
+
+def _as_stored(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], units: Iterable[Sequence[str]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors in the layout of files on the hub.
+
+    Units are computed in parallel, each by one thread, while the one before them is written. The operations are short:
+    on a loaded machine, several threads per operation spend most of their time waiting for each other.
+    """
+
+    def compute(unit: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return split_as_stored(model, {name: _rounded(weights[name], dtype) for name in unit})
+
+    size = min(_MAX_THREADS, num_usable_cpus())
+    with one_thread_per_operation(), ThreadPoolExecutor(size) as threads:
+        ahead: deque[Future[Mapping[str, torch.Tensor]]] = deque()
+        for unit in units:
+            ahead.append(threads.submit(compute, unit))
+            if len(ahead) > size:
+                yield from ahead.popleft().result().items()
+        while ahead:
+            yield from ahead.popleft().result().items()
 
 
 @contextmanager
@@ -287,100 +313,19 @@ def one_thread_per_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _RoundedTensors(Mapping[str, torch.Tensor]):
+class _RoundedTensors(LazyTensors):
     """Tensors in the dtype of an export; each is rounded on access."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__(tensors)
         self._tensors, self._dtype = tensors, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return _rounded(self._tensors[name], self._dtype)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _contiguous(tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def write_shards(
-    tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES
-) -> dict[str, SavedFile]:
-    """Write safetensors files with an index; return their sizes and digests.
-
-    Complete files are written, hashed and synced by threads, while the tensors of the next one are computed. So the
-    tensors of `1 + _FILES_IN_FLIGHT` files are in memory.
-
-    Args:
-        tensors: contiguous, by their names in the files.
-        folder: the destination.
-        shard_bytes: maximum size of a file, unless it has a single tensor.
-    """
-    places: dict[str, int] = {}
-    total = 0
-    saved: list[Future[SavedFile]] = []
-    with ThreadPoolExecutor(_FILES_IN_FLIGHT) as writers:
-        for number, shard in enumerate(_in_shards(tensors, shard_bytes)):
-            places |= dict.fromkeys(shard, number)
-            total += sum(tensor.nbytes for tensor in shard.values())
-            saved.append(writers.submit(_save, shard, folder / f"{number}.part"))
-            del shard  # the thread has it, and frees it
-            if number >= _FILES_IN_FLIGHT:
-                saved[number - _FILES_IN_FLIGHT].result()
-        parts = [each.result() for each in saved]
-    if len(parts) == 1:
-        (folder / "0.part").rename(folder / WEIGHTS_FILE)
-        return {WEIGHTS_FILE: parts[0]}
-    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    for number, file in enumerate(files):
-        (folder / f"{number}.part").rename(folder / file)
-    index = {"metadata": {"total_size": total}, "weight_map": {name: files[place] for name, place in places.items()}}
-    write_json(folder / WEIGHTS_INDEX, index)
-    return dict(zip(files, parts, strict=True))
-
-
-def _in_shards(tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of one file after another; no shard is kept once the next one is requested."""
-    shard: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > shard_bytes:
-            yield shard
-            shard = {}
-        shard[name] = tensor
-    yield shard
-
-
-def _save(shard: dict[str, torch.Tensor], file: Path) -> SavedFile:
-    """Write a file; return its size and digest, computed from the tensors in memory in the file's order.
-
-    The format is a length, a JSON header of that length, and the tensors at the header's offsets, without gaps.
-    """
-    save_file(shard, file, metadata={"format": "pt"})
-    with file.open("rb") as written:
-        # POSIX_FADV_DONTNEED has Linux write dirty pages to disk at once, while the digest is computed.
-        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        length = written.read(_LENGTH_BYTES)
-        header = written.read(int.from_bytes(length, "little"))
-    digest = hashlib.sha256(length + header)
-    places = {name: each["data_offsets"] for name, each in json.loads(header).items() if name in shard}
-    for name in sorted(places, key=places.__getitem__):
-        digest.update(shard[name].flatten().view(torch.uint8).numpy().data)
-    shard.clear()
-    sync(file)
-    return SavedFile(file.stat().st_size, digest.hexdigest())
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor that owns all of its storage, as safetensors requires.
-
-    If the number of ranks does not divide the rows, an all-gathered tensor is a view of a larger one.
-    """
-    stored = tensor.contiguous()
-    return stored if stored.untyped_storage().nbytes() == stored.nbytes else stored.clone()
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _let_others_read(folder: Path) -> None:

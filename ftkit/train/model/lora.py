@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +15,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
+from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
@@ -23,7 +23,7 @@ from ftkit.train.model.weight_conversion import wrapped_name
 from ftkit.train.private_apis.peft import compute_in_input_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -133,7 +133,7 @@ _MERGED_AT_ONCE = 2**22
 """Elements that are merged at a time: in fp32 16 MiB, which stay in a CPU's cache from one step to the next."""
 
 
-class MergedTensors(Mapping[str, torch.Tensor]):
+class MergedTensors(LazyTensors):
     """The weights of a model with its adapters merged in fp32; each is computed on access.
 
     LoRA: `W + s B A` with `s = alpha / r` (Hu et al. 2021, section 4.1), or `alpha / sqrt(r)` (rsLoRA). DoRA: each row
@@ -155,6 +155,7 @@ class MergedTensors(Mapping[str, torch.Tensor]):
             lora: how the adapters were made.
             dtype: of merged weights, which are rounded once.
         """
+        super().__init__(base)
         self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -175,28 +176,17 @@ class MergedTensors(Mapping[str, torch.Tensor]):
             merged[rows] = sums
         return merged
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
 
-    def __len__(self) -> int:
-        return len(self._base)
-
-
-class AdaptedTensors(Mapping[str, torch.Tensor]):
+class AdaptedTensors(LazyTensors):
     """The weights of a model with adapters, by its names: peft adds a level to the names of base weights."""
 
     def __init__(self, base: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor]) -> None:
         """Combine base weights, by the names of a model without adapters, and adapters."""
+        super().__init__((*base, *adapters))
         self._base, self._adapters = base, adapters
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._base, *self._adapters))
-
-    def __len__(self) -> int:
-        return len(self._base) + len(self._adapters)
 
 
 def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:

@@ -127,12 +127,14 @@ def map_tensors(
     return found
 
 
+def converts_layout(model: PreTrainedModel) -> bool:
+    """Return whether files on the hub have other tensors than the model."""
+    return bool(WeightConversions.of(model).converters)
+
+
 def split_as_stored(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return a model's unsharded weights in the layout of files on the hub."""
-    if not WeightConversions.of(model).converters:
-        return weights
-    split = revert_weight_conversion(model, weights)
-    return {name: tensor.clone() for name, tensor in split.items()}  # files need tensors that share no memory
+    return revert_weight_conversion(model, weights) if converts_layout(model) else weights
 
 
 @dataclass(frozen=True)

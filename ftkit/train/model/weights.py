@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
@@ -33,7 +33,7 @@ from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable
 
     from transformers import PreTrainedModel
 
@@ -126,7 +126,7 @@ def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
     ]
 
 
-class PretrainedTensors(Mapping[str, torch.Tensor]):
+class PretrainedTensors(LazyTensors):
     """The tensors of a folder of pretrained weights, by a model's names; each is read on access.
 
     It has only the model's tensors, in the files' dtypes; MXFP4 is dequantized, and rows for added tokens are appended.
@@ -145,16 +145,11 @@ class PretrainedTensors(Mapping[str, torch.Tensor]):
         self._files = _OpenFiles(places)
         self._mapped = _map_by_first_name(model, places, known, self._files.read)
         self._growth = _Growth.of(model, stored_vocab_size)
+        super().__init__(self._mapped)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         source = self._growth.grow(name, self._mapped[name].source)
         return source[:] if len(source.get_shape()) else source[...]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._mapped)
-
-    def __len__(self) -> int:
-        return len(self._mapped)
 
 
 def _map_by_first_name(
