@@ -97,7 +97,7 @@ def test_an_expert_that_is_missing_is_an_error(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(
-        TrainingError, match=r"pieces of 'model\.layers\.1\.mlp\.experts\.gate_up_proj' are missing: \d+"
+        TrainingError, match=r"pieces of 'model\.layers\.1\.mlp\.experts\.gate_up_proj' are missing: the files have \d+"
     ):
         load_weights(model, tmp_path)
 
