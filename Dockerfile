@@ -1,4 +1,4 @@
-# Every training image: an NVIDIA base, locked packages, ftkit. Run by `ftkit build NAME:TAG`, which adds the
+# Every training image: an NVIDIA base, locked packages, ftkit. Built by `ftkit build NAME:TAG`, which adds the
 # image's own variables and labels at the end. Steps that images of one release share come first, so that building
 # a second image takes seconds. Only instructions of docker's classic builder, which every engine has (docs/adr/0010).
 ARG BASE_IMAGE

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci import credentials as who
+from ftkit.images.oci.credentials import access_denied
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.oci.transfer import TransientError
@@ -348,7 +348,7 @@ def explain_transfer(message: str, reference: RegistryImage, known: Credentials 
     if "no space left" in lower:
         return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
     if any(word in lower for word in _ACCESS_DENIED):
-        return who.access_denied(reference, known, message)
+        return access_denied(reference, known, message)
     if any(word in lower for word in _NOT_FOUND):
         return NotFoundError(
             f"image {reference} not found: {message}",

@@ -9,7 +9,7 @@ from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
-from ftkit.images.oci import credentials as who
+from ftkit.images.oci import credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.transfer import retry
 from ftkit.images.progress import Report, ignore_progress
@@ -51,7 +51,7 @@ def push(
         PrerequisiteError: no docker engine responds, or the credential helper fails.
     """
     wanted = image.in_registry(registry)
-    known = given or who.find(wanted.host)
+    known = given or credentials.find(wanted.host)
     stage = f"pushing {wanted}"
     with docker_engine.connect() as client:
         import docker  # noqa: PLC0415 - `connect` has checked that it is installed
@@ -87,6 +87,6 @@ def sign_pushed(
         PrerequisiteError: the signing program is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
-    known = given or who.find(pushed.reference.host)
+    known = given or credentials.find(pushed.reference.host)
     with Registry(pushed.reference, known, ignore_progress) as registry:
         return sign_in_registry(registry, image, pushed.digest, key, signer)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ftkit.config.image_reference import Digest  # noqa: TC001 - pydantic reads it at run time
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images.oci.documents import read_answer
+from ftkit.images.oci.documents import parse_json
 from ftkit.images.oci.referrers import Blob, attach, attached
 from ftkit.images.store import manifest_file
 from ftkit.runs.signing import SIGNERS, Purpose, SignatureError, Signer, key_kind, sign, verify, verify_beside
@@ -125,7 +125,7 @@ def _reason_to_refuse(
         signature.write_bytes(content)
         try:
             verify(path, signature, key, SIGNED_AS)
-            statement = read_answer(Statement, signed, "the statement")
+            statement = parse_json(Statement, signed, "the statement")
         except (SignatureError, ImageError) as error:
             return error.what
     if statement != Statement(image=statement.image, digest=digest):

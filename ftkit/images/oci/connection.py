@@ -1,4 +1,4 @@
-"""HTTP with one registry: login, redirects, and errors as ftkit reports them.
+"""HTTP with one registry: login, redirects, and errors that ftkit can report.
 
 A password goes only to the registry and to its token service, over TLS; plain HTTP is only for registries on this
 machine. Redirects to other hosts carry no authorization.
@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from ftkit.config.image_reference import is_loopback, shortened
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci import credentials as who
-from ftkit.images.oci.documents import read_answer
+from ftkit.images.oci.credentials import access_denied
+from ftkit.images.oci.documents import parse_json
 from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT: Final = (10, 60)
 DOCUMENT_SECONDS: Final = 300.0
-"""For a whole document of up to 16 MiB: enough at half a megabit per second."""
+"""Time limit of a whole document of up to 16 MiB: enough at half a megabit per second."""
 CHUNK_SECONDS: Final = 120.0
-"""For each MiB of a layer, and for the first byte of an answer: a slower registry counts as lost."""
+"""Time limit of each MiB of a layer, and of a response's first byte: a slower connection counts as lost."""
 _CHUNK: Final = 1 << 20
 _MAX_REDIRECTS: Final = 5
-_MAX_TOKEN_ANSWER: Final = 1 << 20
+_MAX_TOKEN_BYTES: Final = 1 << 20
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
-_READ: Final = (200, 206)
-_WRITTEN: Final = (200, 201, 202, 204)
+_READ_STATUSES: Final = (200, 206)
+_WRITE_STATUSES: Final = (200, 201, 202, 204)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
 _PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
@@ -51,8 +51,8 @@ _TOKEN: Final = re.compile(r"[!-~]{1,65536}")
 ResultT = TypeVar("ResultT")
 
 
-class TokenAnswer(BaseModel):
-    """The answer of a token service; older ones set `token`, newer ones `access_token`."""
+class TokenResponse(BaseModel):
+    """The response of a token service; older services set `token`, newer ones `access_token`."""
 
     token: str | None = None
     access_token: str | None = None
@@ -83,74 +83,79 @@ class Connection:
     def open(
         self, path: str, headers: dict[str, str] | None = None, *, has_digest: bool = False
     ) -> Iterator[requests.Response]:
-        """Get a document or blob of the repository; `has_digest`: the caller compares the content with a digest.
+        """Get a document or blob of the repository.
+
+        Args:
+            path: its path in the repository.
+            headers: headers of the request.
+            has_digest: whether the caller compares the content with a digest, so that a redirect without TLS is safe.
 
         Raises:
             NotFoundError: the registry does not have it.
-            TransientError: it can't be reached, or is busy.
-            ImageError: access is denied, or the answer breaks the protocol.
+            TransientError: the registry can't be reached, or is busy.
+            ImageError: access is denied, or the response violates the protocol.
         """
         url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
-        answer = self._within_chunk_time(lambda: self._authorized(url, headers or {}, has_digest=has_digest))
+        response = self._within_chunk_time(lambda: self._get_authorized(url, headers or {}, has_digest=has_digest))
         with ExitStack() as stack:
-            stack.callback(answer.close)
-            self._explain(answer)
+            stack.callback(response.close)
+            self._explain(response)
             try:
-                yield answer
+                yield response
             except StalledError:
-                stack.pop_all()  # the thread that still reads holds the answer: closing it would wait for that
+                stack.pop_all()  # closing the response would wait for the thread that still reads it
                 raise
 
     def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
-        """Write to the repository and return the answer's headers, their names in small letters.
+        """Write to the repository and return the response's headers, with lower-case names.
 
         Args:
             method: `POST` or `PUT`.
-            address: below the repository, or an address that the registry gave for an upload.
-            content: what to send.
-            media_type: of it.
+            address: a path in the repository, or an address that the registry gave for an upload.
+            content: the body.
+            media_type: type of the body.
 
         Raises:
             TransientError: the registry can't be reached, or is busy.
-            ImageError: access is denied, or the answer breaks the protocol.
+            ImageError: access is denied, or the response violates the protocol.
         """
         url = urljoin(f"{self._root.geturl()}/v2/{self._reference.path}/", address)
-        if not self._is_ours(url):
-            url = self._next(url, url, has_digest=False)
+        if not self._is_registry_url(url):
+            url = self._redirect_target(url, url, has_digest=False)
         headers = {"Content-Type": media_type}
 
         def request() -> requests.Response:
-            authorization = self._authorization if self._is_ours(url) else ""
+            authorization = self._authorization if self._is_registry_url(url) else ""
             return self._request(method, url, headers, authorization, data=content)
 
-        answer = self._within_chunk_time(request)
-        if answer.status_code == _UNAUTHORIZED and self._is_ours(url):
-            challenge = answer.headers.get("WWW-Authenticate", "")
-            answer.close()
+        response = self._within_chunk_time(request)
+        if response.status_code == _UNAUTHORIZED and self._is_registry_url(url):
+            challenge = response.headers.get("WWW-Authenticate", "")
+            response.close()
             self._log_in(challenge)
-            answer = self._within_chunk_time(request)
-        with answer:
-            self._explain(answer, _WRITTEN)
-            return {name.lower(): value for name, value in answer.headers.items()}
+            response = self._within_chunk_time(request)
+        with response:
+            self._explain(response, _WRITE_STATUSES)
+            return {name.lower(): value for name, value in response.headers.items()}
 
-    def _authorized(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
-        """Get an address; log in if the registry asks for it."""
-        answer = self._follow(url, headers, has_digest=has_digest)
-        if answer.status_code == _UNAUTHORIZED and self._is_ours(answer.url):
-            challenge = answer.headers.get("WWW-Authenticate", "")
-            answer.close()
+    def _get_authorized(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
+        """Get an address; log in if the registry requires it."""
+        response = self._get(url, headers, has_digest=has_digest)
+        if response.status_code == _UNAUTHORIZED and self._is_registry_url(response.url):
+            challenge = response.headers.get("WWW-Authenticate", "")
+            response.close()
             self._log_in(challenge)
-            answer = self._follow(url, headers, has_digest=has_digest)
-        return answer
+            response = self._get(url, headers, has_digest=has_digest)
+        return response
 
-    def chunks(self, answer: requests.Response) -> Iterator[bytes]:
-        """Yield the bytes of an answer, a MiB at a time.
+    def chunks(self, response: requests.Response) -> Iterator[bytes]:
+        """Yield the bytes of a response, a MiB at a time.
 
         Raises:
             StalledError: a MiB took longer than `CHUNK_SECONDS`.
             TransientError: the connection was lost.
         """
-        content = answer.iter_content(_CHUNK)
+        content = response.iter_content(_CHUNK)
         try:
             while chunk := self._within_chunk_time(lambda: next(content, b"")):
                 yield chunk
@@ -168,24 +173,24 @@ class Connection:
         except DeadlineError as error:
             raise StalledError(
                 f"{self._reference.host} sent less than 1 MiB in {CHUNK_SECONDS:g} s",
-                meaning="the registry or the network between has stalled, or is slower than ftkit waits for",
+                meaning="the registry or the network in between has stalled, or is too slow",
                 fix="try again; from a slow network, import on a machine with a better connection",
             ) from error
 
     def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
-        """Return a document of the repository, of at most `limit` bytes. Raises as `open` does."""
+        """Return a document of the repository, of at most `limit` bytes. Raises the same errors as `open`."""
 
         def fetch() -> bytes:
-            with self.open(path, headers, has_digest=has_digest) as answer:
-                return self._whole(answer, limit)
+            with self.open(path, headers, has_digest=has_digest) as response:
+                return self._read_all(response, limit)
 
         return self._in_time(self._reference.host, fetch)
 
     def _in_time(self, host: str, fetch: Callable[[], ResultT]) -> ResultT:
-        """Return what `fetch` returns, unless it takes too long in all.
+        """Return what `fetch` returns.
 
         Raises:
-            ImageError: it does.
+            ImageError: it takes longer than `DOCUMENT_SECONDS`.
         """
         try:
             return within(DOCUMENT_SECONDS, fetch)
@@ -196,51 +201,55 @@ class Connection:
                 fix="try again from a machine with a better connection, or check the registry's address",
             ) from error
 
-    def _whole(self, answer: requests.Response, limit: int) -> bytes:
-        """Return all bytes of a small answer.
+    def _read_all(self, response: requests.Response, limit: int) -> bytes:
+        """Return all bytes of a small response.
 
         Raises:
-            ImageError: there are more than `limit`.
+            ImageError: there are more than `limit` bytes.
         """
         data = b""
-        for chunk in self.chunks(answer):
+        for chunk in self.chunks(response):
             data += chunk
             if len(data) > limit:
-                raise self.protocol_error(f"sends more than the {limit} bytes that it may")
+                raise self.protocol_error(f"sent more than the {limit} bytes that are allowed")
         return data
 
     def connection_lost(self, reason: str) -> TransientError:
         """Return the error for a lost connection."""
         return TransientError(
             f"lost the connection to {self._reference.host}: {reason}",
-            meaning="the registry or the network between is down, or the host's name is wrong",
-            fix=f"try again; see whether 'curl -I {self._root.geturl()}/v2/' answers",
+            meaning="the registry or the network in between is down, or the host's name is wrong",
+            fix=f"try again; check that 'curl -I {self._root.geturl()}/v2/' gets a response",
         )
 
     def protocol_error(self, what: str) -> ImageError:
-        """Return the error for an answer that breaks the protocol."""
+        """Return the error for a response that violates the protocol."""
         return ImageError(
             f"{self._reference.host} {what}",
             meaning="this is not a registry, a proxy responds in its place, or it can't be trusted",
-            fix="check the registry's address, and see its log",
+            fix="check the registry's address and its log",
         )
 
-    def _follow(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
+    def _get(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
         """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
-            answer = self._request("GET", url, headers, self._authorization if self._is_ours(url) else "")
-            if answer.status_code not in _REDIRECTS:
-                return answer
-            answer.close()
-            url = self._next(url, answer.headers.get("Location", ""), has_digest=has_digest)
+            response = self._request("GET", url, headers, self._authorization if self._is_registry_url(url) else "")
+            if response.status_code not in _REDIRECTS:
+                return response
+            response.close()
+            url = self._redirect_target(url, response.headers.get("Location", ""), has_digest=has_digest)
         raise self.protocol_error(f"redirects more than {_MAX_REDIRECTS} times")
 
-    def _is_ours(self, url: str) -> bool:
+    def _is_registry_url(self, url: str) -> bool:
         """Tell whether an address is the registry's own: scheme, host and port."""
         return _origin(urlsplit(url)) == _origin(self._root)
 
-    def _next(self, url: str, location: str, *, has_digest: bool) -> str:
-        """Return the target of a redirect, if it is allowed."""
+    def _redirect_target(self, url: str, location: str, *, has_digest: bool) -> str:
+        """Return the target of a redirect.
+
+        Raises:
+            ImageError: it is not an address, or not allowed.
+        """
         try:
             target = urlsplit(urljoin(url, location))
             host, _ = target.hostname, target.port
@@ -251,7 +260,9 @@ class Connection:
         if is_loopback(host) and not self._reference.is_loopback:
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
-            raise self.protocol_error(f"redirects to {shortened(host)} without TLS, where anyone can change the answer")
+            raise self.protocol_error(
+                f"redirects to {shortened(host)} without TLS, where anyone can change the content"
+            )
         return target.geturl()
 
     def _request(
@@ -266,20 +277,20 @@ class Connection:
             )  # fmt: skip
         except self._library.exceptions.SSLError as error:
             raise ImageError(
-                f"{shortened(urlsplit(url).netloc)} does not speak TLS as it should: {_last_reason(error)}",
-                meaning="the registry speaks plain HTTP, or its certificate is not trusted here",
-                fix="REQUESTS_CA_BUNDLE names the file of certificates to trust",
+                f"the TLS connection to {shortened(urlsplit(url).netloc)} failed: {_last_reason(error)}",
+                meaning="the registry speaks plain HTTP, or its certificate is not trusted on this machine",
+                fix="set REQUESTS_CA_BUNDLE to the file of certificates to trust",
             ) from error
         except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
             raise self.connection_lost(_last_reason(error)) from error
         except (self._library.exceptions.RequestException, ValueError) as error:
-            raise self.protocol_error(f"can't be asked: {_last_reason(error)}") from error
+            raise self.protocol_error(f"can't be requested: {_last_reason(error)}") from error
 
-    def _explain(self, answer: requests.Response, accepted: Sequence[int] = _READ) -> None:
-        code, host = answer.status_code, self._reference.host
-        said = f"{code} {responses.get(code, '')}".rstrip()
+    def _explain(self, response: requests.Response, accepted: Sequence[int] = _READ_STATUSES) -> None:
+        code, host = response.status_code, self._reference.host
+        status = f"{code} {responses.get(code, '')}".rstrip()
         if code in (_UNAUTHORIZED, _FORBIDDEN):
-            raise who.access_denied(self._reference, self._credentials)
+            raise access_denied(self._reference, self._credentials)
         if code == _NOT_FOUND:
             raise NotFoundError(
                 f"{host} has no {self._reference.path}:{self._reference.wanted}",
@@ -287,57 +298,61 @@ class Connection:
                 fix="push it: ftkit push NAME:TAG --registry HOST/PATH",
             )
         if code in _TRANSIENT:
-            raise TransientError(f"{host} answers {said}", fix="try again later")
+            raise TransientError(f"{host} responds with {status}", fix="try again later")
         if code not in accepted:
-            raise self.protocol_error(f"answers {said}")
+            raise self.protocol_error(f"responds with {status}")
 
     def _log_in(self, challenge: str) -> None:
         """Log in as the registry requires: Basic, or a token of its token service."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             if self._credentials is None:
-                raise who.access_denied(self._reference, None)
+                raise access_denied(self._reference, None)
             self._authorization = _basic(self._credentials)
         elif kind.lower() == "bearer":
             self._authorization = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
         else:
             raise self.protocol_error(f"requires an unsupported kind of login: {shortened(kind)}")
 
-    def _fetch_token(self, asked: dict[str, str]) -> str:
-        realm = self._token_service(asked.get("realm", ""))
-        scope = asked.get("scope") or f"repository:{self._reference.path}:pull"
+    def _fetch_token(self, challenge: dict[str, str]) -> str:
+        realm = self._token_service(challenge.get("realm", ""))
+        scope = challenge.get("scope") or f"repository:{self._reference.path}:pull"
         authorization = _basic(self._credentials) if self._credentials else ""
-        parameters = {"scope": scope} | ({"service": asked["service"]} if asked.get("service") else {})
+        parameters = {"scope": scope} | ({"service": challenge["service"]} if challenge.get("service") else {})
         host = urlsplit(realm).netloc
-        body = self._in_time(host, lambda: self._ask_token_service(realm, authorization, parameters))
-        given = read_answer(TokenAnswer, body, f"{self._reference.host} names a token service whose answer")
-        token = given.token or given.access_token or ""
+        body = self._in_time(host, lambda: self._query_token_service(realm, authorization, parameters))
+        response = parse_json(TokenResponse, body, f"{self._reference.host} names a token service whose response")
+        token = response.token or response.access_token or ""
         if not _TOKEN.fullmatch(token):
-            raise self.protocol_error("names a token service that gives no token")
+            raise self.protocol_error("names a token service that returns no token")
         return token
 
-    def _ask_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
-        with self._request("GET", realm, {}, authorization, params=parameters) as answer:
-            code = answer.status_code
+    def _query_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
+        with self._request("GET", realm, {}, authorization, params=parameters) as response:
+            code = response.status_code
             if code in _TRANSIENT:
                 raise TransientError(
-                    f"the token service {urlsplit(realm).netloc} answers {code}", fix="try again later"
+                    f"the token service {urlsplit(realm).netloc} responds with {code}", fix="try again later"
                 )
             if code in (400, _UNAUTHORIZED, _FORBIDDEN):
-                raise who.access_denied(self._reference, self._credentials)
+                raise access_denied(self._reference, self._credentials)
             if code != 200:  # noqa: PLR2004
-                raise self.protocol_error(f"names a token service that answers {code}: {shortened(realm)}")
-            return self._whole(answer, _MAX_TOKEN_ANSWER)
+                raise self.protocol_error(f"names a token service that responds with {code}: {shortened(realm)}")
+            return self._read_all(response, _MAX_TOKEN_BYTES)
 
     def _token_service(self, realm: str) -> str:
-        """Return the address of the token service, if a password may be sent there."""
+        """Return the address of the token service.
+
+        Raises:
+            ImageError: it is not an address, or the password would be sent there without TLS.
+        """
         try:
             target = urlsplit(realm)
             host, _ = target.hostname, target.port
         except ValueError:
             host = None
         if not host or target.scheme not in ("http", "https") or target.username is not None:
-            raise self.protocol_error(f"has a token service with an invalid address: {shortened(realm)}")
+            raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
         is_local = is_loopback(host) and self._reference.is_loopback
         if target.scheme == "http" and not is_local:
             raise self.protocol_error(
@@ -347,7 +362,7 @@ class Connection:
 
 
 class _Header:
-    """Set the Authorization header. Always having one keeps the HTTP library from reading ~/.netrc."""
+    """Set the Authorization header. With any `auth` object, requests does not read ~/.netrc."""
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -367,7 +382,7 @@ def _basic(known: Credentials) -> str:
 
 
 def _last_reason(error: BaseException) -> str:
-    """Return the innermost reason of an error of the HTTP library, which wraps it several times."""
+    """Return the innermost cause of an error of requests, which wraps it several times."""
     while inner := error.__cause__ or error.__context__:
         error = inner
     return "".join(character if character.isprintable() else " " for character in one_line(error))

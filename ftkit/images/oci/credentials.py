@@ -1,4 +1,4 @@
-"""Credentials for a registry: of docker's configuration and its helpers, or of the command line."""
+"""Credentials for a registry: from docker's configuration and its helpers, or from the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DOCKER_HUB_ENTRY = "docker.io"
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user and a password, which `repr` does not show."""
+    """A user name and a password; `repr` hides the password."""
 
     username: str
     password: str = field(repr=False)
@@ -29,10 +29,10 @@ class Credentials:
 
 
 def from_user(host: str, username: str | None, password: str) -> Credentials:
-    """Return credentials of the command line; NGC has one user name for everybody.
+    """Return credentials from the command line; NGC has one user name for everybody.
 
     Raises:
-        ImageError: there is no user, or an empty password.
+        ImageError: the user name is missing, or the password is empty.
     """
     name = username or (_NGC_USER if host == _NGC_HOST else "")
     if not name or not password:
@@ -42,7 +42,7 @@ def from_user(host: str, username: str | None, password: str) -> Credentials:
 
 
 def find(host: str) -> Credentials | None:
-    """Return the credentials of docker's configuration for a registry; None if it has none.
+    """Return the credentials for a registry from docker's configuration; None if it has none.
 
     Raises:
         PrerequisiteError: its credential helper fails.
@@ -58,7 +58,7 @@ def find(host: str) -> Credentials | None:
     except DockerException as error:
         raise PrerequisiteError(
             f"docker's credential helper for {host} failed: {one_line(error)}",
-            meaning="docker's config.json names a helper that is not installed or not logged in",
+            meaning="docker's config.json lists a helper that is not installed or not logged in",
             fix=f"see 'credsStore' and 'credHelpers' in ~/.docker/config.json, or run 'docker login {host}'",
         ) from error
     if not found or (not found.get("Username") and not found.get("username")):

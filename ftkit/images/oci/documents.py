@@ -11,13 +11,17 @@ from ftkit.errors import ImageError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_LARGEST_SIZE: Final = 1 << 50
-_MOST_LAYERS: Final = 1000
-"""Docker makes 127 at most."""
+_MAX_SIZE: Final = 1 << 50
+_MAX_LAYERS: Final = 1000
+"""Docker's limit is 127."""
 
 
 def _as_text(value: str) -> str:
-    """Refuse what no file can contain: NUL, and lone surrogates."""
+    """Refuse text that enroot's files can't store: with NUL, or with a lone surrogate.
+
+    Raises:
+        ValueError: it has one.
+    """
     value.encode()
     if "\0" in value:
         raise ValueError("has a NUL character")
@@ -28,42 +32,42 @@ Text = Annotated[str, AfterValidator(_as_text)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(lambda value: () if value is None else value)]
 Labels = Annotated[dict[Text, Text], BeforeValidator(lambda value: {} if value is None else value)]
 Volumes = Annotated[dict[Text, object], BeforeValidator(lambda value: {} if value is None else value)]
-Size = Annotated[int, Field(strict=True, ge=0, le=_LARGEST_SIZE)]
+Size = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
 
 
-class _Answer(BaseModel):
+class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Platform(_Answer):
+class Platform(_Document):
     """The platform of a manifest in an index."""
 
     os: str = ""
     architecture: str = ""
 
 
-class Descriptor(_Answer):
-    """A document or blob, by its digest and size in bytes."""
+class Descriptor(_Document):
+    """A reference to a document or blob, with its digest, and its size in bytes."""
 
     digest: Digest
     size: Size
     platform: Platform | None = None
 
 
-class Manifest(_Answer):
-    """An image: its configuration, and its layers from the lowest up, compressed as the registry has them."""
+class Manifest(_Document):
+    """An image: its configuration, and its layers from the lowest up, compressed as in the registry."""
 
     config: Descriptor
-    layers: Annotated[tuple[Descriptor, ...], Field(max_length=_MOST_LAYERS)]
+    layers: Annotated[tuple[Descriptor, ...], Field(max_length=_MAX_LAYERS)]
 
 
-class Index(_Answer):
+class Index(_Document):
     """One image for several architectures."""
 
     manifests: tuple[Descriptor, ...]
 
 
-class RunConfig(_Answer):
+class RunConfig(_Document):
     """How an image is run, with the keys that docker and OCI share."""
 
     environment: Texts = Field(default=(), alias="Env")
@@ -74,13 +78,13 @@ class RunConfig(_Answer):
     labels: Labels = Field(default_factory=dict, alias="Labels")
 
 
-class RootFilesystem(_Answer):
-    """Digests of the uncompressed layers, which tie a configuration to its content."""
+class RootFilesystem(_Document):
+    """Digests of the uncompressed layers, through which a configuration determines an image's content."""
 
     diff_ids: Annotated[tuple[Digest, ...], BeforeValidator(lambda value: () if value is None else value)]
 
 
-class Configuration(_Answer):
+class Configuration(_Document):
     """An image's configuration, whose digest is the image's id."""
 
     rootfs: RootFilesystem
@@ -88,7 +92,7 @@ class Configuration(_Answer):
     created: str | None = None
 
 
-class _Kind(_Answer):
+class _Kind(_Document):
     """The fields that determine the kind of a document."""
 
     schema_version: int | None = Field(default=None, alias="schemaVersion")
@@ -103,25 +107,27 @@ def read_document(body: bytes, whose: str) -> Index | Manifest:
     Raises:
         ImageError: it is neither, or could be read as both.
     """
-    kind = read_answer(_Kind, body, f"{whose} has a manifest that")
+    kind = parse_json(_Kind, body, f"{whose} has a manifest that")
     if kind.manifests is not None and (kind.config is not None or kind.layers is not None):
         raise ImageError(
-            f"{whose} has a manifest that is an index as well",
-            meaning="programs would read different images from it; this does not happen by accident",
+            f"{whose} has a manifest that is also an index",
+            meaning="different programs would read different images from it; this does not happen by accident",
             fix="don't use this image, and report it to the registry's administrator",
         )
     if kind.manifests is not None:
-        return read_answer(Index, body, f"{whose} has an index that")
+        return parse_json(Index, body, f"{whose} has an index that")
     if kind.schema_version == 1:
-        raise ImageError(f"{whose} is in a format of 2015 that ftkit can't read", fix="push it again")
-    return read_answer(Manifest, body, f"{whose} has a manifest that")
+        raise ImageError(
+            f"{whose} is in schema 1 of docker's manifests (until 2015), which ftkit can't read", fix="push it again"
+        )
+    return parse_json(Manifest, body, f"{whose} has a manifest that")
 
 
-def read_answer(model: type[ModelT], body: bytes, what: str) -> ModelT:
-    """Read JSON of a given shape; `what` begins the message when it has another.
+def parse_json(model: type[ModelT], body: bytes, what: str) -> ModelT:
+    """Parse JSON and validate it; `what` begins the error's message.
 
     Raises:
-        ImageError: it is not JSON, or has another schema.
+        ImageError: it is not JSON, or does not match the schema.
     """
     try:
         return model.model_validate_json(body)
@@ -137,7 +143,7 @@ def read_run_config(values: object, whose: str) -> RunConfig:
     """Validate the configuration of an image in a docker engine.
 
     Raises:
-        ImageError: it is of another shape than docker's.
+        ImageError: it does not match docker's schema.
     """
     try:
         return RunConfig.model_validate(values)
@@ -148,5 +154,5 @@ def read_run_config(values: object, whose: str) -> RunConfig:
 def _first(error: ValidationError) -> str:
     detail = error.errors(include_input=False, include_url=False)[0]
     place = ".".join(str(part) for part in detail["loc"])
-    said = detail["msg"].removeprefix("Value error, ")
-    return f"{shortened(place)}: {said}" if place else said
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{shortened(place)}: {message}" if place else message

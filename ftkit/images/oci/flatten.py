@@ -1,7 +1,7 @@
 """The root file system of an image, read from its layers without unpacking them.
 
 The topmost layer is read first. A path that a higher layer has or deletes is skipped in the layers below. Each path is
-written once, and each layer is read once.
+written once. Each layer is read once, and once more if it has hard links to files that a higher layer hides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ class Layer:
 
 @dataclass
 class _Above:
-    """What the layers above have: paths, and what they hide of the layers below."""
+    """The paths of the layers above, and what these hide in the layers below.
+
+    Attributes:
+        seen: all their paths.
+        not_folders: those of them that are not folders, and hide everything below the same path.
+        deleted: paths that a whiteout deletes.
+        emptied: folders with an opaque whiteout, which hides their earlier content.
+    """
 
     seen: set[bytes] = field(default_factory=set)
     not_folders: set[bytes] = field(default_factory=set)
@@ -48,14 +55,14 @@ class _Above:
     emptied: set[bytes] = field(default_factory=set)
 
     def add(self, layer: _Above) -> None:
-        """Add what the next layer has, which is above all that are still to be read."""
+        """Add a layer that was read, and is above all layers that are not read yet."""
         self.seen |= layer.seen
         self.not_folders |= layer.not_folders
         self.deleted |= layer.deleted
         self.emptied |= layer.emptied
 
-    def takes_whiteout(self, path: bytes) -> bool:
-        """Tell whether a path is a mark that hides something below, and remember what."""
+    def record_whiteout(self, path: bytes) -> bool:
+        """Record what a whiteout hides in the layers below; tell whether `path` is one."""
         folder, _, name = path.rpartition(b"/")
         if name == _OPAQUE:
             self.emptied.add(folder)
@@ -66,6 +73,7 @@ class _Above:
         return True
 
     def hides(self, path: bytes) -> bool:
+        """Tell whether a path of a lower layer is not visible."""
         if path in self.seen or path in self.deleted:
             return True
         parent = path
@@ -80,8 +88,8 @@ def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
     """Yield the members of the root file system; the lowest of `layers` is the first.
 
     Raises:
-        ImageError: a layer is damaged, or differs from the configuration. This is known at its end, so the caller must
-            discard what was yielded if the iteration fails.
+        ImageError: a layer is damaged, or differs from the configuration. This is known only at its end: the caller
+            must discard everything that was yielded if the iteration fails.
     """
     above = _Above()
     for layer in reversed(layers):
@@ -92,21 +100,27 @@ def flatten(layers: Sequence[Layer]) -> Iterator[Entry]:
 
 @dataclass
 class _HardLinks:
-    """The hard links of a layer; the target of some is hidden by the layers above."""
+    """The hard links of a layer; some of their targets may be hidden by the layers above.
+
+    Attributes:
+        origins: for each link, the file that it leads to, through other links if need be.
+        hidden: files and links that the layers above hide.
+        orphans: for each hidden file, the visible links to it.
+    """
 
     origins: dict[bytes, bytes] = field(default_factory=dict)
     hidden: set[bytes] = field(default_factory=set)
     orphans: dict[bytes, list[Member]] = field(default_factory=dict)
 
     def see(self, member: Member, *, is_hidden: bool) -> None:
-        """Record where a link finally leads, and what is hidden."""
+        """Record where a link leads, and whether a file or link is hidden."""
         if member.kind == LINK:
             self.origins[member.path] = self.origins.get(member.target, member.target)
         if is_hidden and member.kind in (FILE, LINK):
             self.hidden.add(member.path)
 
     def resolve(self, link: Member) -> Member | None:
-        """Return a link to a visible file; None: there is none yet, and the link waits to become a file.
+        """Return the link, to a visible file; None if its file is hidden: the link is recorded as an orphan.
 
         Raises:
             ImageError: it leads to itself.
@@ -121,30 +135,30 @@ class _HardLinks:
 
 
 def _members(reader: TarReader, layer: Layer, above: _Above) -> Iterator[Entry]:
-    own, links = _Above(), _HardLinks()
+    current, links = _Above(), _HardLinks()
     for member in reader:
-        if own.takes_whiteout(member.path):
+        if current.record_whiteout(member.path):
             continue
         is_hidden = above.hides(member.path)
         links.see(member, is_hidden=is_hidden)
-        if is_hidden or member.path in own.seen:
+        if is_hidden or member.path in current.seen:
             continue
-        own.seen.add(member.path)
+        current.seen.add(member.path)
         if member.kind != FOLDER:
-            own.not_folders.add(member.path)
+            current.not_folders.add(member.path)
         if member.kind != LINK:
             yield member, reader.content()
         elif resolved := links.resolve(member):
             yield resolved, iter(())
     if links.orphans:
-        yield from _adopted(links.orphans, layer)
-    above.add(own)
+        yield from _orphans(links.orphans, layer)
+    above.add(current)
 
 
-def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:
-    """Yield hard links whose file is hidden by a layer above: the first one becomes the file, the others link to it.
+def _orphans(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry]:
+    """Yield the links to files that a layer above hides: the first one becomes the file, the others link to it.
 
-    The layer is read once more, however many there are.
+    The layer is read once more for all of them.
     """
     with _opened(layer.blob) as stream:
         reader = TarReader(stream)
@@ -163,11 +177,11 @@ def _adopted(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[Entry
 
 
 class _LayerStream:
-    """The tar stream of a layer, whose digest is computed as it is read."""
+    """The tar stream of a layer; its digest is computed while it is read."""
 
-    def __init__(self, stream: Readable, damages: tuple[type[Exception], ...]) -> None:
+    def __init__(self, stream: Readable, read_errors: tuple[type[Exception], ...]) -> None:
         self._stream = stream
-        self._damages = damages
+        self._read_errors = read_errors
         self._running = hashlib.sha256()
 
     def read(self, size: int, /) -> bytes:
@@ -178,24 +192,24 @@ class _LayerStream:
         """
         try:
             data = self._stream.read(size)
-        except self._damages as error:
+        except self._read_errors as error:
             raise ImageError(
                 f"a layer of the image can't be unpacked: {error}",
-                meaning="it was damaged before it was pushed: it is the layer that its manifest says",
+                meaning="it was damaged before it was pushed: its digest is the one in the manifest",
                 fix="build and push the image again",
             ) from error
         self._running.update(data)
         return data
 
     def require(self, diff_id: Digest) -> None:
-        """Compare what was read with the configuration.
+        """Compare the digest of what was read with the configuration's.
 
         Raises:
-            ImageError: it is another layer.
+            ImageError: they differ.
         """
         if self._running.hexdigest() != diff_id.hex:
             raise ImageError(
-                f"a layer of the image is not the one that its configuration says: it unpacks to "
+                f"a layer of the image is not the one that its configuration lists: it unpacks to "
                 f"sha256:{self._running.hexdigest()}, not to {diff_id}",
                 meaning="it was pushed by a broken program, or someone put other layers under the image's name",
                 fix="don't use this image; push it again, and report it to the registry's administrator",

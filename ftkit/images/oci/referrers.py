@@ -1,7 +1,7 @@
 """Small artifacts that refer to an image in a registry, as the OCI distribution specification 1.1 stores them.
 
-An artifact is a manifest whose `subject` is the image's. A registry without the referrers API lists the artifacts of an
-image in an index with the tag `sha256-HEX`, which the client maintains.
+An artifact is a manifest whose `subject` is the image's manifest or index. In a registry without the referrers API, the
+client lists the artifacts of an image in an index with the tag `sha256-HEX`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images.oci.documents import Size, read_answer
+from ftkit.images.oci.documents import Size, parse_json
 
 if TYPE_CHECKING:
     from ftkit.images.oci.registry import Registry
@@ -28,7 +28,7 @@ _EMPTY: Final = b"{}"
 _MAX_BLOB: Final = 1 << 20
 _MAX_ARTIFACTS: Final = 200
 _MAX_FILES: Final = 16
-"""Of one artifact; a signature has two."""
+"""Maximum number of files of one artifact; a signature has two."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Listing(_Document):
 
 
 class _Index(_Document):
-    """The same list, with entries that are written back unchanged."""
+    """The same list, with all fields of its entries, which are written back unchanged."""
 
     manifests: tuple[dict[str, Any], ...] = Field(default=(), max_length=_MAX_ARTIFACTS)
 
@@ -75,14 +75,14 @@ def attach(registry: Registry, subject: Digest, artifact_type: str, blobs: tuple
     Args:
         registry: the image's repository.
         subject: digest of the image's manifest or index.
-        artifact_type: what the files are.
+        artifact_type: the artifact's media type.
         blobs: the files.
 
     Raises:
-        ImageError: the registry refuses it, or is not there after several attempts.
+        ImageError: the registry refuses it, or can't be reached after several attempts.
     """
     image = registry.document(f"manifests/{subject}", subject)
-    media_type = read_answer(_Typed, image, f"{subject} has a manifest that").media_type
+    media_type = parse_json(_Typed, image, f"{subject} has a manifest that").media_type
     manifest = _to_json(
         {
             "schemaVersion": 2,
@@ -104,15 +104,15 @@ def attached(registry: Registry, subject: Digest, artifact_type: str) -> list[tu
     """Return the files of each artifact of one type that refers to an image.
 
     Raises:
-        ImageError: access is denied, or an answer is not what the registry says it is.
+        ImageError: access is denied, or a document can't be read or does not have its digest.
     """
     found = []
     for each in _listing(registry, subject).manifests:
         if each.media_type != MANIFEST_TYPE or each.artifact_type not in ("", artifact_type):
             continue
         body = registry.document(f"manifests/{each.digest}", each.digest)
-        if read_answer(_Typed, body, f"the artifact {each.digest} has a manifest that").artifact_type == artifact_type:
-            artifact = read_answer(_Artifact, body, f"the artifact {each.digest} has a manifest that")
+        if parse_json(_Typed, body, f"the artifact {each.digest} has a manifest that").artifact_type == artifact_type:
+            artifact = parse_json(_Artifact, body, f"the artifact {each.digest} has a manifest that")
             found.append(tuple(_download(registry, layer) for layer in artifact.layers))
     return found
 
@@ -123,7 +123,7 @@ def _listing(registry: Registry, subject: Digest) -> _Listing:
             body = registry.document(path)
         except NotFoundError:
             continue
-        return read_answer(_Listing, body, f"the list of artifacts of {subject}")
+        return parse_json(_Listing, body, f"the list of artifacts of {subject}")
     return _Listing()
 
 
@@ -131,7 +131,7 @@ def _list_under_tag(registry: Registry, subject: Digest, entry: dict[str, Any]) 
     """Add an artifact to the index that lists those of an image."""
     try:
         body = registry.document(f"manifests/{_tag(subject)}")
-        index = read_answer(_Index, body, f"the list of artifacts of {subject}")
+        index = parse_json(_Index, body, f"the list of artifacts of {subject}")
         listed = [each for each in index.manifests if each.get("digest") != entry["digest"]]
     except NotFoundError:
         listed = []
@@ -144,7 +144,9 @@ def _upload(registry: Registry, blob: Blob) -> dict[str, Any]:
     descriptor = _descriptor(blob.media_type, blob.content)
     location = registry.send("POST", "blobs/uploads/", b"", "application/octet-stream").get("location")
     if not location:
-        raise ImageError("the registry takes no uploads: it gives no address for one", fix="see the registry's log")
+        raise ImageError(
+            "the registry accepts no uploads: it returned no address for one", fix="see the registry's log"
+        )
     separator = "&" if "?" in location else "?"
     address = f"{location}{separator}digest={quote(descriptor['digest'])}"
     registry.send("PUT", address, blob.content, "application/octet-stream")
@@ -153,7 +155,7 @@ def _upload(registry: Registry, blob: Blob) -> dict[str, Any]:
 
 def _download(registry: Registry, layer: _Reference) -> Blob:
     if layer.size > _MAX_BLOB:
-        raise ImageError(f"the artifact's file {layer.digest} has {layer.size} bytes: it is no signature")
+        raise ImageError(f"the artifact's file {layer.digest} has {layer.size} bytes: it is not a signature")
     return Blob(layer.media_type, registry.document(f"blobs/{layer.digest}", layer.digest, layer.size))
 
 

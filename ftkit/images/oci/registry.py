@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.connection import Connection
-from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, read_answer, read_document
+from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document
 from ftkit.images.oci.transfer import retry
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MEDIA_TYPES: Final = (
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 _PARTIAL: Final = 206
 _MAX_MANIFEST: Final = 4 << 20
-"""Bytes of a manifest or an index: what the OCI distribution specification asks registries to take at least."""
+"""Bytes of a manifest or an index: the size that, by the OCI distribution specification, registries should support."""
 _MAX_CONFIGURATION: Final = 16 << 20
 _MAX_NESTED: Final = 3
 
@@ -75,14 +75,14 @@ class Registry:
 
         Raises:
             NotFoundError: the registry has no such image.
-            ImageError: access is denied, or the answer is not the requested document.
+            ImageError: access is denied, or the response is not the requested document.
         """
         document, digest = self._document(self._reference.wanted, self._reference.digest)
         digests = [digest]
         for _ in range(_MAX_NESTED):
             if isinstance(document, Manifest):
                 return document, tuple(digests)
-            entry = self._entry_for_here(document)
+            entry = self._entry_for_this_machine(document)
             document, digest = self._document(entry.digest, entry.digest, entry.size)
             digests.append(digest)
         raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
@@ -91,13 +91,13 @@ class Registry:
         """Return an image's configuration.
 
         Raises:
-            ImageError: it is something else than the manifest says, or does not fit the manifest's layers.
+            ImageError: it does not have the manifest's digest, or does not match the manifest's layers.
         """
         wanted = manifest.config
         if wanted.size > _MAX_CONFIGURATION:
             raise ImageError(f"{self._reference} has a configuration of {wanted.size} bytes", fix="push it again")
-        data = self._whole(f"blobs/{wanted.digest}", wanted.digest, wanted.size)
-        configuration = read_answer(Configuration, data, f"{self._reference} has a configuration that")
+        data = self._read_verified(f"blobs/{wanted.digest}", wanted.digest, wanted.size)
+        configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
         if len(configuration.rootfs.diff_ids) != len(manifest.layers):
             raise ImageError(
                 f"{self._reference} is not one image: its manifest has {len(manifest.layers)} layers, its "
@@ -108,27 +108,27 @@ class Registry:
         return configuration
 
     def document(self, path: str, digest: Digest | None = None, limit: int = _MAX_MANIFEST) -> bytes:
-        """Return a document of the repository as it is (`manifests/…`, `blobs/…`), of at most `limit` bytes.
+        """Return the bytes of a document of the repository (`manifests/…`, `blobs/…`), at most `limit`.
 
         Raises:
             NotFoundError: there is none.
-            ImageError: access is denied, or it does not have this digest.
+            ImageError: access is denied, or the document is too large or does not have this digest.
         """
-        return self._whole(path, digest, limit)
+        return self._read_verified(path, digest, limit)
 
     def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
-        """Write to the repository and return the answer's headers; raises as `Connection.send`."""
+        """Write to the repository and return the response's headers; raises the same errors as `Connection.send`."""
         stage = f"writing to {self._reference.host}"
         return retry(
             lambda: self._connection.send(method, address, content, media_type), self._report, stage, self._waits
         )
 
     def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
-        """Download a layer into `path`; continue where a connection was lost; never write more than the layer's size.
+        """Download a layer into `path`; continue after a lost connection; never write more than the layer's size.
 
         Raises:
-            ImageError: the registry sent something else, or the retries are used up: the connection was lost, or a MiB
-                took longer than `connection.CHUNK_SECONDS`.
+            ImageError: the registry sent other content, or all retries failed: the connection was lost, or a MiB took
+                longer than `connection.CHUNK_SECONDS`.
         """
         running = hashlib.sha256()
 
@@ -139,24 +139,24 @@ class Registry:
                 return
             headers = {"Range": f"bytes={start}-"} if start else {}
             with (
-                self._connection.open(f"blobs/{layer.digest}", headers, has_digest=True) as answer,
+                self._connection.open(f"blobs/{layer.digest}", headers, has_digest=True) as response,
                 path.open("ab") as file,
             ):
-                if not _begins_at(answer, start):
+                if not _starts_at(response, start):
                     file.truncate(0)
                     start, running = 0, hashlib.sha256()
-                for chunk in self._connection.chunks(answer):
+                for chunk in self._connection.chunks(response):
                     start += len(chunk)
                     if start > layer.size:
                         raise self._connection.protocol_error(
-                            f"sends more than the {layer.size} bytes of {layer.digest}"
+                            f"sent more than the {layer.size} bytes of {layer.digest}"
                         )
                     file.write(chunk)
                     file.flush()
                     running.update(chunk)
                     advance(len(chunk))
             if start < layer.size:
-                raise self._connection.connection_lost(f"{start} of {layer.size} bytes came")
+                raise self._connection.connection_lost(f"{start} of {layer.size} bytes were received")
 
         retry(attempt, self._report, self.stage, self._waits)
         self._compare(layer.digest, running.hexdigest())
@@ -168,17 +168,19 @@ class Registry:
 
     def _document(self, wanted: str, digest: Digest | None, size: int | None = None) -> tuple[Index | Manifest, Digest]:
         """Return an index or a manifest by tag or digest, and its digest."""
-        body = self._whole(f"manifests/{wanted}", digest, _MAX_MANIFEST if size is None else min(size, _MAX_MANIFEST))
+        body = self._read_verified(
+            f"manifests/{wanted}", digest, _MAX_MANIFEST if size is None else min(size, _MAX_MANIFEST)
+        )
         return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
-    def _entry_for_here(self, index: Index) -> Descriptor:
+    def _entry_for_this_machine(self, index: Index) -> Descriptor:
         architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
         for entry in index.manifests:
             if entry.platform and (entry.platform.os, entry.platform.architecture) == ("linux", architecture):
                 return entry
         raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
 
-    def _whole(self, path: str, digest: Digest | None, limit: int) -> bytes:
+    def _read_verified(self, path: str, digest: Digest | None, limit: int) -> bytes:
         """Return a document of at most `limit` bytes; compare it with its digest if that is known."""
 
         def fetch() -> bytes:
@@ -194,14 +196,17 @@ class Registry:
         if digest.hex != found:
             raise ImageError(
                 f"{self._reference.host} sent other content than {digest} of {self._reference.path}",
-                meaning="the download was damaged on its way, the registry's disk is, or someone changed the image",
+                meaning="the download or the registry's disk is corrupted, or someone changed the image",
                 fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
             )
 
 
-def _begins_at(answer: requests.Response, start: int) -> bool:
-    """Tell whether an answer starts at byte `start`, by its Content-Range; without one, it starts at 0."""
-    said = re.match(r"bytes (\d{1,18})-", answer.headers.get("Content-Range", ""))
-    if answer.status_code != _PARTIAL:
+def _starts_at(response: requests.Response, start: int) -> bool:
+    """Tell whether a response starts at byte `start`, by its Content-Range.
+
+    Without one, a partial response is assumed to start there, and any other one at 0.
+    """
+    content_range = re.match(r"bytes (\d{1,18})-", response.headers.get("Content-Range", ""))
+    if response.status_code != _PARTIAL:
         return start == 0
-    return int(said[1]) == start if said else start > 0
+    return int(content_range[1]) == start if content_range else start > 0

@@ -1,9 +1,9 @@
 """Write the tar stream of a squashfs file from the members of an image.
 
-The stream is a function of the image alone: no current time, no owner, no trace of the exported container. It has the
-files that enroot reads, instead of the image's own: its environment in
-/etc/environment, its working directory, entrypoint and command in /etc/rc, its volumes in /etc/fstab, and an
-/etc/rc.local that does nothing: enroot runs the one and mounts the other, which no image expects.
+The stream depends only on the image: it has no current time, no owners, and no trace of the exported container. Files
+that enroot reads replace the image's own: /etc/environment has its variables, /etc/rc its working directory, entrypoint
+and command, and /etc/fstab its volumes. /etc/rc.local does nothing. With the image's own files, enroot would run its
+rc.local and mount its fstab, which no image expects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_SBOM_BYTES = 64 << 20
 _KEPT = (FILE, LINK, SYMLINK, FOLDER)
 _DEVICES_AND_PIPES = (b"3", b"4", b"6")
 _REPLACED = (b"etc/environment", b"etc/rc", b"etc/rc.local", b"etc/fstab")
-_OF_THE_CONTAINER = (b".dockerenv", *_REPLACED)
+_NOT_OF_THE_IMAGE = (b".dockerenv", *_REPLACED)
 _RC_LOCAL = "# /etc/rc sources this file before the container's command starts.\n"
 _FSTAB_ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
 
@@ -45,7 +45,17 @@ Entry = tuple[Member, "Iterator[bytes]"]
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """How an image is run."""
+    """How an image is run.
+
+    Attributes:
+        environment: its variables, as `NAME=value`.
+        entrypoint: the command's first words.
+        command: the words that follow, which the user's command replaces.
+        working_directory: where the command starts.
+        volumes: folders that are mounted as separate file systems.
+        labels: its labels.
+        created: when it was built, in seconds since 1970.
+    """
 
     environment: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
@@ -58,7 +68,14 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of the stream; devices and pipes are left out of it."""
+    """The contents of the stream.
+
+    Attributes:
+        num_entries: number of files, links and folders.
+        num_bytes: total bytes of the files.
+        sbom: the image's SBOM; empty if it has none.
+        left_out: paths of devices and pipes, which are not in the stream.
+    """
 
     num_entries: int = 0
     num_bytes: int = 0
@@ -69,17 +86,17 @@ class Contents:
 def write_root(
     entries: Iterable[Entry], config: ImageConfig, sink: Writable, advance: Callable[[int], None] = lambda _: None
 ) -> Contents:
-    """Write the root file system of an image; `advance` is called with the bytes of content."""
-    root, wanted, left_out = _RootWriter(sink, config.created, advance), _WantedFolders(config), []
+    """Write the root file system of an image; `advance` is called with the size of each chunk of content."""
+    root, required, left_out = _RootWriter(sink, config.created, advance), _RequiredFolders(config), []
     for member, chunks in entries:
-        if not _belongs(member):
+        if not _is_of_image(member):
             continue
         if member.kind in _DEVICES_AND_PIPES:
             left_out.append(member.path.decode(errors="replace"))
             continue
-        wanted.see(member)
+        required.see(member)
         root.write(member, chunks)
-    for path in wanted.missing():
+    for path in required.missing():
         root.write(Member(path, FOLDER, 0o755), iter(()))
     texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
     for path, text in zip(_REPLACED, texts, strict=True):
@@ -89,8 +106,8 @@ def write_root(
     return Contents(root.num_entries, root.num_bytes, bytes(root.sbom), tuple(left_out))
 
 
-class _WantedFolders:
-    """Folders that have to be there: /etc, the working directory and the volumes, with all above them."""
+class _RequiredFolders:
+    """Folders that have to exist: /etc, the working directory and the volumes, with their parents."""
 
     def __init__(self, config: ImageConfig) -> None:
         folders = ("etc", config.working_directory, *config.volumes)
@@ -99,7 +116,7 @@ class _WantedFolders:
                                            for end in range(1, len(parts) + 1)}  # fmt: skip
 
     def see(self, member: Member) -> None:
-        """Record the folders that the image itself has."""
+        """Record that the image itself has a path, and of which kind."""
         if member.path in self._kinds:
             self._kinds[member.path] = member.kind
 
@@ -116,25 +133,25 @@ class _WantedFolders:
 
 
 def _parts(folder: str) -> list[bytes]:
-    """Return the names that a path is made of; none if it leads out of the image."""
+    """Return the components of a path; none if it leads out of the image."""
     parts = [part for part in folder.encode().split(b"/") if part not in (b"", b".")]
     return [] if b".." in parts else parts
 
 
-def _belongs(member: Member) -> bool:
+def _is_of_image(member: Member) -> bool:
     path = member.path
-    if not path or path in _OF_THE_CONTAINER or path.startswith(b"dev/"):
+    if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
         return False
     if member.kind not in (*_KEPT, *_DEVICES_AND_PIPES):
         raise ImageError(
-            f"the image has a file of a kind that ftkit does not know: {path!r} ({member.kind!r})",
+            f"the image has a file of a type that ftkit does not support: {path!r} ({member.kind!r})",
             fix="import it with enroot",
         )
     return True
 
 
 class _RootWriter:
-    """Writes members, no newer than the image itself: docker made newer ones for the export."""
+    """Writes members; none is newer than the image, because docker creates newer ones for the export."""
 
     def __init__(self, sink: Writable, newest: int, advance: Callable[[int], None]) -> None:
         self._sink, self._newest, self._advance = sink, newest, advance
@@ -143,7 +160,7 @@ class _RootWriter:
 
     def write(self, member: Member, chunks: Iterator[bytes]) -> None:
         """Write a member with its content."""
-        mode, mtime = _owner_can(member), min(member.mtime, self._newest)
+        mode, mtime = _usable_mode(member), min(member.mtime, self._newest)
         write_member(self._sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
         keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
         for chunk in chunks:
@@ -156,8 +173,8 @@ class _RootWriter:
         self.num_bytes += member.size
 
 
-def _owner_can(member: Member) -> int:
-    """Return the mode with the permissions that the owner needs: in the container the user is not root."""
+def _usable_mode(member: Member) -> int:
+    """Return the mode with the permissions that a file's owner needs: in the container the user is not root."""
     if member.kind == FOLDER:
         return member.mode | 0o700
     if member.kind == SYMLINK:
@@ -166,7 +183,7 @@ def _owner_can(member: Member) -> int:
 
 
 def fstab_file(config: ImageConfig) -> str:
-    """Return enroot's mounts: each volume over itself, so that it is a separate file system as with docker."""
+    """Return enroot's mounts: each volume is bind-mounted over itself, as a separate file system like docker's."""
     paths = [b"/".join(parts).decode() for volume in config.volumes if (parts := _parts(volume))]
     volumes = [f"/{path}".translate(_FSTAB_ESCAPES) for path in paths]
     return "".join(
@@ -175,7 +192,7 @@ def fstab_file(config: ImageConfig) -> str:
 
 
 def environment_file(config: ImageConfig) -> str:
-    """Return the image's variables, one `NAME=value` a line. The file can't hold a value with a line break."""
+    """Return the image's variables, one `NAME=value` per line. Values with a line break are left out."""
     return "".join(f"{pair}\n" for pair in config.environment if "\n" not in pair)
 
 

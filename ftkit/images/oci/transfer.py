@@ -1,4 +1,4 @@
-"""Retries and deadlines of transfers: HTTP libraries bound each read alone, so a trickle of bytes would never end."""
+"""Retries and deadlines of transfers. HTTP libraries limit only each read: a trickle of bytes would never end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_SECONDS = (1.0, 3.0, 9.0)
 
 
 class TransientError(ImageError):
-    """A failure that may be gone in a moment: a lost connection, a registry that restarts."""
+    """A failure that may be temporary, such as a lost connection or a restart of the registry."""
 
 
 class StalledError(TransientError):
@@ -29,7 +29,7 @@ class StalledError(TransientError):
 
 
 def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Sequence[float] | None = None) -> ResultT:
-    """Return what `attempt` returns; after each TransientError wait the next of `waits` and retry."""
+    """Return what `attempt` returns; after each `TransientError`, wait for the next of `waits` seconds and retry."""
     for wait in RETRY_SECONDS if waits is None else waits:
         try:
             return attempt()
@@ -46,11 +46,11 @@ class DeadlineError(Exception):
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
     """Return what `work` returns, or raise what it raises.
 
-    It runs in a thread that is abandoned when the time is over: a blocked read can't be interrupted, whether it
-    waits for a header, a body or TLS. The thread does not keep the process from ending.
+    It runs in a thread that is abandoned at the deadline: a blocked read can't be interrupted, whether it waits for a
+    header, a body or TLS. The thread does not keep the process from ending.
 
     Raises:
-        DeadlineError: the time is over.
+        DeadlineError: the work takes longer than `seconds`.
     """
     result: Future[ResultT] = Future()
 

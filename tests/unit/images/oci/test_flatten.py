@@ -129,7 +129,7 @@ def test_a_hard_link_to_itself_is_an_error(tmp_path: Path, entries: list[Entry])
 def test_a_layer_that_does_not_match_the_configuration_is_rejected(tmp_path: Path) -> None:
     layer = make_layer(tmp_path / "0", [("a", "content", "file")], zipped=True)
     other = make_layer(tmp_path / "1", [("a", "altered", "file")], zipped=True)
-    with pytest.raises(ImageError, match="not the one that its configuration says"):
+    with pytest.raises(ImageError, match="not the one that its configuration lists"):
         list(flatten([replace(layer, blob=other.blob)]))
 
 

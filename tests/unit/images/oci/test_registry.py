@@ -149,7 +149,7 @@ def test_bytes_beyond_the_size_in_the_manifest_are_not_written(
     registry: Registry, behavior: Behavior, tmp_path: Path
 ) -> None:
     behavior.blob = BLOB * 3
-    with pytest.raises(ImageError, match="sends more than"):
+    with pytest.raises(ImageError, match="sent more than"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert (tmp_path / "blob").stat().st_size <= len(BLOB)
 

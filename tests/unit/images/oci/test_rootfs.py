@@ -44,7 +44,7 @@ def test_devices_are_skipped_and_reported() -> None:
 
 
 def test_an_unknown_kind_of_file_is_rejected() -> None:
-    with pytest.raises(ImageError, match="does not know"):
+    with pytest.raises(ImageError, match="does not support"):
         written([(Member(b"sparse", b"S"), b"")])
 
 
