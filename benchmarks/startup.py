@@ -1,6 +1,7 @@
 """Benchmark start-up of the command line: medians of whole processes, relative to the required imports.
 
 Usage: python benchmarks/startup.py [--repeats 10] [--runs 1000]
+The exit status is 1 if a command exceeds its limit.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def measure(cases: list[Case], workspace: Path, repeats: int) -> list[list[float
     return seconds
 
 
-def main() -> None:
+def main() -> int:
     """Print a Markdown table: medians, and the median ratio to the baseline of the same round."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
@@ -121,10 +122,13 @@ def main() -> None:
         seconds = measure(CASES, workspace, options.repeats)
     print(f"medians of {options.repeats} processes; {options.runs} runs in the workspace\n")
     print("| command | CPU seconds | times the baseline | at most |\n|---|---|---|---|")
+    is_slow = False
     for case, measured in zip(CASES, seconds, strict=True):
         ratio = statistics.median(one / base for one, base in zip(measured, seconds[0], strict=True))
         print(f"| `{case.title}` | {statistics.median(measured):.2f} | {ratio:.1f} | {case.limit or ''} |")
+        is_slow |= case.limit is not None and ratio > case.limit
+    return int(is_slow)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

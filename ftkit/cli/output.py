@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,7 +75,7 @@ def _show_details() -> Iterator[None]:
     handler, level = _Details(), _log.level
     _log.addHandler(handler)
     _log.setLevel(logging.DEBUG)
-    _log.debug("ftkit %s in %s, Python %s", __version__, Path(__file__).parents[1], platform.python_version())
+    _log.debug("ftkit %s in %s, Python %s", __version__, Path(__file__).parents[1], sys.version.partition(" ")[0])
     try:
         yield
     finally:
