@@ -1,4 +1,4 @@
-"""`python -m ftkit.health`: check this node, in a job together with its other nodes. Needs torch, but not Slurm."""
+"""`python -m ftkit.health`: check this node, together with the other nodes of its job. Needs torch, but not Slurm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WARNING_PREFIX = "ftkit-warning "
 
 def main(words: list[str]) -> int:
     """Check this node; print the report, return the exit code."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch prints a page for each missing node
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a page for each missing node
     options = _parser().parse_args(words)
     device, num_devices, gpu = _devices(options)
     host = options.host or socket.gethostname()
@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
     )
     report = check_node(job, os.environ)
     failed = "; ".join(f"{each} ({each.fix})" if each.fix else str(each) for each in report.failed)
-    if options.in_job:  # many nodes write to one stream: whole lines, each with its node's name
+    if options.in_job:  # many nodes write to one stream: write whole lines, each with the node's name
         sys.stdout.write(f"{REPORT_PREFIX}{json.dumps(as_json(report))}\n")
         warnings = [each for each in report.findings if each.status == "warning"]
         sys.stdout.write("".join(f"{WARNING_PREFIX}{host}: {one_line(str(each))}\n" for each in warnings))
@@ -61,24 +61,24 @@ def main(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ftkit.health", description="Check this node.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--short", action="store_true", help="the form that runs before training")
+    parser.add_argument("--short", action="store_true", help="skip slow checks, as the preflight of a run does")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--num-devices", type=int, help="GPUs of the node; all that torch sees if not given")
-    parser.add_argument("--gpu", choices=get_args(GpuModel), help="model; recognized by its name if not given")
+    parser.add_argument("--num-devices", type=int, help="number of GPUs of the node; default: all that torch sees")
+    parser.add_argument("--gpu", choices=get_args(GpuModel), help="GPU model; default: detected")
     parser.add_argument("--network-gbps", type=float, help="bandwidth of a node's network, in Gbit/s")
     parser.add_argument("--local-dir", default="/tmp", help="folder on the node's own disk")  # noqa: S108
-    parser.add_argument("--shared-file", help="a file that every node must see")
+    parser.add_argument("--shared-file", help="a file that must exist on every node")
     parser.add_argument("--host", help="name of this node among --hosts")
-    parser.add_argument("--hosts", default="", help="all nodes of the job, with commas between them")
-    parser.add_argument("--port", type=int, default=29400, help="first of some ports on the nodes")
+    parser.add_argument("--hosts", default="", help="all nodes of the job, separated by commas")
+    parser.add_argument("--port", type=int, default=29400, help="first of several ports to use on the nodes")
     parser.add_argument("--wait-seconds", type=float, default=60, help="how long to wait for nodes that start late")
-    parser.add_argument("--absent-dir", help="folder in which HOST.absent says that a node's checks did not run")
+    parser.add_argument("--absent-dir", help="folder in which HOST.absent marks a node whose checks did not run")
     parser.add_argument("--in-job", action="store_true", help="print one line each of report and verdict; exit with 0")
     return parser
 
 
 def _devices(options: argparse.Namespace) -> tuple[MeasuredDevice, int, GpuModel | None]:
-    """Return the settings of the checks, with torch's values for those that were not given."""
+    """Return device, number of devices and GPU model: as given, else as torch detects them."""
     device, count, gpu = options.device, options.num_devices, options.gpu
     if device == "cpu":
         return "cpu", count or 1, None

@@ -1,9 +1,9 @@
 """Expected performance of GPUs and networks, and thresholds for faults.
 
-Peaks are those of the vendors' data sheets (`ftkit.planning.setup`). The fractions are those of large matmuls and
-NCCL's collectives on healthy nodes, with a margin: cuBLAS reaches 65 to 75 % of the dense bf16 peak of an H100 or H200
-with matrices of 8,192 x 8,192, and half of an L4's, because of its 72 W. nccl-tests' all-reduce reaches 75 % or more of
-NVLink's one-way bandwidth between the GPUs of a node, and of the network's between nodes.
+Peaks are from the vendors' data sheets (`ftkit.planning.setup`). The fractions are what large matmuls and NCCL's
+collectives reach on healthy nodes, minus a margin: cuBLAS reaches 65 to 75 % of the dense bf16 peak of an H100 or H200
+with matrices of 8,192 x 8,192, and half of an L4's, because of its 72 W limit. nccl-tests' all-reduce reaches 75 % or
+more of NVLink's one-way bandwidth between the GPUs of a node, and of the network's bandwidth between nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEMORY_SHARE: Final = 0.7
 _LINK_SHARE: Final = 0.5
 _NETWORK_SHARE: Final = 0.5
 OUTLIER: Final = {"cuda": 0.85, "cpu": 0.1}
-"""Fraction of the median of all devices below which one is an outlier. CPUs are shared with other work."""
+"""Fraction of the median of all devices below which a device is an outlier. CPUs are shared with other processes."""
 
 
 def least_matmul(gpu: GpuModel | None) -> float | None:
@@ -48,12 +48,12 @@ def least_network_bandwidth(network_gbps: float | None) -> float | None:
 
 
 def all_reduce_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Return nccl-tests' bus bandwidth in GB/s: S/t x 2(n-1)/n, S bytes on each rank (its doc/PERFORMANCE.md)."""
+    """Return nccl-tests' bus bandwidth in GB/s: S/t x 2(n-1)/n, with S bytes on each rank (its doc/PERFORMANCE.md)."""
     return num_bytes / seconds * 2 * (num_ranks - 1) / num_ranks / 1e9
 
 
 def all_gather_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
-    """Return nccl-tests' bus bandwidth in GB/s: S/t x (n-1)/n, S bytes gathered on each rank."""
+    """Return nccl-tests' bus bandwidth in GB/s: S/t x (n-1)/n, with S bytes gathered on each rank."""
     return num_bytes / seconds * (num_ranks - 1) / num_ranks / 1e9
 
 

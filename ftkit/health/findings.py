@@ -24,7 +24,7 @@ class Finding:
         status: `failed` keeps a run from working or from being as fast as it should; `unknown` could not be checked.
         value: observed value.
         fix: what to do next; empty if nothing is wrong.
-        gpu: index of the GPU; None: it is about the whole machine.
+        gpu: index of the GPU; None if it is about the whole machine.
     """
 
     check: str
@@ -44,10 +44,10 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def start_all(works: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
-    """Start functions side by side, and return what each will return.
+    """Start functions concurrently, and return their futures.
 
-    Their threads do not keep the process from ending: a name server or a file system that never answers can't be
-    interrupted, but the caller can stop waiting for it.
+    They run in daemon threads, which don't keep the process alive: a name server or a file system that never responds
+    can't be interrupted, but the caller can stop waiting for it.
     """
 
     def run(work: Callable[[], ResultT], result: Future[ResultT]) -> None:

@@ -27,9 +27,9 @@ from ftkit.planning.layout import Workspace
 
 _TIMEOUT_SECONDS: Final = 2.0
 CHECK_SECONDS: Final = 3.0
-"""For all checks together; a name server or a file system may answer much later, or never."""
+"""Time for all checks together; a name server or a file system may respond much later, or never."""
 _FEW_GIB: Final = 100
-"""Free space for checkpoints, prepared data and an export, below which there is a warning."""
+"""Free space for checkpoints, prepared data and an export; less is a warning."""
 _CLOCK_SECONDS: Final = 5.0
 """Largest difference of clocks: a larger one makes leases, file times and certificates unreliable."""
 _PROXIED: Final = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -48,7 +48,7 @@ class LoginNode:
 
 
 def check_login_node(node: LoginNode) -> list[Finding]:
-    """Run all checks side by side; one that takes longer than `CHECK_SECONDS` is reported as such."""
+    """Run all checks concurrently; one that takes longer than `CHECK_SECONDS` is reported as a warning."""
     deadline = time.monotonic() + CHECK_SECONDS
     results = start_all([partial(check, node) for check in _CHECKS.values()])
     findings: list[Finding] = []
@@ -99,8 +99,9 @@ def _check_partition(node: LoginNode) -> list[Finding]:
     findings = [Finding("partition", "ok", f"{chosen[0].name}, {sum(each.num_nodes for each in chosen)} nodes")]
     most = max(each.gpus_per_node for each in chosen)
     if cluster.gpu_request != "none" and cluster.gpus_per_node > most and cluster.device != "cpu":
-        fix = "set 'gpus_per_node:' in the profile; 'gpu_request: none' where Slurm does not know of the GPUs"
-        findings.append(Finding("GPUs", "failed", f"the profile has {cluster.gpus_per_node} a node, Slurm {most}", fix))
+        fix = "set 'gpus_per_node:' in the profile; 'gpu_request: none' if Slurm does not know about the GPUs"
+        value = f"the profile has {cluster.gpus_per_node} per node, Slurm {most}"
+        findings.append(Finding("GPUs", "failed", value, fix))
     if cluster.account and node.site.accounts and cluster.account not in node.site.accounts:
         fix = f"set 'account:' to one of {', '.join(node.site.accounts)}"
         findings.append(Finding("account", "failed", f"'{cluster.account}' is not yours", fix))
@@ -122,7 +123,7 @@ def _check_runtime(node: LoginNode) -> list[Finding]:
         "apptainer": (
             f"Apptainer {site.apptainer}" if site.apptainer else "",
             "neither apptainer nor singularity is on PATH",
-            "load its module, in the profile's 'setup:' for the jobs too",
+            "load its module here, and in the profile's 'setup:' for jobs",
         ),
         "docker": (
             f"docker {site.docker}" if site.docker else "",
@@ -141,7 +142,7 @@ def _which(program: str, node: LoginNode) -> str | None:
 
 
 def _check_workspace(node: LoginNode) -> list[Finding]:
-    """Check that the workspace is writable and shared, has free space, and the same time as this machine."""
+    """Check that the workspace is writable, shared, has free space, and that its clock agrees with this machine's."""
     root = node.workspace.root
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
         return [Finding("workspace", "failed", f"{root}: {one_line(error)}", fix)]
     findings = [Finding("workspace", "ok", str(root))]
     if node.cluster.scheduler == "slurm" and not any(root.is_relative_to(mount) for mount in node.site.shared_folders):
-        fix = "nodes must see it under the same path; 'ftkit doctor --nodes all' checks this"
+        fix = "nodes must have it at the same path; 'ftkit doctor --nodes all' checks this"
         findings.append(Finding("shared", "unknown", f"{root} is not on a network file system known to ftkit", fix))
     is_small = free_gib < _FEW_GIB
     fix = "a 7B model's checkpoint in full training is about 90 GiB: make room, or set another 'workspace:'"
@@ -164,7 +165,7 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
     skew = abs(stamp - before)
     if skew > _CLOCK_SECONDS:
         value = f"this machine and the file system of the workspace differ by {skew:.0f} s"
-        findings.append(Finding("clock", "failed", value, "have the clocks set by NTP"))
+        findings.append(Finding("clock", "failed", value, "synchronize the clocks with NTP"))
     return findings
 
 
@@ -229,13 +230,13 @@ def _check_hub(node: LoginNode) -> list[Finding]:
     findings = [Finding("hub", "ok" if answer.is_there else "warning", f"{endpoint}: {answer.text}", fix)]
     if answer.skew is not None and abs(answer.skew) > _CLOCK_SECONDS:
         value = f"{abs(answer.skew):.0f} s {'behind' if answer.skew > 0 else 'ahead of'} the hub"
-        findings.append(Finding("clock", "warning", value, "have this machine's clock set by NTP"))
+        findings.append(Finding("clock", "warning", value, "synchronize this machine's clock with NTP"))
     try:
         token = read_token(environment)
     except FtkitError as error:
         return [*findings, Finding("hub token", "failed", error.what, error.fix)]
     if token:
-        return [*findings, Finding("hub token", "ok", "there is one")]
+        return [*findings, Finding("hub token", "ok", "found")]
     fix = "gated models need one: HF_TOKEN in the environment or in .env, or 'hf auth login'"
     return [*findings, Finding("hub token", "unknown", "none", fix)]
 
@@ -252,7 +253,7 @@ class _Answer:
 def _ask(url: str, environment: Mapping[str, str]) -> _Answer:
     """Send a request to a server; a refusal counts as a response."""
     if urlsplit(url).scheme not in ("http", "https"):
-        return _Answer(is_there=False, text="not an address of HTTP")
+        return _Answer(is_there=False, text="not an HTTP address")
     proxy = next((environment[name] for name in _PROXIED if environment.get(name)), None)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({"https": proxy} if proxy else {}))
     try:
@@ -282,4 +283,4 @@ _CHECKS: Final[dict[tuple[str, str], Callable[[LoginNode], list[Finding]]]] = {
     ("registry", _NO_NETWORK): _check_registry,
     ("hub", _NO_NETWORK): _check_hub,
 }
-"""The checks, each with its subject, and what to do if it does not end."""
+"""The checks, by subject and advice if a check does not end in time."""

@@ -1,4 +1,4 @@
-"""Checks of the node that a process runs on: its disks, its shared folder, its driver and the state of its GPUs."""
+"""Checks of this node: its disks, its shared folder, its driver and the state of its GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DCGM_SECONDS: Final = 40.0
 _LEAST_FREE_GIB: Final = 2
 """Free space on the local disk for compiled kernels and temporary files of one run."""
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
-"""Minimum MB/s of one writer; below it, loading weights and writing checkpoints take hours."""
+"""Minimum MB/s of one writer: at less, loading weights and writing checkpoints take hours."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Expectation:
 
     Attributes:
         local_dir: folder on its own disk.
-        shared_file: a file that the submitting machine wrote on the shared file system; None without one.
-        num_gpus: GPUs; 0: training on CPUs.
-        device_name: the driver's name of them; empty if unknown.
+        shared_file: a file that the submitting machine wrote to the shared file system; None without one.
+        num_gpus: number of GPUs; 0 for training on CPUs.
+        device_name: the driver's name for the GPUs; empty if unknown.
     """
 
     local_dir: Path
@@ -55,9 +55,9 @@ def check_machine(
     Args:
         expected: its expected properties.
         nvml: its GPUs, or why NVML is unavailable.
-        environment: of the container.
-        mib: amount written to each disk.
-        is_short: skip NVIDIA's diagnostics, which take some ten seconds.
+        environment: environment of the container.
+        mib: amount to write to each disk, in MiB.
+        is_short: skip NVIDIA's diagnostics, which take about ten seconds.
     """
     findings = [_check_disk("local disk", expected.local_dir, mib)]
     if expected.shared_file is not None:
@@ -78,7 +78,7 @@ def _check_shared(marker: Path, mib: int) -> Finding:
     if not marker.is_file():
         fix = "mount the file system on this node, or set 'workspace:' to one that all nodes have"
         return Finding(
-            "shared disk", "failed", f"{marker.parent} is not the folder that the submitting machine sees", fix
+            "shared disk", "failed", f"{marker.parent} is not the same folder as on the submitting machine", fix
         )
     return _check_disk("shared disk", marker.parent, mib)
 
@@ -99,15 +99,15 @@ def _check_disk(name: str, folder: Path, mib: int) -> Finding:
         speed = mib * _MIB / (time.perf_counter() - start) / 1e6
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = "remove what fills it" if is_full else "mount it, or set another folder in the profile"
+        fix = "free up space" if is_full else "mount it, or set another folder in the profile"
         return Finding(name, "failed", f"{folder}: {one_line(error)}", fix)
     finally:
         path.unlink(missing_ok=True)
     value = f"{folder}: {speed:,.0f} MB/s, {free_gib:,.0f} GiB free"
     if name == "local disk" and free_gib < _LEAST_FREE_GIB:
-        return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "remove what fills it")
+        return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "free up space")
     if speed < _SLOW_MB[name]:
-        return Finding(name, "warning", f"{value}: slow", "check for other jobs that write there")
+        return Finding(name, "warning", f"{value}: slow", "check whether other jobs write to it")
     return Finding(name, "ok", value)
 
 
@@ -115,17 +115,17 @@ def _check_disk(name: str, folder: Path, mib: int) -> Finding:
 
 
 def _check_driver(nvml: Nvml, environment: Mapping[str, str]) -> list[Finding]:
-    """Compare the driver with the CUDA of the image, by CUDA's minor version compatibility."""
+    """Compare the driver with the image's CUDA: minor versions of the same major version are compatible."""
     needed = image_cuda(environment)
     value = f"{nvml.driver}" + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
     if nvml.cuda and needed and nvml.cuda[0] < needed[0]:
-        fix = f"install a driver for CUDA {needed[0]}, or take an image with CUDA {nvml.cuda[0]}"
+        fix = f"install a driver for CUDA {needed[0]}, or use an image with CUDA {nvml.cuda[0]}"
         return [Finding("driver", "failed", f"{value}; the image has CUDA {needed[0]}.{needed[1]}", fix)]
     return [Finding("driver", "ok", value)]
 
 
 def image_cuda(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the CUDA of this container: CUDA_VERSION, which NVIDIA's images set, else that of torch's package."""
+    """Return this container's CUDA version: CUDA_VERSION, which NVIDIA's images set, else that of the torch package."""
     text = environment.get("CUDA_VERSION", "")
     if not text:
         try:
@@ -163,14 +163,14 @@ def _check_dcgm() -> list[Finding]:
         return [Finding("DCGM", "unknown", error.what)]
     failed = re.findall(r"\|\s*([^|]+?)\s*\|\s*Fail", done.stdout)
     if failed:
-        return [Finding("DCGM", "failed", ", ".join(failed), "look at 'dcgmi diag -r 1' on that node")]
+        return [Finding("DCGM", "failed", ", ".join(failed), "run 'dcgmi diag -r 1' on that node")]
     if done.returncode != 0:
         return [Finding("DCGM", "unknown", one_line(done.stderr or done.stdout))]
     return [Finding("DCGM", "ok", "diagnostics of level 1 pass")]
 
 
 def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
-    """Yield the faults of a GPU; a single GPU in a virtual machine has inactive links."""
+    """Yield the faults of a GPU; without peers, inactive links are normal (a single GPU in a virtual machine)."""
     index = gpu.index
     if gpu.uncorrected_errors:
         yield Finding("ECC", "failed", f"{gpu.uncorrected_errors} uncorrected errors", "reset the GPU or reboot", index)
@@ -180,7 +180,7 @@ def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
         yield Finding("row remap", "warning", "a memory row waits to be replaced", "reset the GPU or reboot", index)
     if gpu.retired_pages:
         yield Finding(
-            "retired pages", "warning", str(gpu.retired_pages), "watch it: 60 and it has to be replaced", index
+            "retired pages", "warning", str(gpu.retired_pages), "monitor it: at 60, the GPU must be replaced", index
         )
     faults = [reason for reason in gpu.throttle if reason in FAULTY_REASONS]
     if faults:
@@ -190,7 +190,7 @@ def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
         value = f"{gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
         yield Finding("power limit", "warning", value, "nvidia-smi --power-limit sets it", index)
     generation, width, most_generation, most_width = gpu.pcie
-    if width and most_width and width < most_width:  # the generation drops when a GPU is idle, the width does not
+    if width and most_width and width < most_width:  # unlike the width, the generation drops when a GPU is idle
         value = f"x{width} of x{most_width} (generation {generation} of {most_generation})"
         yield Finding("PCIe", "failed", value, "reseat the GPU, or its riser", index)
     if has_peers and gpu.active_links < gpu.num_links:

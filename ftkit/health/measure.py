@@ -1,4 +1,4 @@
-"""Processes that measure one device each: matmuls, memory, and collectives. The only module here that imports torch.
+"""Processes that measure one device each: matmuls, memory, and collectives.
 
 A process that hangs in a collective, as NCCL does on a broken network, is killed, and restarted for the next request.
 """
@@ -85,7 +85,7 @@ class DeviceProcesses:
         self._running: list[tuple[SpawnProcess, Connection]] = []
 
     def rates(self, *, is_short: bool) -> list[DeviceRates]:
-        """Measure each device separately, all concurrently: as in training, they share power and cooling."""
+        """Measure all devices at the same time, because they share power and cooling, as in training."""
         rates: list[DeviceRates] = self._ask([("rates", is_short)] * self.count, _START_SECONDS)
         return rates
 
@@ -180,7 +180,7 @@ def _serve(connection: Connection, device: MeasuredDevice, index: int) -> None:
 
 
 def _select_device(device: MeasuredDevice, index: int) -> str | None:
-    """Make a device this process's; return the reason if it can't be used."""
+    """Select this process's device; return the reason if it can't be used."""
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
         return None
@@ -225,7 +225,7 @@ def _measure_rates(device: MeasuredDevice, *, is_short: bool) -> DeviceRates:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-    # Some seconds, so that clocks settle at the limits of power and cooling.
+    # A few seconds, so that clocks settle at the limits of power and cooling.
     repeats = (100 if is_short else 1000) if on_gpu else 5
     matmul = 2 * width**3 / _seconds(lambda: torch.mm(left, right, out=out), device, repeats) / 1e12
     source = torch.empty(2**30 if on_gpu else 2**24, device=device, dtype=torch.uint8)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _GROUP_SECONDS: Final = 40.0
 _PAIR_ROUNDS: Final = 3
-"""Rounds of pairs: a slow node is slow with all of its partners, its partners only with it."""
+"""Rounds of pairs: a slow node is slow with all of its partners, while they are slow only with it."""
 _FAST_NETWORK_GBPS: Final = 100
 _CLOCK_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.1
@@ -51,17 +51,17 @@ _POLL_SECONDS: Final = 0.1
 
 @dataclass(frozen=True)
 class NodeJob:
-    """Checks of one node.
+    """The checks to run on one node.
 
     Attributes:
-        host: its name among `hosts`, which are all nodes of the job.
-        port: of the rendezvous on the first responding node; the following ports are for measurements.
-        device: of training, with `num_devices` on each node.
-        gpu: model in the cluster's profile, if known.
-        network_gbps: of a node, if known.
+        host: name of the node among `hosts`, which are all nodes of the job.
+        port: port of the rendezvous on the first responding node; the following ports are for measurements.
+        device: device of training, with `num_devices` on each node.
+        gpu: GPU model in the cluster's profile, if known.
+        network_gbps: network bandwidth of a node, in Gbit/s, if known.
         local_dir: folder on the node's own disk.
         shared_file: a file that exists if the shared file system is mounted.
-        is_short: the form before training: pairs only after a failed check.
+        is_short: skip slow checks, as before training: pairs are measured only if all nodes together failed.
         wait_seconds: maximum wait for nodes that start late.
         absent_dir: folder in which HOST.absent marks a node that will not take part.
     """
@@ -86,12 +86,12 @@ class NodeReport:
 
     Attributes:
         host: its name.
-        findings: of all checks.
+        findings: findings of all checks.
         devices: rates of each device.
         within: collectives among the devices of the node.
         between: collectives among all healthy nodes.
-        pairs: bus bandwidth in GB/s of all-reduces with one other node each.
-        time: by the node's clock, when all nodes had joined.
+        pairs: bus bandwidth in GB/s of all-reduces with another node, by its name.
+        time: time of the node's clock when all nodes had joined.
         seconds: duration of the checks.
     """
 
@@ -106,7 +106,7 @@ class NodeReport:
 
     @property
     def failed(self) -> list[Finding]:
-        """Reason why the node can't be used."""
+        """Reasons why the node can't be used; empty if it can."""
         return failures(self.findings)
 
 
@@ -158,9 +158,9 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
 
 
 def _below_peak(job: NodeJob) -> Status:
-    """Return the status of a rate below the data sheet's: before training, only the comparison with other nodes fails.
+    """Return the status of a rate below the expected one: before training, a warning; only slower than others fails.
 
-    A site may limit the power of all its GPUs, or a profile may have too fast a network, without a fault of the node.
+    A site may limit the power of all its GPUs, or a profile may overstate the network, without a fault of the node.
     """
     return "warning" if job.is_short else "failed"
 
@@ -192,7 +192,7 @@ def _judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: f
 
 
 class _Meeting:
-    """Exchange of findings between the nodes of a job: a torch store on the first node that responds."""
+    """The rendezvous of a job's nodes, which exchange findings through a torch store on the first responding node."""
 
     def __init__(self, job: NodeJob) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - it is exported by name only
@@ -229,7 +229,7 @@ class _Meeting:
         return folder is not None and (folder / f"{host}.absent").exists()
 
     def decide(self, topic: str, value: Any) -> Any:
-        """Return the value of the rendezvous' host, since nodes may have seen different values."""
+        """Return the value of the store's host, because nodes may have different values."""
         if self._store is None or self.is_host:
             if self._store is not None:
                 self._store.set(topic, json.dumps(value))
@@ -242,7 +242,7 @@ class _Meeting:
 
 
 def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport) -> NodeReport:
-    """Return the report of a node's own checks with those beside the other nodes."""
+    """Return the report of a node's own checks, extended by the checks with the other nodes."""
     meeting = _Meeting(job)
     good = meeting.share("alone", not alone.failed, job.hosts)
     now = time.time()
@@ -255,8 +255,8 @@ def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport)
     if job.host in members and len(members) > 1:
         between, judged = _measure_between(job, processes, members)
         findings += judged
-        works = meeting.share("between", between is not None, members)
-        if not job.is_short or not all(works.values()):
+        succeeded = meeting.share("between", between is not None, members)
+        if not job.is_short or not all(succeeded.values()):
             pairs = _measure_pairs(job, processes, members)
     numbers = {
         "matmul": [each.matmul for each in alone.devices],
@@ -266,14 +266,16 @@ def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport)
     }
     shared = meeting.share("numbers", numbers, tuple(good))
     findings += judge_beside_others(job.host, job.device, shared)
-    meeting.share("end", value=True, hosts=tuple(shared) if meeting.is_host else ())  # its store is read until then
+    meeting.share(
+        "end", value=True, hosts=tuple(shared) if meeting.is_host else ()
+    )  # until then, others read its store
     return replace(alone, findings=tuple(findings), between=between, pairs=pairs, time=now)
 
 
 def _measure_between(
     job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]
 ) -> tuple[CollectiveRates | None, list[Finding]]:
-    """Return the rates among all nodes, None if they failed, and what is to be said of them."""
+    """Return the rates among all nodes, None if they failed, and the findings about them."""
     position = members.index(job.host)
     num_bytes = 2**30 if job.device == "cuda" else 2**20
     group = Group(
@@ -327,12 +329,13 @@ def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Compare a node with the others: a node that differs from most is faulty, even without known reference values.
+    """Compare a node with the others: one that differs from most is faulty, even without reference values.
 
     Args:
         host: the node.
         device: the measured device.
-        numbers: of all nodes, by name: `matmul` of each device, `pair` with the best partner, `time`, `driver`.
+        numbers: measurements of all nodes, by name: `matmul` of each device in TFLOP/s, `pair` with the best partner in
+            GB/s, `time` in seconds, `driver`.
     """
     findings, own = [], numbers[host]
     every = [rate for each in numbers.values() for rate in each["matmul"]]
@@ -348,11 +351,11 @@ def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[st
     times = sorted(each["time"] for each in numbers.values() if each["time"])
     if times and abs(own["time"] - times[len(times) // 2]) > _CLOCK_SECONDS:
         value = f"differs by {own['time'] - times[len(times) // 2]:.0f} s from most nodes"
-        findings.append(Finding("clock", "warning", value, "have the clocks set by NTP"))
+        findings.append(Finding("clock", "warning", value, "synchronize the clocks with NTP"))
     drivers = [each["driver"] for each in numbers.values() if each["driver"]]
     usual = max(drivers, key=drivers.count, default=None)
     if own["driver"] and drivers.count(own["driver"]) < drivers.count(usual):
-        findings.append(Finding("driver", "warning", f"{own['driver']}; most nodes have {usual}", "install the same"))
+        findings.append(Finding("driver", "warning", f"{own['driver']}; most nodes have {usual}", "install that one"))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Query the GPU driver through NVML (nvidia-ml-py); only this module does.
+"""Query the GPU driver through NVML (nvidia-ml-py). No other module does.
 
 Values that a GPU or driver does not support are None. Constants are from NVIDIA's NVML API reference.
 """
@@ -37,20 +37,20 @@ class GpuHealth:
     """State of a GPU: properties that don't change during a job, and signs of faults.
 
     Attributes:
-        index: NVML's.
-        name: of the model.
+        index: NVML's index.
+        name: name of the GPU model.
         bus_id: PCI address.
-        memory_gib: memory.
-        power_limit: in W; `default_power_limit` is the vendor's.
-        max_clock: of the SMs, in MHz.
+        memory_gib: memory in GiB.
+        power_limit: power limit in W; `default_power_limit` is the vendor's.
+        max_clock: maximum clock of the SMs, in MHz.
         throttle: current reasons, named as in `THROTTLE_REASONS`.
         temperature: in degrees Celsius.
         uncorrected_errors: ECC errors since the driver was loaded.
-        retired_pages: of GPUs before Ampere.
+        retired_pages: number of retired memory pages, on GPUs before Ampere.
         is_remap_failed: whether a memory row could not be remapped: the GPU must be replaced.
-        is_remap_pending: whether a reset is needed.
-        pcie: current and maximum generation and width.
-        active_links: of `num_links` NVLinks.
+        is_remap_pending: whether a row is remapped at the next reset.
+        pcie: the PCIe link: current generation, current width, maximum generation, maximum width.
+        active_links: number of active NVLinks, of `num_links`.
     """
 
     index: int
@@ -98,7 +98,7 @@ class Nvml:
         return [self._health(index, handle) for index, handle in self._handles.items()]
 
     def samples(self) -> list[GpuSample]:
-        """Return the load of all GPUs: some hundred microseconds each."""
+        """Return the load of all GPUs, which takes some hundred microseconds per GPU."""
         return [self._sample(index, handle) for index, handle in self._handles.items()]
 
     def _health(self, index: int, handle: Any) -> GpuHealth:
@@ -165,7 +165,7 @@ class Nvml:
         return None if answer is None else float(answer.metrics[0].value)
 
     def _throttle(self, handle: Any) -> tuple[str, ...]:
-        # Drivers from 535 on may only have the newer name in future; nvidia-ml-py has both.
+        # The name before driver 535. A future driver may have only the newer one (EventReasons); nvidia-ml-py has both.
         bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
@@ -187,7 +187,7 @@ class Nvml:
 
 @contextmanager
 def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | str]:
-    """Yield the GPUs in CUDA_VISIBLE_DEVICES, or why NVML is unavailable."""
+    """Yield the GPUs in CUDA_VISIBLE_DEVICES, or the reason why NVML is unavailable."""
     try:
         import pynvml as library  # noqa: PLC0415 - not everywhere installed
     except ImportError:
@@ -205,7 +205,7 @@ def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | st
 
 
 def visible_indices(count: int, visible: str | None) -> list[int]:
-    """Return which of `count` GPUs a process may use; all with names other than numbers (UUIDs, MIG)."""
+    """Return the indices of the GPUs that a process may use, of `count`; all if names are not numbers (UUIDs, MIG)."""
     if visible is None:
         return list(range(count))
     words = [word.strip() for word in visible.split(",") if word.strip()]

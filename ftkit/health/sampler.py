@@ -45,7 +45,7 @@ THROTTLE_METRIC: Final = "ftkit_gpu_throttled"
 
 @contextmanager
 def sampling(layout: RunLayout) -> Iterator[None]:
-    """Run the sampler of this node during the block; training does not depend on it."""
+    """Sample this node's GPUs in another process during the block; training does not depend on it."""
     port = os.environ.get("FTKIT_METRICS_PORT", "")
     words = [sys.executable, "-m", "ftkit.health.sampler", str(layout.gpu_samples / f"{socket.gethostname()}.jsonl")]
     sampler = subprocess.Popen([*words, "--run", layout.root.name, *(["--metrics-port", port] if port else [])])
@@ -62,8 +62,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("file", type=Path, help="file that samples are appended to")
     parser.add_argument("--run", default="", help="name of the run, a label of the metrics")
     parser.add_argument("--interval", type=float, default=INTERVAL_SECONDS, help="seconds between samples")
-    parser.add_argument("--count", type=int, help="number of samples; until the parent ends if not given")
-    parser.add_argument("--metrics-port", type=int, help="port to serve Prometheus at")
+    parser.add_argument("--count", type=int, help="number of samples; default: until the parent ends")
+    parser.add_argument("--metrics-port", type=int, help="port at which to serve metrics to Prometheus")
     options = parser.parse_args(words)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     latest = _Latest(options.run)
@@ -121,7 +121,7 @@ class _Latest:
 
 
 def metrics_text(sample: NodeSample, run: str) -> str:
-    """Return a sample in Prometheus' text format, version 0.0.4."""
+    """Return a sample in Prometheus's text format, version 0.0.4."""
     lines = []
     for field, (name, about) in METRICS.items():
         values = [(gpu.index, getattr(gpu, field)) for gpu in sample.gpus]
@@ -147,7 +147,7 @@ def _labels(sample: NodeSample, run: str, gpu: int | None = None) -> str:
 
 
 def _serve(latest: _Latest, port: int) -> None:
-    """Serve Prometheus in another thread; if the port is taken, only the metrics are missing."""
+    """Serve metrics to Prometheus in another thread; if the port is taken, continue without them."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -163,7 +163,7 @@ def _serve(latest: _Latest, port: int) -> None:
     try:
         server = ThreadingHTTPServer(("", port), Handler)
     except OSError as error:
-        sys.stderr.write(f"ftkit: no metrics are served at port {port}: {error}\n")
+        sys.stderr.write(f"ftkit: can't serve metrics at port {port}: {error}\n")
         return
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """Detect the site: Slurm and its partitions, container programs, file systems, networks.
 
-All facts come from programs and files that any user may read; they stay unknown if a program is missing or does not
-respond within two seconds. Programs run concurrently, so that `ftkit init` takes seconds.
+All information comes from programs and files that any user may read. It stays unknown if a program is missing or does
+not respond within two seconds. Programs run concurrently, so that `ftkit init` takes seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SITE_SECONDS: Final = 2.5
 _SHARED_TYPES: Final = re.compile(
     r"nfs4?|lustre|gpfs|beegfs|wekafs|ceph|glusterfs|panfs|pvfs2|orangefs|virtiofs|9p|cifs|smb3|fuse\.(juicefs|sshfs|ceph.*)"
 )
-"""Types in /proc/mounts of file systems that several machines can mount."""
+"""Types of network file systems in /proc/mounts."""
 _LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "/scratch/local", "/localscratch")
 
 
@@ -41,10 +41,10 @@ class Partition:
         name: of the partition.
         is_default: whether it is the default partition.
         num_nodes: nodes of this kind.
-        gpus_per_node: GPUs in Slurm's generic resources; 0: none.
-        gpu_type: Slurm's name of them; empty if it has none.
-        cpus_per_node: CPUs that a job can have.
-        max_seconds: longest time limit; None: unlimited.
+        gpus_per_node: number of GPUs in Slurm's generic resources (GRES).
+        gpu_type: GPU type in GRES; empty if it has none.
+        cpus_per_node: CPUs that a job can request.
+        max_seconds: longest time limit; None if unlimited.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Site:
     """The detected site. Empty text or 0 means absent.
 
     Attributes:
-        slurm_version: of Slurm's programs, if they respond.
+        slurm_version: version of Slurm's programs, if they respond.
         cluster_name: Slurm's name of the cluster.
-        partitions: those that jobs can be submitted to.
+        partitions: partitions that jobs can be submitted to.
         accounts: Slurm accounts of this user.
         has_pyxis: whether srun has `--container-image`.
-        enroot: version.
+        enroot: version of enroot.
         apptainer: version of Apptainer or Singularity.
         docker: version of a docker engine that responds.
         networks: network devices that NCCL could use: InfiniBand or RoCE adapters, else network interfaces.
@@ -99,7 +99,7 @@ class Site:
 def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     """Inspect this machine and its Slurm; `root` holds its /dev, /proc and /sys."""
     user = environment.get("USER") or environment.get("LOGNAME") or str(os.getuid())
-    asked = {
+    commands = {
         "sinfo": ("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"),
         "version": ("sinfo", "--version"),
         "config": ("scontrol", "show", "config"),
@@ -111,25 +111,25 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
         "docker": ("docker", "version", "--format", "{{.Server.Version}}"),
     }
     deadline = time.monotonic() + _SITE_SECONDS
-    answers = start_all([partial(_ask, words, environment) for words in asked.values()])
-    said = {name: _in_time(answer, deadline) for name, answer in zip(asked, answers, strict=True)}
-    partitions = parse_partitions(said["sinfo"])
-    settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", said["config"]))
+    answers = start_all([partial(_ask, words, environment) for words in commands.values()])
+    outputs = {name: _in_time(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
+    partitions = parse_partitions(outputs["sinfo"])
+    settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
     mounts = _read(root / "proc/mounts")
     return Site(
-        slurm_version=_version(said["version"]) if partitions else "",
+        slurm_version=_version(outputs["version"]) if partitions else "",
         cluster_name=settings.get("ClusterName", ""),
         partitions=partitions,
-        accounts=tuple(dict.fromkeys(said["accounts"].split())),
-        has_pyxis="--container-image" in said["srun"],
-        enroot=_version(said["enroot"]),
-        apptainer=_version(said["apptainer"] or said["singularity"]),
-        docker=_version(said["docker"]),
+        accounts=tuple(dict.fromkeys(outputs["accounts"].split())),
+        has_pyxis="--container-image" in outputs["srun"],
+        enroot=_version(outputs["enroot"]),
+        apptainer=_version(outputs["apptainer"] or outputs["singularity"]),
+        docker=_version(outputs["docker"]),
         networks=find_networks(root),
         shared_folders=parse_mounts(mounts),
         local_folder=_local_folder(settings.get("TmpFS", ""), root),
         num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
-        unknown=tuple(_unknown(said, partitions, settings)),
+        unknown=tuple(_unknown(outputs, partitions, settings)),
     )
 
 
@@ -160,14 +160,14 @@ def _in_time(answer: Future[str], deadline: float) -> str:
         return ""
 
 
-def _unknown(said: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str]) -> list[str]:
+def _unknown(outputs: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str]) -> list[str]:
     unknown = []
-    if said["version"] and not partitions:
-        unknown.append("Slurm is installed, but no partition answers: sinfo failed, or all of them are down")
+    if outputs["version"] and not partitions:
+        unknown.append("Slurm is installed, but no partition is up: sinfo failed, or all of them are down")
     if partitions and not settings:
         unknown.append("the configuration of Slurm can't be read with scontrol")
-    if partitions and not said["accounts"].split():
-        unknown.append("your Slurm accounts: sacctmgr lists none, so jobs go to the default one")
+    if partitions and not outputs["accounts"].split():
+        unknown.append("your Slurm accounts: sacctmgr lists none, so jobs use the default one")
     if partitions and not any(each.gpus_per_node for each in partitions):
         unknown.append("the GPUs of the nodes: Slurm lists none as generic resources (GRES)")
     return unknown
@@ -203,7 +203,7 @@ def parse_gres(text: str) -> tuple[str, int]:
     """Parse the GPUs in Slurm's generic resources: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100.
 
     Returns:
-        The type, empty if Slurm knows none or several, and the number of GPUs.
+        The type, empty if there is none or several, and the number of GPUs.
     """
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?:(\d+)", text)
     types = {kind for kind, _ in found}
@@ -219,7 +219,7 @@ def parse_mounts(text: str) -> tuple[str, ...]:
 
 
 def find_networks(root: Path) -> tuple[str, ...]:
-    """Return the adapters under /sys/class/infiniband; without any, the network interfaces but loopback and bridges."""
+    """Return the adapters under /sys/class/infiniband; if there are none, the physical network interfaces."""
     adapters = _names(root / "sys/class/infiniband")
     if adapters:
         return adapters

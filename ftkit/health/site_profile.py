@@ -79,8 +79,8 @@ def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tupl
             sign = f"partition {partition}" if partition else path
             return profile, f"{sign} is that of profile '{profile.name}'"
     if _ANY_SLURM not in known:
-        raise FtkitError(f"the profile '{_ANY_SLURM}' can't be read", fix="see with 'ftkit clusters' why")
-    return known[_ANY_SLURM], f"Slurm {site.slurm_version}, of a kind that no shipped profile is for"
+        raise FtkitError(f"the profile '{_ANY_SLURM}' can't be read", fix="'ftkit clusters' shows why")
+    return known[_ANY_SLURM], f"Slurm {site.slurm_version}, which no other shipped profile matches"
 
 
 def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
@@ -96,7 +96,7 @@ def _num_gpus(site: Site, partition: Partition) -> int:
 
 
 def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the keys in which the site differs from a profile, and the values that can't be detected here."""
+    """Return the keys and values in which the site differs from a profile, and what can't be detected here."""
     unknown = []
     values: dict[str, Any] = {"partition": partition.name, "runtime": _runtime(site, base)}
     kinds = [each for each in site.partitions if each.name == partition.name]
@@ -120,7 +120,7 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
             f"partition {partition.name} has several kinds of nodes; the profile is for {_describe(partition)}"
         )
     if len(site.accounts) > 1:
-        unknown.append(f"the account: set 'account:' to one of {', '.join(site.accounts)}; else the default one")
+        unknown.append(f"the account: set 'account:' to one of {', '.join(site.accounts)}, or use the default one")
     if values["runtime"] == "none":
         unknown.append("containers: srun has no --container-image (pyxis) and there is no Apptainer on this machine")
     return {key: value for key, value in values.items() if value != getattr(base, key)}, tuple(unknown)
@@ -135,7 +135,7 @@ def _runtime(site: Site, base: ClusterProfile) -> str:
 
 
 def recognize_gpu(gpu_type: str) -> str | None:
-    """Return the GPU model for Slurm's name of it; None if it is ambiguous or unknown.
+    """Return the GPU model of a GRES type; None if it is ambiguous or unknown.
 
     `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` is ambiguous.
     """
@@ -147,8 +147,8 @@ def recognize_gpu(gpu_type: str) -> str | None:
 
 
 def _describe(partition: Partition) -> str:
-    gpus = f"{partition.gpus_per_node} x {partition.gpu_type or 'GPU'} a node" if partition.gpus_per_node else "no GRES"
-    return f"{partition.num_nodes} nodes, {gpus}"
+    gpus = f"{partition.gpus_per_node} x {partition.gpu_type or 'GPU'} per node"
+    return f"{partition.num_nodes} nodes, {gpus if partition.gpus_per_node else 'no GRES'}"
 
 
 def _as_name(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Change modules of a Cluster Toolkit blueprint: `python -m ftkit.provision.blueprint BLUEPRINT CHANGES OUTPUT`."""
+"""Edit a Cluster Toolkit blueprint: `python -m ftkit.provision.blueprint BLUEPRINT CHANGES OUTPUT`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _UNUSED = "test_deployment_variable_not_used"
 
 
 def change_blueprint(text: str, changes: dict[str, dict[str, Any]]) -> str:
-    """Return a blueprint with fields of some modules changed; comments and all else stay.
+    """Return a blueprint with changed fields of some modules; comments and everything else stay.
 
-    `settings` are merged, unless the module's `source` is changed too; other fields are replaced. Variables of a module
-    whose source is changed may be left unused, which the toolkit would refuse: that validator is switched off.
+    `settings` are merged, unless the module's `source` also changes; other fields are replaced. A changed source may
+    leave variables of the blueprint unused, which the toolkit would refuse, so that validator is disabled.
 
     Raises:
         ValueError: a module is not in the blueprint.
@@ -46,7 +46,7 @@ def change_blueprint(text: str, changes: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Change a file."""
+    """Edit the blueprint given on the command line."""
     source, changes, target = map(Path, sys.argv[1:])
     text = source.read_text(encoding="utf-8")
     try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = "commands.log"
 _SHOWN_LINES = 12
-"""Last lines of a failed command's output that its error repeats."""
+"""Number of last lines of a failed command's output in its error."""
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
@@ -91,14 +91,14 @@ def is_there(step: Step, folder: Path) -> bool:
     """Return whether the result of a step exists.
 
     Raises:
-        ProvisionError: the provider does not answer: treating that as "no" would leave paid resources behind.
+        ProvisionError: the provider does not respond: treating that as "no" could leave paid resources behind.
     """
     if not step.existing:
         return False
     output = process.run(placed(step.existing, folder), timeout_seconds=120)
     if output.returncode != 0:
         raise ProvisionError(
-            f"can't find out whether there is {step.title}: {one_line(output.stderr or output.stdout)}",
+            f"can't find out whether this exists: {step.title}: {one_line(output.stderr or output.stdout)}",
             meaning="the login has expired, an API is disabled, or the network is down",
             fix="fix the cause and repeat the command: it continues here",
         )
@@ -127,10 +127,10 @@ def run_command(command: Command, provision: Provision, folder: Path, say: Say) 
     if code == 0:
         return
     text = "\n".join(lines)
-    advice = next((text_of for pattern, text_of in provision.advice.items() if re.search(pattern, text)), None)
+    advice = next((fix for pattern, fix in provision.advice.items() if re.search(pattern, text)), None)
     raise ProvisionError(
         f"'{words[0]}' failed with exit status {code}: " + "\n".join(lines[-_SHOWN_LINES:]),
-        meaning=f"the whole output is in {folder / _LOG}; created resources are recorded",
+        meaning=f"the complete output is in {folder / _LOG}; created resources are recorded",
         fix=advice
         or "fix the cause and repeat the command to continue here; or remove the created resources: "
         f"ftkit cluster destroy {provision.name}",

@@ -1,11 +1,11 @@
-"""Parts that all clusters on Google Cloud share."""
+"""Checks and error patterns that all clusters on Google Cloud share."""
 
 from __future__ import annotations
 
 from ftkit.provision.steps import Check
 
 ACCOUNT_CHECK = Check(
-    "an account of Google Cloud is active",
+    "a Google Cloud account is active",
     ("gcloud", "auth", "list", "--filter=status:ACTIVE", "--format=value(account)"),
     "log in with: gcloud auth login",
     lambda output: None if output.strip() else "none is",

@@ -37,10 +37,10 @@ class _Blueprint:
     Attributes:
         path: path in the toolkit.
         prefix: prefix of the variables for reservation, flex start and spot.
-        image_group: the deployment group that makes the operating system's image.
-        first_groups: groups of the first phase, up to the image.
+        image_group: the deployment group that builds the operating system's image.
+        first_groups: deployment groups of the first phase, up to the image.
         nodeset, home: ids of the modules of the GPU nodes and of /home.
-        network: id of the module whose network /home is in.
+        network: id of the module with /home's network.
         has_lustre: whether /home is Managed Lustre, not Filestore.
     """
 
@@ -89,12 +89,12 @@ def plan_gcp_slurm(name: str, kind: GcpSlurmKind, spec: GcpSlurmSpec) -> Provisi
             ("gcloud", "compute", "instances", "list", f"--project={spec.project}",
              f"--filter=labels.ghpc_deployment={name}", "--format=table(name,zone.basename(),status)"),
         ),
-        cost="GPU nodes, login node, controller and /home are paid for until 'ftkit cluster destroy', also when idle",
+        cost="GPU nodes, login node, controller and /home cost money until 'ftkit cluster destroy', even when idle",
         advice={
-            OUT_OF_STOCK: f"{spec.zone} is out of {kind}: take "
+            OUT_OF_STOCK: f"{spec.zone} is out of {kind}: use "
             "another zone, a reservation, or flex_start=true, which waits for nodes",
             OUT_OF_QUOTA: "ask for more quota in the console, under IAM & Admin, Quotas; then "
-            "type the same command again",
+            "repeat the command",
             "oauth2|reauth|could not find default credentials": "log in with: gcloud auth application-default login",
         },
         next_steps=(
@@ -143,7 +143,7 @@ def _changes(blueprint: _Blueprint, spec: GcpSlurmSpec) -> dict[str, Any]:
         size = {"filestore_tier": spec.filestore_tier, "size_gb": spec.filestore_gib}
         changes[blueprint.home] = {"settings": size}
         if blueprint.has_lustre:
-            protected = {"enabled": True, "reason": "ftkit cluster destroy switches it off"}
+            protected = {"enabled": True, "reason": "ftkit cluster destroy disables it"}
             changes[blueprint.home] = {
                 "source": "modules/file-system/filestore",
                 "use": [blueprint.network],
@@ -156,13 +156,13 @@ def _checks(spec: GcpSlurmSpec) -> tuple[Check, ...]:
     checks = [
         ACCOUNT_CHECK,
         Check(
-            f"project {spec.project} can be seen",
+            f"project {spec.project} is accessible",
             ("gcloud", "projects", "describe", spec.project, "--format=value(projectId)"),
-            "check the project's id, and that your account may see it",
+            "check the project's id, and your account's permissions",
         ),
         Check("Terraform is installed", ("terraform", "version"), "install it: developer.hashicorp.com/terraform"),
         Check("Packer is installed", ("packer", "version"), "install it: developer.hashicorp.com/packer"),
-        Check("Go is installed, which builds gcluster", ("go", "version"), "install it: go.dev/doc/install"),
+        Check("Go is installed, to build gcluster", ("go", "version"), "install it: go.dev/doc/install"),
     ]
     if spec.filestore_tier == "HIGH_SCALE_SSD":
         checks.append(
@@ -188,7 +188,7 @@ def quota_problem(output: str, region: str, wanted: int) -> str | None:
         return "gcloud's answer can't be read"
     most = max(values, default=0)
     # -1: no limit
-    return None if -1 in values or most >= wanted else f"{most} GiB of the {wanted} GiB that are needed"
+    return None if -1 in values or most >= wanted else f"{most} GiB of the required {wanted} GiB"
 
 
 def _project_steps(spec: GcpSlurmSpec) -> tuple[Step, ...]:
@@ -196,7 +196,7 @@ def _project_steps(spec: GcpSlurmSpec) -> tuple[Step, ...]:
     member = f"serviceAccount:{spec.service_account}"
     bucket = f"gs://{spec.bucket}"
     services = Step(
-        "services", "the project's APIs, switched on",
+        "services", "the project's APIs, enabled",
         ("gcloud", "services", "enable", project, *(f"{name}.googleapis.com" for name in _SERVICES)),
     )  # fmt: skip
     roles = (
@@ -236,7 +236,7 @@ def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tupl
         ),
         Step("gcluster", "the toolkit's program gcluster", ("make", "-C", "toolkit", "gcluster"), minutes=2),
         Step(
-            "blueprint", "the blueprint, with the changes of changes.json",
+            "blueprint", "the blueprint, with the changes in changes.json",
             (sys.executable, "-m", "ftkit.provision.blueprint", f"toolkit/{blueprint.path}", "changes.json",
              _BLUEPRINT),
         ),

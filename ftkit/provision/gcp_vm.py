@@ -1,4 +1,4 @@
-"""One VM with a GPU on Google Cloud, reached through Identity-Aware Proxy, without a public address."""
+"""One VM with a GPU on Google Cloud, accessible through Identity-Aware Proxy, without a public address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPUTE = ("gcloud", "compute")
 _IAP_RANGE = "35.235.240.0/20"
 """Addresses from which Identity-Aware Proxy connects."""
 _GPU_CHECK = "for i in $(seq 60); do nvidia-smi && exit 0; sleep 10; done; exit 1"
-"""The image installs its driver at the first start, which takes some minutes."""
+"""The image installs its driver at the first start, which takes a few minutes."""
 
 
 def plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
@@ -32,8 +32,8 @@ def plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
                 f"zone {spec.zone} has {spec.machine_type}",
                 (*_COMPUTE, "machine-types", "list", project, f"--zones={spec.zone}",
                  f"--filter=name={spec.machine_type}", "--format=value(name)"),
-                _other_zones(spec),
-                lambda output: None if output.strip() else "it has not",
+                f"choose another zone: {_list_zones(spec)}",
+                lambda output: None if output.strip() else "not available there",
             ),
         ),
         steps=_steps(name, spec, ssh),
@@ -41,12 +41,12 @@ def plan_gcp_vm(name: str, spec: GcpVmSpec) -> Provision:
             (*_COMPUTE, "instances", "list", project, f"--filter=name={name}",
              "--format=table(name,zone.basename(),machineType.basename(),status)"),
         ),
-        cost=f"about {spec.price_per_hour:.2f} US dollars an hour, also idle, until 'ftkit cluster destroy {name}'",
+        cost=f"about {spec.price_per_hour:.2f} US dollars per hour, even idle, until 'ftkit cluster destroy {name}'",
         advice={
-            OUT_OF_STOCK: f"{spec.zone} is out of stock. "
-            + _other_zones(spec),
+            OUT_OF_STOCK: f"{spec.zone} is out of stock: "
+            f"destroy the cluster, and create it in another zone: {_list_zones(spec)}",
             OUT_OF_QUOTA: "ask for more quota (GPUS_ALL_REGIONS and the GPU's own) in the "
-            "console, under IAM & Admin, Quotas; then type the same command again",
+            "console, under IAM & Admin, Quotas; then repeat the command",
             "SERVICE_DISABLED|has not been used in project": f"gcloud services enable compute.googleapis.com "
             f"iap.googleapis.com --project={spec.project}",
         },
@@ -110,8 +110,9 @@ def _steps(name: str, spec: GcpVmSpec, ssh: Command) -> tuple[Step, ...]:
     )  # fmt: skip
 
 
-def _other_zones(spec: GcpVmSpec) -> str:
+def _list_zones(spec: GcpVmSpec) -> str:
+    """Return the command that lists the zones with the VM's machine type."""
     return (
-        "Destroy it and create it in another zone: gcloud compute machine-types list "
-        f"--project={spec.project} --filter='name={spec.machine_type}' --format='value(zone)'"
+        f"gcloud compute machine-types list --project={spec.project} --filter='name={spec.machine_type}' "
+        "--format='value(zone)'"
     )

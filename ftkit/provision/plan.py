@@ -23,12 +23,12 @@ def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
     """Return the steps that create a cluster.
 
     Raises:
-        ConfigError: not all providers accept the name.
+        ConfigError: the name is not valid for all providers.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            [Problem(COMMAND_LINE, "NAME", f"'{name}' can't name a cluster.",
-                     "Use 2 to 20 lower-case letters and digits, a letter first.")]
+            [Problem(COMMAND_LINE, "NAME", f"'{name}' can't be a cluster's name.",
+                     "Use 2 to 20 lowercase letters and digits, a letter first.")]
         )  # fmt: skip
     match spec:
         case GcpVmSpec():
@@ -36,5 +36,5 @@ def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
         case SoperatorSpec():
             return plan_soperator(name, spec)
         case GcpSlurmSpec():
-            slurm_kind: GcpSlurmKind = kind  # type: ignore[assignment] # its spec says that it is one
+            slurm_kind: GcpSlurmKind = kind  # type: ignore[assignment] # only these kinds have this spec
             return plan_gcp_slurm(name, slurm_kind, spec)

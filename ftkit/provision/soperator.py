@@ -1,4 +1,4 @@
-"""Slurm on Kubernetes at Nebius: Soperator, with the Terraform of Nebius' solutions library."""
+"""Slurm on Kubernetes at Nebius: Soperator, with the Terraform modules of Nebius's solutions library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRESETS = {
     ("h200", 8): "8gpu-128vcpu-1600gb",
     ("b200", 8): "8gpu-160vcpu-1792gb",
 }
-"""The provider's names of machine sizes, by GPU and their number."""
+"""The provider's names of machine sizes, by GPU model and number of GPUs."""
 
 
 def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
@@ -35,13 +35,13 @@ def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
         },
         checks=(
             *_backup_checks(spec),
-            Check("an account of Nebius is active", ("nebius", "iam", "whoami"), "log in with: nebius profile create"),
+            Check("a Nebius account is active", ("nebius", "iam", "whoami"), "log in with: nebius profile create"),
             Check("Terraform is installed", ("terraform", "version"), "install it: developer.hashicorp.com/terraform"),
-            Check("jq is installed, which .envrc needs", ("jq", "--version"), "install it with the system's packages"),
+            Check("jq is installed, for .envrc", ("jq", "--version"), "install it with the system's package manager"),
         ),
         steps=(
             Step(
-                "library", f"Nebius' solutions library {spec.release}",
+                "library", f"Nebius's solutions library {spec.release}",
                 ("git", "clone", "--quiet", "--depth=1", f"--branch={spec.release}", _LIBRARY, "library"),
             ),
             Step(
@@ -58,10 +58,10 @@ def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
             ),
         ),
         status=((*terraform, "output"),),
-        cost="nodes and file systems are paid for until 'ftkit cluster destroy', also when idle",
+        cost="nodes and file systems cost money until 'ftkit cluster destroy', even when idle",
         advice={
-            "quota|limit exceeded|ResourceExhausted": "ask for more quota in Nebius' console, or take fewer nodes",
-            "NotEnoughResources|no capacity": "the fabric is full: take another one, or another region",
+            "quota|limit exceeded|ResourceExhausted": "ask for more quota in Nebius's console, or use fewer nodes",
+            "NotEnoughResources|no capacity": "the fabric is full: use another one, or another region",
             "Unauthenticated|token": "log in again: nebius iam get-access-token",
         },
         next_steps=(
@@ -115,7 +115,7 @@ def _workers(spec: WorkersSpec) -> dict[str, Any]:
 
 
 def _script(spec: SoperatorSpec) -> str:
-    """Return a script that runs Terraform as the library's `.envrc` prepares it: token, subnet, bucket of the state.
+    """Return a script that runs Terraform in the environment of the library's `.envrc`: token, subnet, state bucket.
 
     The token stays in the environment of that process.
     """

@@ -23,31 +23,31 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 GcpProject = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
 GcpZone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")]
-"""A value that is used unchanged in a command: no option, no space."""
+"""A value that is used unchanged in a command: neither an option nor text with spaces."""
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")]
 
 
 class GcpSlurmSpec(Spec):
-    """A Slurm cluster by Google's Cluster Toolkit."""
+    """A Slurm cluster created with Google's Cluster Toolkit."""
 
     project: GcpProject
     """The Google Cloud project's id."""
     zone: GcpZone
-    """Zone with the GPUs, as `us-central1-a`."""
+    """Zone with the GPUs, such as `us-central1-a`."""
     bucket: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]$")]
     """Bucket for Terraform's state; it is created if it does not exist."""
     service_account: Annotated[str, Field(pattern=r"^[a-z0-9-]+@[a-z0-9.-]+$")]
-    """Service account of the nodes, as `NUMBER-compute@developer.gserviceaccount.com`."""
+    """Service account of the nodes, such as `NUMBER-compute@developer.gserviceaccount.com`."""
     num_nodes: PositiveInt = 2
-    """GPU nodes."""
+    """Number of GPU nodes."""
     reservation: Word | None = None
     """Name of a reservation. Give this, `flex_start` or `spot`."""
     flex_start: bool = False
-    """Take nodes by the Dynamic Workload Scheduler's Flex Start."""
+    """Use the Dynamic Workload Scheduler's Flex Start."""
     spot: bool = False
-    """Take spot VMs, which can be pre-empted."""
+    """Use spot VMs, which can be preempted."""
     filestore_tier: Literal["HIGH_SCALE_SSD", "BASIC_SSD"] | None = None
-    """Tier of the Filestore of /home in place of the blueprint's file system."""
+    """Tier of a Filestore for /home. The blueprint's file system if null."""
     filestore_gib: Annotated[int, Field(ge=2560, le=102400)] = 10240
     """Size of that Filestore, in GiB."""
     toolkit_version: Word = "v1.95.0"
@@ -61,7 +61,9 @@ class GcpSlurmSpec(Spec):
     @model_validator(mode="after")
     def _one_way_to_get_nodes(self) -> Self:
         if (self.reservation is not None) + self.flex_start + self.spot != 1:
-            raise ValueError("give exactly one of reservation, flex_start and spot: it is how the GPUs are had")
+            raise ValueError(
+                "give exactly one of reservation, flex_start and spot, which select how to obtain the GPUs"
+            )
         return self
 
 
@@ -69,11 +71,11 @@ class WorkersSpec(Spec):
     """Identical nodes of a Soperator cluster."""
 
     num_nodes: PositiveInt
-    """How many."""
+    """Number of nodes."""
     gpu: Literal["h100", "h200", "b200"] = "h200"
-    """The GPU."""
+    """GPU model."""
     gpus_per_node: Literal[1, 8] = 8
-    """GPUs a node."""
+    """GPUs per node."""
     fabric: Word | None = None
     """InfiniBand fabric, which nodes of 8 GPUs need."""
 
@@ -94,7 +96,7 @@ class SubmountSpec(Spec):
     mount_path: AbsoluteFolder
     """Where it is mounted."""
     size_gib: PositiveInt
-    """Its size."""
+    """Size in GiB."""
 
 
 class SoperatorSpec(Spec):
@@ -105,15 +107,15 @@ class SoperatorSpec(Spec):
     project_id: Annotated[str, Field(pattern=r"^project-[a-z0-9]+$")]
     """Nebius project."""
     region: Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+$")]
-    """Region, as `eu-north1`."""
+    """Region, such as `eu-north1`."""
     ssh_public_keys: tuple[OneLine, ...] = Field(min_length=1)
-    """Keys that may log in as root: the text of each `.pub` file."""
+    """Public keys that may log in as root: the text of each `.pub` file."""
     workers: tuple[WorkersSpec, ...] = Field(min_length=1)
     """Sets of identical nodes."""
     jail_gib: PositiveInt = 2048
-    """Size of the shared root file system."""
+    """Size of the shared root file system, in GiB."""
     submounts: tuple[SubmountSpec, ...] = ()
-    """Further shared file systems, as `/mnt/checkpoints`."""
+    """Additional shared file systems, such as `/mnt/checkpoints`."""
     backups: bool = False
     """Back up the shared root; set the environment variable `TF_VAR_backups_password`."""
     release: Word = "soperator-v1.20.1-2"
@@ -132,17 +134,17 @@ class GcpVmSpec(Spec):
     project: GcpProject
     """The Google Cloud project's id."""
     zone: GcpZone
-    """Zone with the GPU, as `us-central1-a`."""
+    """Zone with the GPU, such as `us-central1-a`."""
     machine_type: Word = "g2-standard-4"
-    """Machine type; its GPUs come with it."""
+    """Machine type, which includes its GPUs."""
     disk_gib: Annotated[int, Field(ge=50, le=65536)] = 200
-    """Size of the boot disk."""
+    """Size of the boot disk, in GiB."""
     image_family: Word = "common-cu128-ubuntu-2204-nvidia-570"
     """Family of Google's deep learning images."""
     spot: bool = False
-    """Take a spot VM, which can be pre-empted."""
+    """Use a spot VM, which can be preempted."""
     price_per_hour: PositiveFloat = 0.7
-    """Price in US dollars per hour, also when idle; shown, not checked."""
+    """Price in US dollars per hour, even when idle; shown, not checked."""
 
     @property
     def region(self) -> str:
@@ -176,7 +178,7 @@ def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpe
     if missing:
         raise ConfigError(
             [
-                Problem(COMMAND_LINE, name, f"is needed for a cluster of kind '{kind}'.", f"Add {name}=…")
+                Problem(COMMAND_LINE, name, f"is required for a cluster of kind '{kind}'.", f"Add {name}=…")
                 for name in missing
             ]
         )

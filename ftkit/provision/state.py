@@ -1,4 +1,4 @@
-"""Created resources of a cluster, in a state file that is written before and after each step."""
+"""The state file of a cluster with its created resources, written before and after each step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ProvisionState:
     """State of a cluster's creation.
 
     Attributes:
-        kind: of the cluster.
-        settings: the user's, resolved.
+        kind: kind of the cluster.
+        settings: the user's settings, with defaults.
         made: ids of the completed steps.
-        found: ids of steps whose result existed before; it stays.
-        begun: id of a started but unfinished step: a part of its result may exist.
+        found: ids of steps whose resource existed before; it stays when the cluster is destroyed.
+        begun: id of a started but unfinished step, whose resource may exist in part.
     """
 
     kind: Kind
@@ -72,8 +72,8 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
         raise ConfigError(
             [
                 Problem(
-                    COMMAND_LINE, ", ".join(changed), f"is another one than '{folder.name}' was created with.",
-                    f"Use another name, or first: ftkit cluster destroy {folder.name}",
+                    COMMAND_LINE, ", ".join(changed), f"differs from what '{folder.name}' was created with.",
+                    f"Use another name, or first run: ftkit cluster destroy {folder.name}",
                 )
             ]
         )  # fmt: skip

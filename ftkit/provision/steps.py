@@ -26,9 +26,9 @@ class Check:
 
     Attributes:
         title: the condition.
-        command: that checks it.
-        problem: returns the problem in the command's output; None without one.
-        advice: fix if it fails.
+        command: the command that checks it.
+        advice: the fix if it fails.
+        problem: returns the problem in the command's output; None if there is none.
     """
 
     title: str
@@ -42,11 +42,11 @@ class Step:
     """A command that creates a resource.
 
     Attributes:
-        id: unique in the cluster; the state file names it.
+        id: unique in the cluster; it is recorded in the state file.
         title: the resource.
-        command: that creates it.
-        existing: prints something if it already exists: then it is neither created nor removed.
-        undo: removes it; nothing if it stays, or is removed with another one.
+        command: the command that creates it.
+        existing: a command that prints something if it already exists: then it is neither created nor removed.
+        undo: commands that remove it; none if it stays, or is removed with another one.
         minutes: approximate duration.
         is_image: whether it creates the operating system's image, which can be kept for the next cluster.
     """
@@ -65,15 +65,15 @@ class Provision:
     """A cluster to create.
 
     Attributes:
-        name: of the cluster.
-        kind: of the cluster.
-        files: texts of the files that the commands read, by their path in the cluster's folder.
+        name: name of the cluster.
+        kind: kind of the cluster.
+        files: content of the files that the commands read, by their path in the cluster's folder.
         checks: conditions before the first step.
-        steps: created in order, removed in reverse order.
+        steps: steps whose resources are created in order, and removed in reverse order.
         status: commands that show the cluster.
-        advice: fixes for failed commands, by a pattern of their output.
+        advice: fixes for failed commands, by a pattern in their output.
         cost: its known cost.
-        next_steps: commands to type afterwards.
+        next_steps: commands to type next.
     """
 
     name: str

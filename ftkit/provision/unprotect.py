@@ -1,4 +1,4 @@
-"""Switch off the deletion protection of a deployment's Filestores, which would keep it from being destroyed.
+"""Disable the deletion protection of a deployment's Filestores, so that it can be destroyed.
 
 `python -m ftkit.provision.unprotect PROJECT ZONE DEPLOYMENT`
 """
@@ -23,7 +23,7 @@ def main() -> None:
     if listed.returncode != 0:
         sys.exit(listed.stderr)
     for name in listed.stdout.split():
-        print(f"switching off the deletion protection of Filestore {name}")  # noqa: T201 - a separate program
+        print(f"disabling the deletion protection of Filestore {name}")  # noqa: T201 - a separate program
         changed = process.run(
             ("gcloud", "filestore", "instances", "update", name, *place, "--no-deletion-protection"),
             timeout_seconds=600,

@@ -1,1 +1,1 @@
-"""Remote clusters over ssh: send files, and send requests to the ftkit there."""
+"""Use clusters over ssh: install ftkit there, send it files, and send it requests."""

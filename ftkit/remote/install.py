@@ -79,7 +79,7 @@ def shipped_files() -> dict[str, Path]:
 
 @cache
 def code_identity() -> str:
-    """Return the version with a digest of all files, which is equal if two machines run the same code."""
+    """Return the version with a digest of all files: it is equal on two machines if they run the same code."""
     digest = hashlib.sha256()
     for name, path in shipped_files().items():
         digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
@@ -89,7 +89,7 @@ def code_identity() -> str:
 def build_wheel() -> bytes:
     """Return a wheel of the running ftkit, uncommitted changes included.
 
-    The format is that of PEP 427; pip is not needed for a package without compiled code.
+    The format is PEP 427's, which needs no build tool for a package without compiled code.
 
     Raises:
         PrerequisiteError: ftkit was never installed here, so its dependencies are unknown.
@@ -122,7 +122,7 @@ def _record_digest(data: bytes) -> str:
 
 
 def install(login: Login, extras: Sequence[str] = ()) -> None:
-    """Install this ftkit in the virtual environment of the login node, replacing an existing one.
+    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit.
 
     Raises:
         PrerequisiteError: the login node can't be reached, or has no Python that is new enough.
@@ -143,5 +143,5 @@ def install(login: Login, extras: Sequence[str] = ()) -> None:
             meaning="ssh can't reach it, or the installation failed there: the lines above say which",
             fix=f"try the connection with: {shlex.join(login.ssh('true'))}"
             if code != _NO_PYTHON
-            else "install uv there (which includes a Python), or ask for a module with Python 3.11",
+            else "install uv there (which can install Python), or load a module with Python 3.11",
         )

@@ -1,7 +1,7 @@
 """Requests to the ftkit on a login node, over ssh.
 
-A request goes there as one JSON document: without secrets as an argument, in base64, so that the words mean the same in
-every login shell and the terminal stays free; with secrets or files on standard input.
+A request is one JSON document. Without secrets, it is an argument in base64, so that every login shell passes it on
+unchanged and standard input stays free for the terminal. With secrets or files, it goes to standard input.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 LOGIN_SIDE: Final = "ftkit.cli.remote.login_side"
 """The module that answers requests on the login node."""
 NEEDS_PROJECT: Final = 190
-"""Exit status of the login side: it has other files of the project than this machine."""
+"""Exit status of the login side: its files of the project differ from this machine's."""
 OTHER_CODE: Final = 191
-"""Exit status of the login side: it runs other code than this machine."""
+"""Exit status of the login side: its code differs from this machine's."""
 CODE_FOLDER: Final = "code"
-"""Folder of sent code, in ftkit's folder there: one folder for each archive, named by its digest."""
+"""Name of the folder for sent code, in ftkit's folder there: it has a folder for each archive, named by digest."""
 _SSH_FAILED: Final = 255
 _NOT_FOUND: Final = (126, 127)
 
@@ -57,7 +57,7 @@ class Login:
 
 
 def login_of(profile: ClusterProfile) -> Login | None:
-    """Return the login node of a profile; None if it has none, or this machine is it."""
+    """Return the login node of a profile; None if it has none, or if it is this machine."""
     if profile.login is None or profile.login.rpartition("@")[2] == socket.gethostname():
         return None
     return Login(profile.name, profile.login, profile.ssh_options, profile.login_folder.rstrip("/"))
@@ -65,7 +65,7 @@ def login_of(profile: ClusterProfile) -> Login | None:
 
 @dataclass(frozen=True)
 class SentFile:
-    """A local file on the login node: its path below `files/` there, its size, its time."""
+    """A local file on the login node: its path below `files/` there, its size in bytes, its modification time."""
 
     path: str
     num_bytes: int
@@ -77,18 +77,18 @@ class Request:
     """A request to the login node.
 
     Args:
-        action: run a command; run it exactly once, even if the connection is lost; store the project's files; list
-            a run's missing local files and code; or unpack its code.
-        identity: of the code here.
+        action: `run` a command; run it exactly `once`, even if the connection is lost; `store` the project's files;
+            list a run's `missing` local files and code; or `unpack` its code.
+        identity: identity of the code here.
         project: name of the project's folder there.
-        digest: of the project's files here.
-        cluster: the cluster of the command.
+        digest: digest of the project's files here.
+        cluster: cluster of the command.
         words: the command.
-        environment: variables for it, without secrets.
+        environment: environment variables for it, without secrets.
         submission: id of a command that runs exactly once.
-        secrets: variables that are passed only through standard input.
-        files: by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
-        local_files: of the run, for `missing`.
+        secrets: environment variables that are passed only on standard input.
+        files: files by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
+        local_files: the run's local files, for `missing`.
         code: digest of the archive of the run's code; empty if it has none.
         archive: that archive in base64, for `unpack`.
     """
@@ -114,7 +114,7 @@ def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
 
 
 def call(login: Login, request: Request, *, terminal: bool) -> int:
-    """Make a request without secrets on this process's own streams; return its exit status.
+    """Make a request without secrets, connected to this process's own streams; return its exit status.
 
     Raises:
         PrerequisiteError: ftkit is not set up there.
@@ -129,7 +129,7 @@ def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes
 
 
 def _command(login: Login, argument: str) -> str:
-    """Return a shell command that means the same in every login shell; bash reads the site's profile (Slurm's PATH)."""
+    """Return a shell command that works in every login shell; `bash -l` reads the site's profile, with Slurm's PATH."""
     return f"bash -lc 'exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
 
 
@@ -137,7 +137,7 @@ def _checked(login: Login, code: int) -> int:
     if code in _NOT_FOUND:
         raise _not_set_up(login, f"ftkit is not set up on {login.address}")
     if code == OTHER_CODE:
-        raise _not_set_up(login, f"{login.address} has another ftkit than this machine ({code_identity()})")
+        raise _not_set_up(login, f"ftkit on {login.address} differs from this machine's ({code_identity()})")
     return code
 
 
@@ -146,7 +146,7 @@ def _not_set_up(login: Login, what: str) -> PrerequisiteError:
 
 
 def is_lost(code: int) -> bool:
-    """Return whether ssh ended without the command's exit status: no connection, or it was lost."""
+    """Return whether ssh ended without the command's exit status, because there was no connection, or it was lost."""
     return code == _SSH_FAILED or code < 0
 
 
@@ -155,7 +155,7 @@ def unreachable(login: Login) -> PrerequisiteError:
     return PrerequisiteError(
         f"ssh could not reach {login.address}, or lost the connection",
         meaning="the network is down, the host does not answer, or it does not accept your key",
-        fix=f"try it with: {shlex.join(login.ssh('true'))}",
+        fix=f"try the connection with: {shlex.join(login.ssh('true'))}",
     )
 
 
@@ -171,13 +171,13 @@ def ask(login: Login, request: Request, files: Mapping[str, str]) -> dict[str, A
     if is_lost(code):
         raise unreachable(login)
     if code or not lines:
-        raise _not_set_up(login, f"ftkit does not start on {login.address}: the lines above say why")
+        raise _not_set_up(login, f"ftkit does not start on {login.address}: see the lines above")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
 
 def with_project(login: Login, request: Request, files: Mapping[str, str], send: Callable[[], int]) -> int:
-    """Send a request; if the login side lacks the project's files, send these and the request again."""
+    """Send a request; if the login side lacks the project's files, send them, and then the request again."""
     code = send()
     if code != NEEDS_PROJECT:
         return code

@@ -1,4 +1,4 @@
-"""This machine's records of runs on login nodes: where each is, and which submissions have no answer yet."""
+"""This machine's records of runs on login nodes: where each run is, and which submissions are unanswered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RemoteRun:
         return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
 
     def is_named(self, reference: str) -> bool:
-        """Return whether a reference selects this run: its id, the beginning or end of it, or its name."""
+        """Return whether a reference selects this run: its id, the beginning of it, its suffix, or its name."""
         match = _RUN_ID.fullmatch(self.id)
         return match is not None and (reference in (match["name"], match["suffix"]) or self.id.startswith(reference))
 
@@ -81,9 +81,9 @@ class Records:
 
     @contextmanager
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
-        """Yield the id of a submission: that of an earlier one of the same command that got no answer, or a new one.
+        """Yield the id of a submission: that of an unanswered earlier one of the same command, or a new one.
 
-        It is forgotten at the end of the block; if the block raises, the answer is still pending.
+        It is forgotten at the end of the block, unless the block raises: then the submission is still unanswered.
         """
         key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
         file = self.folder / "unanswered" / key

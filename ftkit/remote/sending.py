@@ -1,7 +1,7 @@
-"""Files of a run on the login node: the project's files, its recipe as one file, and local data and weights.
+"""Send a run's files to the login node: the project's files, its recipe as one file, and local data and weights.
 
-A local file is below `files/` there, with its path on this machine, so that it is sent once. Paths of the cluster,
-which do not exist here, don't change.
+A local file is stored there in `files/` under its path on this machine, so that it is sent only once. Paths on the
+cluster, which do not exist here, don't change.
 """
 
 from __future__ import annotations
@@ -83,24 +83,19 @@ def _to_yaml(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The command line of a run on the login node.
+    """The command line and the files of a run on the login node.
 
     Args:
         words: the recipe and the overrides, with paths on the login node.
         recipe_file: the recipe there, by its path in the project's folder; empty if ftkit ships the recipe.
-        recipe_text: its content.
-        local_files: to be sent.
+        recipe_text: content of that file.
+        local_files: local files to send.
     """
 
     words: tuple[str, ...]
     recipe_file: str
     recipe_text: str
     local_files: tuple[Path, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the local files."""
-        return sum(path.stat().st_size for path in self.local_files)
 
 
 def pack_run(
@@ -112,8 +107,8 @@ def pack_run(
         recipe: name or path of the recipe; None without one.
         trials: the overrides of each run.
         words: the recipe's name and the overrides as they were typed.
-        login: where they go.
-        ctx: of this machine.
+        login: the login node.
+        ctx: the context on this machine.
 
     Raises:
         NotFoundError: a path that belongs to this machine does not exist.
@@ -144,7 +139,7 @@ def _file_of(origin: str) -> Path:
 
 
 def _files_folder(login: Login) -> str:
-    """Return the folder of sent files there, as a path in a recipe."""
+    """Return the folder of sent files on the login node, in a recipe's notation."""
     return f"{login.folder}/files" if login.folder.startswith("/") else f"~/{login.folder}/files"
 
 
@@ -169,7 +164,10 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
 def _local_files(key: str, path: str) -> list[Path]:
     """Return the files of a path on this machine; none if it is a path on the cluster.
 
-    A path whose folder exists here, while it does not, is a typo.
+    If the parent folder exists here but the path does not, the path is treated as a typo.
+
+    Raises:
+        NotFoundError: the path is a typo.
     """
     place = Path(path)
     if place.is_dir():
@@ -201,12 +199,12 @@ def _moved(
 def _absolute(value: str, folder: Path) -> str:
     try:
         return str(absolute_path(value, folder))
-    except ConfigError:  # no path at all
+    except ConfigError:  # not a path
         return value
 
 
 def _moved_override(word: str, moved: Mapping[str, str]) -> str:
-    """Return `key.path=value` with the paths of the login node; a value that holds none stays as it was typed."""
+    """Return `key.path=value` with paths of the login node; a value without local paths stays as typed."""
     key, _, value = word.partition("=")
     here: Callable[[tuple[str, ...]], Path] = lambda _: Path.cwd()  # noqa: E731
     path = tuple(key.split("."))
@@ -220,18 +218,18 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
 
 
 def list_sent(files: Iterable[Path]) -> tuple[SentFile, ...]:
-    """Return local files with size and time, which the login node compares."""
+    """Return local files with size and modification time, for the login node to compare."""
     stats = ((path, path.stat()) for path in files)
     return tuple(SentFile(str(path), stat.st_size, int(stat.st_mtime)) for path, stat in stats)
 
 
 def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
-    """Send local files into `files/` there, with rsync if both sides have it, which continues a partial file.
+    """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it.
 
     Raises:
         PrerequisiteError: they could not be sent.
     """
-    goal = f"{login.folder}/files"
+    target = f"{login.folder}/files"
     if with_rsync:
         with tempfile.NamedTemporaryFile() as listed:
             listed.write("\0".join(paths).encode())
@@ -240,18 +238,18 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
             options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
             lines: list[str] = []
             code = process.run_lines(
-                ["rsync", *options, "-e", ssh, "/", f"{login.address}:{goal}/"], lines.append, cwd=Path("/")
+                ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], lines.append, cwd=Path("/")
             )
-            said = "\n".join(lines)
+            output = "\n".join(lines)
     else:
-        command = login.ssh(f"tar -x -p -C {goal} -f -")
+        command = login.ssh(f"tar -x -p -C {target} -f -")
         done = process.run_with_input(command, lambda stdin: _write_tar(stdin, paths))
-        code, said = done.returncode, done.stderr
+        code, output = done.returncode, done.stderr
     if code:
         raise PrerequisiteError(
-            f"the local files could not be sent to {login.address}: {one_line(said) if said.strip() else code}",
+            f"the local files could not be sent to {login.address}: {one_line(output) if output.strip() else code}",
             meaning="the connection was lost, or there is no disk space there; nothing was submitted",
-            fix="type the command again: what has arrived is not sent again",
+            fix="repeat the command: files that have arrived are not sent again",
         )
 
 

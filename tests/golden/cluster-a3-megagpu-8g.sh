@@ -1,4 +1,4 @@
-# train1: a3-megagpu-8g; GPU nodes, login node, controller and /home are paid for until 'ftkit cluster destroy', also when idle
+# train1: a3-megagpu-8g; GPU nodes, login node, controller and /home cost money until 'ftkit cluster destroy', even when idle
 
 # file STATE/ftkit/clusters/train1/deployment.yaml
 #   {
@@ -47,16 +47,16 @@
 #         "local_mount": "/home",
 #         "deletion_protection": {
 #           "enabled": true,
-#           "reason": "ftkit cluster destroy switches it off"
+#           "reason": "ftkit cluster destroy disables it"
 #         }
 #       }
 #     }
 #   }
 
-# check: an account of Google Cloud is active
+# check: a Google Cloud account is active
 gcloud auth list --filter=status:ACTIVE '--format=value(account)'
 
-# check: project my-project can be seen
+# check: project my-project is accessible
 gcloud projects describe my-project '--format=value(projectId)'
 
 # check: Terraform is installed
@@ -65,50 +65,50 @@ terraform version
 # check: Packer is installed
 packer version
 
-# check: Go is installed, which builds gcluster
+# check: Go is installed, to build gcluster
 go version
 
-# the project's APIs, switched on
+# the project's APIs, enabled
 gcloud services enable --project=my-project cloudresourcemanager.googleapis.com compute.googleapis.com file.googleapis.com iam.googleapis.com iap.googleapis.com logging.googleapis.com lustre.googleapis.com monitoring.googleapis.com secretmanager.googleapis.com servicenetworking.googleapis.com storage.googleapis.com
 
 # role compute.instanceAdmin.v1 of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.instanceAdmin.v1 AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.instanceAdmin.v1 AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.instanceAdmin.v1 --condition=None --format=none
 
 # role compute.networkAdmin of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.networkAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.networkAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.networkAdmin --condition=None --format=none
 
 # role compute.securityAdmin of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.securityAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/compute.securityAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.securityAdmin --condition=None --format=none
 
 # role file.editor of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/file.editor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/file.editor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/file.editor --condition=None --format=none
 
 # role iam.serviceAccountUser of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iam.serviceAccountUser AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iam.serviceAccountUser AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iam.serviceAccountUser --condition=None --format=none
 
 # role iap.tunnelResourceAccessor of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iap.tunnelResourceAccessor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/iap.tunnelResourceAccessor AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iap.tunnelResourceAccessor --condition=None --format=none
 
 # role logging.logWriter of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/logging.logWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/logging.logWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/logging.logWriter --condition=None --format=none
 
 # role monitoring.metricWriter of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/monitoring.metricWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/monitoring.metricWriter AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/monitoring.metricWriter --condition=None --format=none
 
 # role storage.objectAdmin of the nodes' service account
-# unless this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/storage.objectAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
+# skipped if this prints something: gcloud projects get-iam-policy my-project '--flatten=bindings[].members' '--filter=bindings.role=roles/storage.objectAdmin AND bindings.members=serviceAccount:1-compute@developer.gserviceaccount.com' '--format=value(bindings.role)'
 gcloud projects add-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/storage.objectAdmin --condition=None --format=none
 
 # bucket gs://my-state for Terraform's state
-# unless this prints something: gcloud storage buckets list --project=my-project --filter=name=my-state '--format=value(name)'
+# skipped if this prints something: gcloud storage buckets list --project=my-project --filter=name=my-state '--format=value(name)'
 gcloud storage buckets create gs://my-state --project=my-project --location=us-central1 --uniform-bucket-level-access
 
 # Cluster Toolkit v1.95.0
@@ -117,7 +117,7 @@ git clone --quiet --depth=1 --branch=v1.95.0 https://github.com/GoogleCloudPlatf
 # the toolkit's program gcluster
 make -C toolkit gcluster
 
-# the blueprint, with the changes of changes.json
+# the blueprint, with the changes in changes.json
 python3 -m ftkit.provision.blueprint toolkit/examples/machine-learning/a3-megagpu-8g/a3mega-slurm-blueprint.yaml changes.json blueprint.yaml
 
 # the nodes' operating system as an image

@@ -1,4 +1,4 @@
-# train1: soperator; nodes and file systems are paid for until 'ftkit cluster destroy', also when idle
+# train1: soperator; nodes and file systems cost money until 'ftkit cluster destroy', even when idle
 
 # file STATE/ftkit/clusters/train1/ftkit.tfvars.json
 #   {
@@ -68,16 +68,16 @@
 #   source .envrc
 #   exec terraform "$@"
 
-# check: an account of Nebius is active
+# check: a Nebius account is active
 nebius iam whoami
 
 # check: Terraform is installed
 terraform version
 
-# check: jq is installed, which .envrc needs
+# check: jq is installed, for .envrc
 jq --version
 
-# Nebius' solutions library soperator-v1.20.1-2
+# Nebius's solutions library soperator-v1.20.1-2
 git clone --quiet --depth=1 --branch=soperator-v1.20.1-2 https://github.com/nebius/nebius-solutions-library library
 
 # the installation without the example's own variables

@@ -93,7 +93,7 @@ def test_variables_of_dotenv_are_set_and_config_shows_only_their_names(
     assert "sets HF_TOKEN" in shown.out
     assert "hf_abc" not in shown.out + shown.err
     findings = json.loads(ftkit("doctor", "--cluster", "local", "--json").out)["login_node"]
-    assert {each["check"]: each["value"] for each in findings}["hub token"] == "there is one"
+    assert {each["check"]: each["value"] for each in findings}["hub token"] == "found"
     assert "hf_abc" not in ftkit("run", "demo", "--dry-run", "--cluster", "local").out
     Path(".env").write_text("HF_TOKEN\n")
     assert ftkit("config").code == 3
