@@ -35,7 +35,7 @@ _PLACEMENT_OPTIONS = (
         "--cluster",
         metavar="NAME",
         shell_complete=complete_cluster,
-        help="Cluster profile ('ftkit clusters' lists them).",
+        help="Cluster profile ('ftkit clusters' lists them). [env var: FTKIT_CLUSTER]",
     ),
 )
 _RUN_OPTIONS = (
@@ -44,7 +44,8 @@ _RUN_OPTIONS = (
         "--image",
         metavar="NAME:TAG",
         shell_complete=complete_image,
-        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry.",
+        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry "
+        "[env var: FTKIT_IMAGE].",
     ),
     *_PLACEMENT_OPTIONS,
     click.option("--name", metavar="NAME", help="Name of the run; default: the recipe's name."),

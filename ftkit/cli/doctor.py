@@ -44,7 +44,10 @@ class _NumNodes(click.ParamType[int | str]):
     examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
 )
 @click.option(
-    "--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster profile ('ftkit clusters' lists them)."
+    "--cluster",
+    metavar="NAME",
+    shell_complete=complete_cluster,
+    help="Cluster profile ('ftkit clusters' lists them). [env var: FTKIT_CLUSTER]",
 )
 @click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to check nodes in.")
 @click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Also check N nodes, or all idle ones, in a job.")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
 registry_option = click.option(
-    "--registry", metavar="HOST[/PATH]", help="Registry to push to and import from; default: 'registry:' in ftkit.yaml."
+    "--registry",
+    metavar="HOST[/PATH]",
+    help="Registry to push to and import from; default: 'registry:' in ftkit.yaml. [env var: FTKIT_REGISTRY]",
 )
 
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     ),
 )
 @click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)
-@click.option("--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster to import for.")
+@click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_cluster, help="Cluster to import for. [env var: FTKIT_CLUSTER]"
+)
 @click.option(
     "--format",
     "image_format",

@@ -86,8 +86,10 @@ _SECTIONS = {
 
 
 VARIABLES = {
-    "FTKIT_CLUSTER": "Cluster, as --cluster.",
-    "FTKIT_WORKSPACE": "Folder of runs, data and images; 'ftkit config' shows the other settings.",
+    "FTKIT_CLUSTER": "Cluster profile, as --cluster.",
+    "FTKIT_IMAGE": "Training image, as --image.",
+    "FTKIT_REGISTRY": "Registry of images, as --registry.",
+    "FTKIT_WORKSPACE": "Folder of runs, data and images.",
     "FTKIT_DEBUG": "1: print the traceback of an error.",
     "HF_TOKEN": "Token of the Hugging Face Hub, for gated models.",
     "NO_COLOR, FORCE_COLOR": "Never, or always, print in color.",
@@ -116,7 +118,7 @@ class _TopGroup(LazyGroup):
 
 @click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
-@click.option("--cluster", metavar="NAME", help="Cluster profile, before the command's name; overrides FTKIT_CLUSTER.")
+@click.option("--cluster", metavar="NAME", help="Cluster profile, before the command's name. [env var: FTKIT_CLUSTER]")
 def cli(*, cluster: str | None) -> None:
     """Fine-tune language models on Slurm GPU clusters, in versioned containers.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ftkit.cli.output import current_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import plural
 from ftkit.errors import ConfigError, Problem
@@ -159,7 +160,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
     if code or not params.get("follow") or len(ids) != 1:
         terminal.data(text)
         return code
-    return forwarded.follow(("status", ids[0], "--follow"), copies_log=False)
+    return forwarded.follow(("status", ids[0], "--follow", *current_output().words), copies_log=False)
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from ftkit import assets
 from ftkit.cli.main import _SECTIONS, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
+from ftkit.config.request import Settings
 from ftkit.errors import EXIT_CODES, FtkitError
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ def test_the_command_list_shows_each_commands_short_help(name: str) -> None:
     assert command.short_help == next(lazy.help for lazy in COMMANDS if lazy.name == name)
 
 
-def test_the_help_lists_every_exit_code(ftkit: Callable[..., Result]) -> None:
+def test_the_help_lists_every_exit_code_and_the_variable_of_every_setting(ftkit: Callable[..., Result]) -> None:
     result = ftkit("--help")
+    for setting in Settings.model_fields:
+        assert re.search(rf"^ +FTKIT_{setting.upper()} +\w", result.out, re.MULTILINE)
     for code, meaning in EXIT_CODES.items():
         assert re.search(rf"^ +{code} +{re.escape(meaning)}$", result.out, re.MULTILINE)
 
