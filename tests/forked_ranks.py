@@ -6,6 +6,7 @@ failed rank, upon which the others are terminated.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -85,6 +86,7 @@ def serve() -> None:
     """Run the jobs listed on standard input."""
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # forked ranks need not search for garbage in what was imported
     for line in sys.stdin:
         code = _run(Job(**json.loads(line)))
         os.write(_ANSWERS, f"{code}\n".encode())
