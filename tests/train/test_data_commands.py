@@ -120,7 +120,7 @@ def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert stats["num_tokens"] == pytest.approx(stats["fill_ratio"] * 80)
     code, out, _ = call(capsys, "stats", file, "data.skip_bad=1")
     assert code == 0
-    assert "rows        4; 1 bad ones are skipped" in out
+    assert "rows        4; 1 skipped as bad" in out
     assert "duplicates  2" in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -55,7 +55,7 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
     facts: list[tuple[str, Cell]] = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
-        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} bad rows are skipped" if stats.num_bad else "")),
+        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
         ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {stats.longest:,} tokens"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
