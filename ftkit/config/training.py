@@ -132,6 +132,10 @@ class TrainingSpec(Spec):
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack; 0: without
+    it. If null, what trainers on transformers do: the weight in the model's config.json if `output_router_logits` is
+    true there, which it seldom is, else 0; with adapters, which leave routers as they are, 0."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
     `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""

@@ -51,6 +51,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
         *_targets(recipe, shape, cluster),
+        *_load_balancing(recipe, shape),
         *_lengths(recipe, shape),
         *_data(recipe),
         *check_evaluation(recipe),
@@ -229,6 +230,16 @@ def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfil
         yield Problem(
             f"recipe {recipe.name}", "training.lora.targets",
             f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(known)}.",
+        )  # fmt: skip
+
+
+def _load_balancing(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
+    coefficient = recipe.training.router_aux_loss_coef
+    if coefficient and not count_model(shape).experts_per_token:
+        yield Problem(
+            f"recipe {recipe.name}", "training.router_aux_loss_coef",
+            f"{coefficient:g} weights the load-balancing loss of a mixture of experts: {shape.family} is dense.",
+            "Leave it out, or choose a mixture of experts.",
         )  # fmt: skip
 
 

@@ -76,6 +76,24 @@ class SourceLoss:
 
 
 @dataclass(frozen=True)
+class RouterStats:
+    """What the routers of a mixture of experts did in a step.
+
+    An expert's utilization is its number of tokens divided by the mean of its layer's experts. `max_utilization` is the
+    largest of all, `mean_max_utilization` the mean over the layers of each one's largest; `dead_expert_ratio` is the
+    fraction of experts without a token. `router_entropy` is the mean entropy of a token's probabilities, as a fraction
+    of the largest possible. `load_balancing_loss`, without its coefficient, is the number of experts per token if
+    tokens are spread evenly. The last two are None for families without such a loss.
+    """
+
+    max_utilization: float
+    mean_max_utilization: float
+    dead_expert_ratio: float
+    router_entropy: float | None
+    load_balancing_loss: float | None
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """The state after an optimizer step.
 
@@ -83,7 +101,8 @@ class StepRecord:
     `tokens_per_second` is over all processes, `overhead_ratio` is the fraction of the time since the last
     record that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
     batch to work on, `mfu` the model FLOPs utilization (None if the GPUs' peak is unknown). For a mixture,
-    `sources` has the loss of this step for each source with target tokens in it.
+    `sources` has the loss of this step for each source with target tokens in it. For a mixture of experts, `routers`
+    has what its routers did in this step; `loss` is without the load-balancing loss.
     """
 
     event: ClassVar[str] = "step"
@@ -102,6 +121,7 @@ class StepRecord:
     mfu: float | None
     memory_gib: float | None
     sources: dict[str, SourceLoss] = field(default_factory=dict)
+    routers: RouterStats | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +275,7 @@ def _adapter(event: str) -> TypeAdapter[Record]:
 def to_line(record: Record) -> str:
     """Return a record as one line of JSON, without the line break."""
     values = {"event": record.event, **asdict(record)}
-    for optional in ("sources", "scores"):  # omitted for a single source, and without completions
+    for optional in ("sources", "scores", "routers"):  # omitted for one source, without completions, if dense
         if not values.get(optional):
             values.pop(optional, None)
     return json.dumps(values, allow_nan=True)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
+from ftkit.train.model.routers import Routers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,7 @@ class MicroBatch:
         cu_seqlens: int32 [D + 1], the offset of each of D documents in the flattened tokens, then B * T; with context
             or tensor parallelism, the offsets in the full packs, of which this process has a part.
         max_seqlen: upper bound of the documents' lengths.
+        is_token: bool [B, T], false for padding; None if there is none.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
     """
@@ -44,6 +46,7 @@ class MicroBatch:
     labels: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    is_token: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     label_sources: torch.Tensor | None = None
 
@@ -92,12 +95,14 @@ class CausalLM(nn.Module):
         has_head_layers: whether there are layers between decoder and output projection, as in ModernBERT's decoder:
             the loss is then computed from all logits of the model's own class.
         logit_transform: scaling and soft cap of the logits before the loss.
+        routers: those of a mixture of experts; `forward` counts what they do in training.
     """
 
     def __init__(
         self,
         hf_model: PreTrainedModel,
         *,
+        routers: Routers | None = None,
         by_weight: bool = True,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -105,6 +110,7 @@ class CausalLM(nn.Module):
 
         Args:
             hf_model: a causal language model of transformers.
+            routers: found before an engine changed the model; None: they are left alone.
             by_weight: read the output projection's weight, and compute the loss from a chunk of logits at a time;
                 otherwise call the projection as a module, for an engine that gathers weights in hooks of every module.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
@@ -112,6 +118,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.logit_transform = LogitTransform.of(hf_model.config)
+        self.routers = routers or Routers.none()
         has_bias = getattr(hf_model.get_output_embeddings(), "bias", None) is not None
         self.has_head_layers = _has_head_layers(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
@@ -125,6 +132,8 @@ class CausalLM(nn.Module):
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
 
+        Its gradient includes that of the load-balancing loss, if the routers have one.
+
         Args:
             batch: tokens and their labels.
             source_losses: accumulates the losses of each source, if the labels are from several sources.
@@ -137,7 +146,7 @@ class CausalLM(nn.Module):
             loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
-        return loss
+        return self.routers.balance(loss, batch)
 
     def _label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states of the tokens whose next token is a label, [N, H]."""
@@ -147,6 +156,7 @@ class CausalLM(nn.Module):
         """Return the logits of these tokens, fp32 [N, V]."""
         model: Any = self.hf_model
         if self.has_head_layers:
+            self.routers.begin(batch)
             logits: torch.Tensor = model(**model_inputs(model, batch)).logits
             return logits.flatten(0, 1).index_select(0, batch.label_index).float()
         return self.logit_transform.apply(model.get_output_embeddings()(self._label_states(batch)).float())
@@ -154,6 +164,7 @@ class CausalLM(nn.Module):
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
         decoder = find_decoder(self.hf_model)
+        self.routers.begin(batch)
         hidden: torch.Tensor = decoder(**model_inputs(decoder, batch)).last_hidden_state
         return hidden
 
@@ -178,6 +189,8 @@ def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
     kernels need `cu_seqlens` of a single row.
     """
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    if getattr(module.config, "output_router_logits", False):
+        inputs["output_router_logits"] = False  # ftkit's own hooks read them
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:

@@ -153,7 +153,8 @@ class TrainingLoop:
         learning_rate = learning_rate_at(self.state.step, self.num_steps, training)
         grad_norm = self.engine.step(learning_rate, training.max_grad_norm)
         self.trace.begin_once("training")
-        return StepOutcome(torch.stack(losses).sum(), source_losses, grad_norm, learning_rate)
+        router_sums = self.engine.model.routers.take()
+        return StepOutcome(torch.stack(losses).sum(), source_losses, router_sums, grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
         """Return the seed of dropout: the same when a step is repeated after a resume."""

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,10 +47,11 @@ from ftkit.train.distributed.tensor_parallel import whole_pack_attention
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.build import make_config
+from ftkit.train.model.context_parallel import context_parallel_attention
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
-from ftkit.train.world import World, init_world, with_tensor_parallel
+from ftkit.train.world import ContextGroup, World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +63,7 @@ LENGTH, VOCABULARY, STEPS, ACCUMULATION = 24, 320, 2, 2
 TRIED = (*MEASURED, "gpt_neox", "qwen2")
 """The four, and two that have what none of them has: fused projections, biases, names of their own."""
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BALANCE = 0.5
 ADAPTED = {"gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")}
 
 
@@ -76,6 +79,7 @@ class Case(NamedTuple):
     weights: Literal["resharded", "unsharded"] = "resharded"
     collectives: Literal["auto", "copied"] = "auto"
     layers: Literal["whole", "divided"] = "whole"
+    packs: Literal["whole", "halved"] = "whole"
 
     @property
     def name(self) -> str:
@@ -115,6 +119,7 @@ def cases() -> Iterator[Case]:
     yield from itertools.starmap(Case, product(TRIED, get_args(Method), get_args(EngineName)))
     if CONVERTS_WEIGHTS:
         yield from (Case("qwen3_moe", "full", engine) for engine in get_args(EngineName))
+        yield Case("qwen3_moe", "full", "fsdp2", packs="halved")
     for offload, engine in product(("optimizer", "all"), get_args(EngineName)):
         yield Case("llama", "full", engine, offload)
     for engine in get_args(EngineName):
@@ -167,12 +172,54 @@ def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
         yield
 
 
+def build(family: str, **options: Any) -> Any:
+    ids = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    torch.manual_seed(5)
+    config = make_config(architecture(family), ids)
+    if family == "qwen3_moe":
+        config.update(MIXTURE)
+    model = AutoModelForCausalLM.from_config(config, **options)
+    model.config.use_cache = False
+    return model
+
+
+class EveryPack(ContextGroup):
+    """The context of a process that has all packs, and these as a whole."""
+
+    def part(self, length: int) -> slice:
+        return slice(length)
+
+
+def first_step_of_transformers(world: World) -> dict[str, float]:
+    """Return the loss, balance and gradient norm of the first step of the mixture by transformers alone."""
+    model = build("qwen3_moe").train()
+    num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
+    everyone = EveryPack(size=world.size)
+    entropy = balance = 0.0
+    for number in range(ACCUMULATION * world.size):
+        whole = batch(0, number, replace(world, context=everyone))
+        for pack in range(2):
+            is_own = whole.label_index // LENGTH == pack
+            positions = whole.position_ids[pack : pack + 1]
+            output = model(whole.input_ids[pack : pack + 1], position_ids=positions, output_router_logits=True)
+            logits = output.logits[0, whole.label_index[is_own] % LENGTH]
+            loss = torch.nn.functional.cross_entropy(logits, whole.labels[is_own], reduction="sum")
+            balanced = output.aux_loss * is_own.sum()
+            ((loss + BALANCE * balanced) / num_targets).backward()
+            entropy, balance = entropy + float(loss.detach()), balance + float(balanced.detach())
+    norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+    return {"loss": entropy / num_targets, "balance": balance / num_targets, "norm": float(norm)}
+
+
 def train(case: Case, world: World) -> dict[str, Any]:
-    family, method, engine_name, offload, precision, reduced, weights, collectives, layers = case
+    family, method, engine_name, offload, precision, reduced, weights, collectives, layers, packs = case
     own_attention = {}
     if layers == "divided":
         world = with_tensor_parallel(world, world.size)
         own_attention = {"attn_implementation": whole_pack_attention("sdpa")}
+    if packs == "halved":
+        world = replace(world, context=ContextGroup(world.rank, world.size, torch.distributed.group.WORLD))
+        own_attention = {"attn_implementation": context_parallel_attention("sdpa", world.context)}
     passes = world.size // world.data_size
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None
@@ -180,14 +227,9 @@ def train(case: Case, world: World) -> dict[str, Any]:
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
         activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,
+        router_aux_loss_coef=BALANCE if family == "qwen3_moe" else None,
     )  # fmt: skip
-    ids = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    torch.manual_seed(5)
-    config = make_config(shape, ids)
-    if family == "qwen3_moe":
-        config.update(MIXTURE)
-    model = AutoModelForCausalLM.from_config(config, **own_attention)
-    model.config.use_cache = False
+    model = build(family, **own_attention)
     expected = count_method(model, training)
     if family in MEASURED:
         assert expected == method_counts(shape, training)
@@ -202,7 +244,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     verify_isolation(probe)
     verify_logits(probe)
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
-    losses, norms = [], []
+    losses, norms, routers = [], [], []
     for step in range(STEPS):
         with Gathers() if step == STEPS - 1 else nullcontext(Gathers()) as gathers:
             loss = 0.0
@@ -212,6 +254,8 @@ def train(case: Case, world: World) -> dict[str, Any]:
                 loss += float(summed.detach())
         losses.append(world.sum([loss])[0] / num_targets)
         norms.append(float(engine.step(1e-2, max_norm=0.5)))
+        own = engine.model.routers.take().values.tolist()
+        routers.append(world.sum(own) if own else [])
     with engine.inference() as trained:
         held_out = world.sum([sum(float(trained(batch=batch(STEPS, number, world))) for number in range(passes))])[0]
     trained_weights = engine.trained_weights().items()
@@ -220,7 +264,8 @@ def train(case: Case, world: World) -> dict[str, Any]:
     held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}
     return {
         "losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks, "held": held,
-        "gathered": gathers.count, "unharmed": unharmed,
+        "gathered": gathers.count, "unharmed": unharmed, "routers": routers,
+        "num_targets": num_targets,
     }  # fmt: skip
 
 
@@ -243,6 +288,8 @@ def main() -> None:
     gc.freeze()  # DeepSpeed collects garbage for every model: without what was imported
     with init_world(PlacementPlan(1, 2, "cpu", 1)) as world:
         results = {case.name: train(case, world) for case in cases()}
+        if CONVERTS_WEIGHTS:
+            results["qwen3_moe full fsdp2"]["transformers"] = first_step_of_transformers(world)
         if world.is_first:
             Path(sys.argv[1]).write_text(json.dumps(results), encoding="utf-8")
 

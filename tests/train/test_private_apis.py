@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import FSDPModule
-from transformers import BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralModel,
+)
 from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
 
@@ -41,6 +49,7 @@ from ftkit.train.private_apis.transformers import (
     attention_implementation,
     ignored_tensors,
     revert_weight_conversion,
+    router_classes,
 )
 
 if TYPE_CHECKING:
@@ -139,6 +148,15 @@ def test_the_attention_implementation_of_a_configuration_is_known() -> None:
 def test_the_attention_backends_of_a_model_class_are_known() -> None:
     assert attention_backends(LlamaForCausalLM) == {"custom", "flex", "sdpa"}
     assert attention_backends(BloomForCausalLM) == set()
+
+
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="routers of transformers 4 return something else")
+def test_transformers_reports_the_routers_of_a_decoder() -> None:
+    [router] = router_classes(MixtralModel)
+    config = MixtralConfig(hidden_size=8, num_local_experts=4, num_experts_per_tok=2)
+    logits, weights, experts = router(config)(torch.ones(3, 8))
+    assert [logits.shape, weights.shape, experts.shape] == [(3, 4), (3, 2), (3, 2)]
+    assert router_classes(LlamaModel) == ()
 
 
 @pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="this transformers stores weights as files do")

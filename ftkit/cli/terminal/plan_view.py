@@ -108,7 +108,9 @@ def _method(plan: RunPlan) -> str:
     adapters = training.adapters
     rank = f", rank {adapters.rank} on {len(adapters.targets)} projections per layer" if adapters else ""
     trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
-    return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}"
+    coefficient = training.router_aux_loss_coef
+    balance = f", load-balancing loss × {coefficient:g}" if coefficient else ""
+    return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}{balance}"
 
 
 def describe_placement(plan: JobPlan) -> str:

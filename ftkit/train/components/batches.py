@@ -10,6 +10,7 @@ import torch
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
+from ftkit.data.packing import find_padding
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.components.padding import PaddedRows, pad_documents
 from ftkit.train.world import ContextGroup
@@ -123,6 +124,7 @@ def to_micro_batch(
         context: decides which part of each pack this process takes.
     """
     positions = packs[:, 2]
+    is_token = ~find_padding(packs)[:, context.part(packs.shape[2])]
     cu_seqlens = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     local = packs[:, :, context.part(packs.shape[2])]
     position_ids = positions if context.gathers_tokens else local[:, 2]
@@ -140,6 +142,7 @@ def to_micro_batch(
         cu_seqlens=tensor(cu_seqlens, np.int32),
         # The same bound for all batches, because kernels are compiled for it.
         max_seqlen=packs.shape[2],
+        is_token=torch.from_numpy(is_token),
         label_sources=tensor(local[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
     return batch.on(device)
@@ -149,8 +152,9 @@ def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: b
     """Convert padded rows to a micro-batch on a device; see `to_micro_batch`."""
     batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed)
     # A row without a document has one token too: attention needs at least one.
-    mask = np.arange(rows.values.shape[2]) < np.maximum(1, rows.lengths)[:, None]
-    return replace(batch, attention_mask=torch.from_numpy(mask.astype(np.int64))).on(device)
+    place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
+    mask = torch.from_numpy((place < np.maximum(1, lengths)).astype(np.int64))
+    return replace(batch, attention_mask=mask, is_token=torch.from_numpy(place < lengths)).on(device)
 
 
 def _empty_packs(num: int, length: int) -> NDArray[np.int32]:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from ftkit.errors import one_line
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
-from ftkit.runs.records import EndRecord, Record, SourceLoss, StartRecord, StepRecord
+from ftkit.runs.records import EndRecord, Record, RouterStats, SourceLoss, StartRecord, StepRecord
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.memory.host_staging import empty_pinned_like
+from ftkit.train.model.routers import RouterSums, router_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,12 +38,14 @@ class StepOutcome:
     Attributes:
         loss: summed over the targets of this rank, on the device.
         source_losses: of this rank, on the device.
+        router_sums: of this rank, on the device.
         grad_norm: L2 norm of the whole gradient, over all ranks, on the device.
         learning_rate: of the optimizer step.
     """
 
     loss: torch.Tensor
     source_losses: SourceLosses
+    router_sums: RouterSums
     grad_norm: torch.Tensor
     learning_rate: float
 
@@ -169,6 +172,7 @@ class StepResult:
     learning_rate: float
     stop_requested: bool
     timing: StepTiming
+    routers: RouterStats | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class _Pending:
     num_targets: int
     learning_rate: float
     numbers: torch.Tensor
-    """Loss, stop requests, sums by source and gradient norm, in host memory once `copied` has completed."""
+    """Loss, stop requests, sums by source, those of routers, and gradient norm; on the host once `copied` is done."""
     copied: torch.cuda.Event | None
     timing: StepTiming
 
@@ -199,9 +203,13 @@ class StepReducer:
     def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
         """Start the sums of a step. Collective; the step before must have been popped."""
         stop_requests = torch.full_like(outcome.loss, float(stop))
-        sums = torch.cat([torch.stack([outcome.loss, stop_requests]), outcome.source_losses.sums.flatten()])
+        local = [
+            torch.stack([outcome.loss, stop_requests]), outcome.source_losses.sums.flatten(), outcome.router_sums.values
+        ]  # fmt: skip
+        sums = torch.cat(local)
         dist.all_reduce(sums)
-        numbers = torch.cat([sums, outcome.grad_norm.to(sums).reshape(1)])
+        *others, routers = sums.split([part.numel() for part in local])  # type: ignore[no-untyped-call]
+        numbers = torch.cat([*others, outcome.router_sums.summarize(routers), outcome.grad_norm.to(sums).reshape(1)])
         copied = None
         if numbers.is_cuda:
             if self._buffer is None:
@@ -225,15 +233,17 @@ class StepReducer:
             return None
         if pending.copied is not None:
             pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
-        loss, stop, *by_source, grad_norm = pending.numbers.tolist()
+        loss, stop, *others, grad_norm = pending.numbers.tolist()
+        num_by_source = 2 * len(self._sources)
         return StepResult(
             pending.step,
             loss / pending.num_targets,
-            mean_losses(self._sources, by_source),
+            mean_losses(self._sources, others[:num_by_source]),
             grad_norm,
             pending.learning_rate,
             stop > 0,
             pending.timing,
+            router_stats(others[num_by_source:], pending.num_targets),
         )
 
 
@@ -295,6 +305,7 @@ class StepReporter:
             mfu=self._mfu_meter.mfu(num_packs / seconds),
             memory_gib=self._trace.peak_gib(),
             sources=result.sources,
+            routers=result.routers,
         )
         self._recorder.write(record)
         log.info(

@@ -32,6 +32,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lora import saved_parameters
+from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, skip_step
 
@@ -274,6 +275,7 @@ def parallelize(
     and output projection stay unsharded between forward and backward.
     """
     complete_cpu_streams()
+    routers = Routers.of(hf_model, training, world)
     layers = find_decoder_layers(hf_model)
     if world.tensor_mesh is not None:
         divide_layers(layers, hf_model.config.model_type, world.tensor_mesh["tensor"])
@@ -288,7 +290,7 @@ def parallelize(
     autocast = (
         partial(torch.autocast, world.device.type, DTYPES[training.compute_precision]) if is_cast else nullcontext
     )
-    model = CausalLM(hf_model, autocast=autocast)
+    model = CausalLM(hf_model, routers=routers, autocast=autocast)
     if is_unsharded(training, world):
         return model
     collectives = choose_collectives(training, world)

@@ -22,6 +22,7 @@ from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
+from ftkit.train.model.routers import Routers
 from ftkit.train.private_apis.deepspeed import (
     Zero3Optimizer,
     Zero3Partition,
@@ -61,6 +62,7 @@ class Zero3Engine:
         self._deepspeed = import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
+        routers = Routers.of(hf_model, training, world)
         hf_model.tie_weights()  # while tied parameters are still one object
         layers = find_decoder_layers(hf_model)
         for unit in [*layers, hf_model]:
@@ -75,7 +77,7 @@ class Zero3Engine:
             offload=ActivationOffload(world.device) if training.activation_offload else None,
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
-        self.model = CausalLM(hf_model, by_weight=False)
+        self.model = CausalLM(hf_model, routers=routers, by_weight=False)
         # Each step sets the learning rate. Until then it is 0, so that DeepSpeed's setup of the states can't change
         # the weights.
         optimizer = torch.optim.AdamW(parameter_groups(hf_model, training), lr=0.0, betas=training.betas, fused=True)

@@ -67,6 +67,20 @@ def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch
     return reverted
 
 
+def router_classes(decoder_class: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Return the classes of a decoder's routers that return logits, weights, and indices of the chosen experts.
+
+    `_can_record_outputs`, transformers 5.0 to 5.23: which modules return the output `router_logits`, and where in it;
+    those that return it first return the other two behind it. 4 has other classes. If it goes: the modules of decoder
+    layers whose class name contains `Router`.
+    """
+    recorded = (getattr(decoder_class, "_can_record_outputs", None) or {}).get("router_logits", ())
+    if not CONVERTS_WEIGHTS:
+        return ()
+    recorders = recorded if isinstance(recorded, list | tuple) else (recorded,)
+    return tuple(one.target_class for one in recorders if getattr(one, "index", None) == 0)
+
+
 def attention_implementation(config: PretrainedConfig) -> str:
     """Return the attention implementation that a model uses.
 

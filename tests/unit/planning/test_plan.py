@@ -219,6 +219,13 @@ def test_projections_missing_from_the_counted_model_are_rejected_if_trained() ->
     assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
 
 
+def test_a_load_balancing_loss_is_rejected_for_a_dense_model() -> None:
+    asked = "training.router_aux_loss_coef=0.01"
+    assert "router_aux_loss_coef: 0.01 weights the load-balancing loss of a mixture" in problems(demo(asked))
+    assert plan(demo("training.router_aux_loss_coef=0")).num_parameters
+    assert plan(demo(asked, "model.architecture.family=mixtral")).num_parameters
+
+
 @pytest.mark.parametrize(
     ("linears", "num_experts", "expected"),
     [

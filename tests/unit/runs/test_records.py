@@ -14,7 +14,16 @@ from ftkit.runs.metrics_file import (
     read_records,
 )
 from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
-from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss, StageRecord, StepRecord, from_line, to_line
+from ftkit.runs.records import (
+    EvaluationRecord,
+    RouterStats,
+    Sample,
+    SourceLoss,
+    StageRecord,
+    StepRecord,
+    from_line,
+    to_line,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,9 +39,11 @@ def evaluation(num_samples: int) -> EvaluationRecord:
 
 def test_a_record_round_trips_through_its_line() -> None:
     mixed = replace(STEP, sources={"chats.jsonl": SourceLoss(1.25, 300), "data-set": SourceLoss(2.5, 100)})
-    for record in (STEP, mixed, STAGE, evaluation(3)):
+    routed = replace(STEP, routers=RouterStats(2.5, 1.5, 0.25, None, None))
+    for record in (STEP, mixed, routed, STAGE, evaluation(3)):
         assert from_line(to_line(record)) == record
     assert "sources" not in to_line(STEP) + to_line(evaluation(3)), "the loss of a single source is that of the step"
+    assert "routers" not in to_line(STEP)
 
 
 def test_lines_that_are_not_records_yield_none() -> None:

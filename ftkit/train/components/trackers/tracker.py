@@ -57,8 +57,10 @@ class Tracker(Protocol):
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Return the numbers of a record by their names in trackers: train/loss, train/loss/SOURCE and so on."""
-    prefix, scores = "train", {}
-    if not isinstance(record, StepRecord):
+    prefix, scores, of_routers = "train", {}, {}
+    if isinstance(record, StepRecord):
+        of_routers = {f"{prefix}/routers/{name}": value for name, value in _numbers(record.routers)}
+    else:
         # Evaluations by a separate job arrive late, and use other rows of the validation split.
         prefix = "job_eval" if record.when == "job" else "eval"
         # The record has SQL's score as a field too.
@@ -69,12 +71,14 @@ def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     return (
         by_source
         | scores
-        | {
-            f"{prefix}/{name}": value
-            for name, value in vars(record).items()
-            if name not in _NOT_MEASURED and isinstance(value, int | float)
-        }
+        | of_routers
+        | {f"{prefix}/{name}": value for name, value in _numbers(record) if name not in _NOT_MEASURED}
     )
+
+
+def _numbers(record: object) -> list[tuple[str, float]]:
+    """Return the fields of a record that are numbers; none of None."""
+    return [(name, value) for name, value in getattr(record, "__dict__", {}).items() if isinstance(value, int | float)]
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,294 @@
+"""Routers of mixtures of experts: the load-balancing loss, and statistics of how tokens are spread over experts.
+
+The load-balancing loss is that of transformers (`load_balancing_loss_func`; Fedus et al. 2021, equations 4 to 6, over
+all layers at once): E * sum_i(f_i * P_i) over E experts, where f_i is the number of choices of expert i by a layer's
+router, and P_i its probability, both means over tokens and layers. ftkit computes it for each pack, and each label's
+loss includes that of its pack; so it does not depend on micro-batches, accumulation, or the number of processes. With
+padded rows, which are no packs, the rows of a micro-batch count as one pack.
+
+f has no gradient, so for the gradient of P a layer needs to know only f of all layers. Layers may be compiled, and
+computed again in the backward pass, so no tensor with a graph leaves them (docs/adr/0049). Instead, a hook of each
+router overwrites this micro-batch's sums, and passes the router's weights on with a backward pass that adds the
+gradient of P. The backward pass of the whole loss runs before those of the layers, and tells them f.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ftkit.errors import TrainingError
+from ftkit.runs.records import RouterStats
+from ftkit.train.model.build import find_decoder, find_decoder_layers
+from ftkit.train.private_apis.transformers import router_classes
+from ftkit.train.world import ContextGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from ftkit.config.training import TrainingSpec
+    from ftkit.train.causal_lm import MicroBatch
+    from ftkit.train.world import World
+
+
+class Routers:
+    """The routers of a model; none if it is dense.
+
+    Attributes:
+        coefficient: weight of the load-balancing loss; 0 for none.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[nn.Module],
+        *,
+        coefficient: float,
+        has_loss: bool,
+        context: ContextGroup,
+        device: torch.device,
+    ) -> None:
+        """Register the hooks, before an engine divides the routers' parameters.
+
+        Args:
+            routers: modules that return logits [N, E], the weights of the chosen experts, and their indices [N, k].
+            coefficient: weight of the load-balancing loss.
+            has_loss: whether the family has such a loss; without, its logits may mean something else.
+            context: the ranks that have the other tokens of the same packs.
+            device: of this process.
+        """
+        self.coefficient = coefficient
+        self._has_loss = has_loss
+        self._context = context
+        self._num_experts = _count_experts(routers[0]) if routers else 0
+        self._taps = [_Tap(adds_gradient=coefficient > 0) for _ in routers]
+        for router, tap in zip(routers, self._taps, strict=True):
+            router.register_forward_hook(tap)
+        self._sums = torch.zeros(0, device=device)
+        self._gradient = torch.zeros(0, device=device)
+        self._step = RouterSums(len(routers), self._num_experts, has_loss=has_loss, device=device)
+
+    @classmethod
+    def none(cls) -> Routers:
+        """Return those of a dense model."""
+        return cls((), coefficient=0.0, has_loss=False, context=ContextGroup(), device=torch.device("cpu"))
+
+    @classmethod
+    def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
+        """Find the routers of a transformers model.
+
+        Raises:
+            TrainingError: a load-balancing loss is asked for, and can't be computed.
+        """
+        kinds, config = router_classes(type(find_decoder(hf_model))), hf_model.config
+        routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
+        has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")
+        coefficient = _coefficient(config, training)
+        if coefficient and not has_loss:
+            raise TrainingError(
+                f"a load-balancing loss can't be computed for '{config.model_type}'",
+                meaning="it has no routers that return what such a loss needs: the model is dense, its family balances "
+                "experts in another way, such as DeepSeek-V3 by a bias of its routers (which training leaves as it "
+                "is), or transformers is older than 5",
+                fix="set training.router_aux_loss_coef=0",
+            )
+        return cls(routers, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device)
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Prepare for a forward pass over a micro-batch."""
+        if not self._taps:
+            return
+        num_groups = len(batch.input_ids) if batch.attention_mask is None else 1
+        is_token = torch.ones_like(batch.input_ids) if batch.is_token is None else batch.is_token
+        shape = (len(self._taps), len(_SUMS), num_groups, self._num_experts)
+        if self._sums.shape != shape:
+            self._sums, self._gradient = self._sums.new_zeros(shape), self._gradient.new_zeros(shape[2:])
+        self._gradient.zero_()  # for a pass without the loss, such as a check's
+        for tap, sums in zip(self._taps, self._sums, strict=True):
+            tap.begin(sums, self._gradient, is_token.float().view(num_groups, -1))
+
+    def balance(self, loss: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return a micro-batch's loss, with the gradient of the load-balancing loss too; its value does not change.
+
+        Args:
+            loss: summed over the micro-batch's labels, after the forward pass.
+            batch: the micro-batch.
+        """
+        if not self._taps or not torch.is_grad_enabled():
+            return loss
+        chosen, probability, _ = self._sums.sum(0)
+        num_groups = len(chosen)
+        is_token = self._taps[0].is_token
+        group_of_label = batch.label_index // is_token.shape[1]
+        labels = chosen.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
+        # Of whole packs: their choices, tokens and labels.
+        whole = torch.cat([chosen, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
+        if self._context.group is not None:
+            dist.all_reduce(whole, group=self._context.group)
+        chosen, tokens, labels = whole[:, :-2], whole[:, -2:-1], whole[:, -1:]
+        rows = len(self._taps) * tokens.clamp(min=1)
+        gradient = self._num_experts * labels * chosen / rows.square()
+        self._step.add(self._sums, is_token.sum(), (gradient * probability).sum())
+        if not self.coefficient:
+            return loss
+        balanced: torch.Tensor = _AddBalance.apply(  # type: ignore[no-untyped-call]
+            loss, self.coefficient * gradient, self._gradient
+        )
+        return balanced
+
+    def take(self) -> RouterSums:
+        """Return the sums over the micro-batches since the last call."""
+        taken, self._step = self._step, self._step.empty()
+        return taken
+
+
+def _coefficient(config: Any, training: TrainingSpec) -> float:
+    """Return the weight of the load-balancing loss: the recipe's, else the model's own as a transformers trainer does.
+
+    Adapters leave routers as they are, so only a recipe can ask for it then.
+    """
+    if training.router_aux_loss_coef is not None:
+        return training.router_aux_loss_coef
+    is_on = getattr(config, "output_router_logits", False) and training.adapters is None
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_on else 0.0
+
+
+def _count_experts(router: nn.Module) -> int:
+    return max(parameter.shape[0] for parameter in router.parameters() if parameter.ndim > 1)
+
+
+_SUMS = ("chosen", "probability", "entropy")
+"""What a router's hook sums over the tokens of each pack, for each expert."""
+
+
+class _Tap:
+    """Forward hook of a router, traced by torch.compile with the layer, and called again when it is recomputed.
+
+    Attributes:
+        is_token: fp32 [G, S], 0 for padding, of G groups of S tokens each.
+    """
+
+    def __init__(self, *, adds_gradient: bool) -> None:
+        self._adds_gradient = adds_gradient
+        self._sums = self._gradient = self.is_token = torch.zeros(0)
+
+    def begin(self, sums: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor) -> None:
+        """Set this micro-batch's tensors: sums [3, G, E] to write, and the gradient [G, E] of the probabilities."""
+        self._sums, self._gradient, self.is_token = sums, gradient, is_token
+
+    def __call__(self, router: nn.Module, _: object, output: tuple[torch.Tensor, ...]) -> Any:
+        """Sum, and return the output with the gradient."""
+        if not router.training or not self.is_token.numel():
+            return None
+        logits, weights, experts, *others = output
+        self._sum(logits.detach(), experts)
+        if not self._adds_gradient:
+            return None
+        routed = _Routed.apply(weights, logits, self._gradient, self.is_token)  # type: ignore[no-untyped-call]
+        return logits, routed, experts, *others
+
+    @torch.no_grad()
+    def _sum(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
+        _, num_groups, num_experts = self._sums.shape
+        experts = experts.long().reshape(num_groups, -1)
+        counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
+        chosen = torch.zeros_like(self._sums[0]).scatter_add_(1, experts, counts)
+        probability = _probability(logits, num_groups, num_experts) * self.is_token[..., None]
+        self._sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1)]))
+
+
+def _probability(logits: torch.Tensor, num_groups: int, num_experts: int) -> torch.Tensor:
+    """Return the probabilities of experts, fp32 [G, S, E]."""
+    return logits.float().softmax(-1).view(num_groups, -1, num_experts)
+
+
+class _Routed(torch.autograd.Function):
+    """The identity of the experts' weights; the backward pass adds to the gradient of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: torch.Tensor, logits: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, gradient, is_token)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, gradient, is_token = ctx.saved_tensors
+        probability, each = _probability(logits, *gradient.shape), gradient[:, None]
+        of_logits = probability * (each - (probability * each).sum(-1, keepdim=True)) * is_token[..., None]
+        return grads[0], of_logits.view_as(logits).to(logits.dtype), None, None
+
+
+class _AddBalance(torch.autograd.Function):
+    """The identity of the loss; the backward pass, which runs before all others, sets the gradient for `_Routed`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        ctx.gradient, ctx.target = gradient, target
+        return loss.clone()  # FSDP2 warns of views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # `.data`: autograd refuses saved tensors that changed, and here the change is the purpose.
+        ctx.target.data.copy_(ctx.gradient * grads[0])
+        return grads[0], None, None
+
+
+class RouterSums:
+    """What the routers of this rank did in a step, summed on the device; L routers of E experts each.
+
+    Not a dataclass: see `SourceLosses`.
+
+    Attributes:
+        values: fp32 [L * E + 3]: how often each expert was chosen; tokens, entropy, and load-balancing loss times
+            labels. Empty for a dense model.
+    """
+
+    def __init__(self, num_routers: int, num_experts: int, *, has_loss: bool, device: torch.device) -> None:
+        """Start at zero."""
+        self._shape = num_routers, num_experts
+        self._has_loss = has_loss
+        size = num_routers * num_experts + 3 if num_routers else 0
+        self.values = torch.zeros(size, dtype=torch.float32, device=device)
+
+    def empty(self) -> RouterSums:
+        """Return sums of the same size, at zero."""
+        return RouterSums(*self._shape, has_loss=self._has_loss, device=self.values.device)
+
+    @torch.no_grad()
+    def add(self, sums: torch.Tensor, num_tokens: torch.Tensor, balance: torch.Tensor) -> None:
+        """Add a micro-batch: sums [L, 3, G, E] of the hooks, its number of tokens, and its load-balancing loss."""
+        entropy = sums[:, 2].sum()
+        self.values += torch.cat([sums[:, 0].sum(1).flatten(), torch.stack([num_tokens, entropy, balance])])
+
+    def summarize(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that `router_stats` takes, from the sum of `values` over all ranks; on the device."""
+        if not values.numel():
+            return values
+        (num_routers, num_experts), (tokens, entropy, balance) = self._shape, values[-3:]
+        chosen = values[:-3].view(self._shape)
+        largest = (chosen / chosen.mean(1, keepdim=True).clamp(min=1e-9)).amax(1)
+        numbers = [largest.max(), largest.mean(), (chosen == 0).float().mean()]
+        if self._has_loss:
+            uniform = torch.full_like(tokens, num_experts).log()
+            numbers += [entropy / (num_routers * tokens.clamp(min=1) * uniform), balance]
+        return torch.stack(numbers)
+
+
+def router_stats(numbers: Sequence[float], num_labels: int) -> RouterStats | None:
+    """Return a step's statistics; None for a dense model.
+
+    Args:
+        numbers: of `RouterSums.summarize`.
+        num_labels: of the step, over all ranks.
+    """
+    if not numbers:
+        return None
+    largest, mean_largest, dead, *of_loss = numbers
+    entropy, balance = of_loss or (None, None)
+    return RouterStats(largest, mean_largest, dead, entropy, None if balance is None else balance / num_labels)
