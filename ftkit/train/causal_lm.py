@@ -146,7 +146,7 @@ class CausalLM(nn.Module):
             loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
-        return self.routers.balance(loss, batch)
+        return self.routers.balance(loss, batch.label_index)
 
     def _label_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states of the tokens whose next token is a label, [N, H]."""
@@ -156,7 +156,7 @@ class CausalLM(nn.Module):
         """Return the logits of these tokens, fp32 [N, V]."""
         model: Any = self.hf_model
         if self.has_head_layers:
-            self.routers.begin(batch)
+            self._begin_routing(batch)
             logits: torch.Tensor = model(**model_inputs(model, batch)).logits
             return logits.flatten(0, 1).index_select(0, batch.label_index).float()
         return self.logit_transform.apply(model.get_output_embeddings()(self._label_states(batch)).float())
@@ -164,9 +164,12 @@ class CausalLM(nn.Module):
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""
         decoder = find_decoder(self.hf_model)
-        self.routers.begin(batch)
+        self._begin_routing(batch)
         hidden: torch.Tensor = decoder(**model_inputs(decoder, batch)).last_hidden_state
         return hidden
+
+    def _begin_routing(self, batch: MicroBatch) -> None:
+        self.routers.begin(batch.input_ids, batch.is_token, is_packed=batch.attention_mask is None)
 
     def generate(self, **inputs: Any) -> torch.Tensor:
         """Return the result of transformers' `generate`: int64 [B, T + new]. Within `forward` only."""

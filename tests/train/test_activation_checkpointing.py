@@ -153,8 +153,8 @@ def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offload
     spec = training(method=method, activation_checkpointing="full")
     expected = gradients(family, spec, world)
     parked: list[torch.Size] = []
-    park = ActivationOffload._park
-    monkeypatch.setattr(ActivationOffload, "_park", lambda self, one: parked.append(one.shape) or park(self, one))
+    park = ActivationOffload._offload
+    monkeypatch.setattr(ActivationOffload, "_offload", lambda self, one: parked.append(one.shape) or park(self, one))
     found = gradients(family, spec.model_copy(update={"activation_offload": True}), world)
     assert parked == LAYERS * [torch.Size([2, LENGTH, 32])]
     for name, value in found.items():
@@ -164,21 +164,21 @@ def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offload
 def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
     offload = ActivationOffload(torch.device("cpu"))
     tensors = [torch.full((2,), float(number)) for number in range(3)]
-    parked = [offload._park(tensor) for tensor in tensors]
-    assert torch.equal(offload._fetch(parked[2]), tensors[2])
+    parked = [offload._offload(tensor) for tensor in tensors]
+    assert torch.equal(offload._load(parked[2]), tensors[2])
     assert offload._prefetched is not None
     prefetched, arriving = offload._prefetched
     assert prefetched is parked[1]
-    assert offload._fetch(parked[1]) is arriving
-    assert offload._fetch(parked[0]).tolist() == [0.0, 0.0]
+    assert offload._load(parked[1]) is arriving
+    assert offload._load(parked[0]).tolist() == [0.0, 0.0]
     assert (offload._newest, offload._prefetched) == (None, None)
 
 
 def test_offloaded_activations_are_fetched_in_any_order() -> None:
     offload = ActivationOffload(torch.device("cpu"))
-    parked = [offload._park(torch.full((2,), float(number))) for number in range(4)]
+    parked = [offload._offload(torch.full((2,), float(number))) for number in range(4)]
     order = (3, 0, 2, 1)
-    assert [offload._fetch(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
+    assert [offload._load(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
 
 
 @pytest.mark.parametrize(

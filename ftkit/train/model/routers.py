@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingSpec
-    from ftkit.train.causal_lm import MicroBatch
     from ftkit.train.world import World
 
 
@@ -98,12 +97,18 @@ class Routers:
             )
         return cls(routers, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device)
 
-    def begin(self, batch: MicroBatch) -> None:
-        """Prepare for a forward pass over a micro-batch."""
+    def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None, *, is_packed: bool) -> None:
+        """Prepare for a forward pass over a micro-batch.
+
+        Args:
+            input_ids: int64 [B, T].
+            is_token: bool [B, T], false for padding; None if there is none.
+            is_packed: whether the rows are packs.
+        """
         if not self._taps:
             return
-        num_groups = len(batch.input_ids) if batch.attention_mask is None else 1
-        is_token = torch.ones_like(batch.input_ids) if batch.is_token is None else batch.is_token
+        num_groups = len(input_ids) if is_packed else 1
+        is_token = torch.ones_like(input_ids) if is_token is None else is_token
         shape = (len(self._taps), len(_SUMS), num_groups, self._num_experts)
         if self._sums.shape != shape:
             self._sums, self._gradient = self._sums.new_zeros(shape), self._gradient.new_zeros(shape[2:])
@@ -111,19 +116,19 @@ class Routers:
         for tap, sums in zip(self._taps, self._sums, strict=True):
             tap.begin(sums, self._gradient, is_token.float().view(num_groups, -1))
 
-    def balance(self, loss: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss, with the gradient of the load-balancing loss too; its value does not change.
 
         Args:
             loss: summed over the micro-batch's labels, after the forward pass.
-            batch: the micro-batch.
+            label_index: int64 [N], index of the token before each label among the micro-batch's.
         """
         if not self._taps or not torch.is_grad_enabled():
             return loss
         chosen, probability, _ = self._sums.sum(0)
         num_groups = len(chosen)
         is_token = self._taps[0].is_token
-        group_of_label = batch.label_index // is_token.shape[1]
+        group_of_label = label_index // is_token.shape[1]
         labels = chosen.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
         # Of whole packs: their choices, tokens and labels.
         whole = torch.cat([chosen, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
