@@ -457,7 +457,7 @@ def test_a_model_without_decoder_layers_is_rejected() -> None:
     [
         (
             {"model_type": "llama9"},
-            r"does not have the architecture 'llama9' that .*config\.json names\n.*\n.*newer transf",
+            r"does not have the architecture 'llama9' in .*config\.json\n.*\n.*newer transf",
         ),
         ({"model_type": "llama", "hidden_size": "wide"}, r"can't read .*config\.json as a 'llama': .*hidden_size"),
     ],
