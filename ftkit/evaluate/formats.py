@@ -33,11 +33,11 @@ CONVERTER = "FTKIT_GGUF_CONVERTER"
 _SCRIPT = "convert_hf_to_gguf.py"
 _CONVERSION_SECONDS = 24 * 3600.0
 _LOADS_OUTPUT = ("olmo2", "olmo3", "olmoe")
-"""Families whose output projection llama.cpp requires in the file; for others it takes the embedding."""
+"""Families whose output projection must be in the file; for others, llama.cpp falls back to the embedding."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 """Families with `query_pre_attn_scalar`, and the number of layers by which llama.cpp recognizes their 27B."""
 _GEMMA_SCALAR = 256
-"""`query_pre_attn_scalar` of a configuration without it, in transformers."""
+"""transformers' default of `query_pre_attn_scalar`."""
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
@@ -84,13 +84,16 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
 
 
 def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, Any]) -> None:
-    """Refuse a model that llama.cpp would not load from a GGUF file, or would compute in another way.
+    """Refuse a model that llama.cpp would not load from a GGUF file, or would compute differently.
 
-    What llama.cpp does is read from its `src/models`: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp`, `gemma3.cpp`.
+    Source: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp` and `gemma3.cpp` in llama.cpp's `src/models`.
 
     Args:
-        shape: the model's.
-        config: of the weights; empty if they were random.
+        shape: the model's shape.
+        config: raw configuration of its pretrained weights; empty if training started from random ones.
+
+    Raises:
+        TrainingError: llama.cpp can't use it.
     """
     if shape.family in _LOADS_OUTPUT and shape.tie_word_embeddings:
         raise TrainingError(
@@ -107,7 +110,7 @@ def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, Any]) -> None
         raise TrainingError(
             f"--format gguf: llama.cpp would scale this model's attention by 1/sqrt({applied}), and it was trained "
             f"with 1/sqrt({trained})",
-            meaning="a GGUF file does not hold query_pre_attn_scalar: llama.cpp takes head_dim, and for Gemma's 27B "
+            meaning="a GGUF file has no query_pre_attn_scalar: llama.cpp uses head_dim, and for Gemma's 27B "
             "hidden_size / num_attention_heads",
             fix="leave --format out: transformers and vLLM read the scalar from the export's config.json",
         )

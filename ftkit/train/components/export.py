@@ -254,11 +254,11 @@ class Exporter:
 
 
 def _units(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[list[str]]:
-    """Group tensors that are converted together to the layout of files: one each, or a decoder layer's.
+    """Group tensors that are converted together to the layout of files: each alone, or those of a decoder layer.
 
     Larger dtypes come first, as in the files.
     """
-    there = dict((*model.named_buffers(), *model.named_parameters()))
+    tensors = dict((*model.named_buffers(), *model.named_parameters()))
     layers = find_decoder_layers(model)
     prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
     if not converts_layout(model):
@@ -266,16 +266,16 @@ def _units(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> 
     units = defaultdict(list)
     for name in names:
         prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)
-        units[_rounded(there[name].to("meta"), dtype).element_size(), prefix].append(name)
+        units[_rounded(tensors[name].to("meta"), dtype).element_size(), prefix].append(name)
     return [units[key] for key in sorted(units, key=lambda key: -key[0])]
 
 
 def _declared(model: PreTrainedModel, units: Iterable[Sequence[str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the tensors of the files, on the meta device."""
-    there = dict((*model.named_buffers(), *model.named_parameters()))
+    tensors = dict((*model.named_buffers(), *model.named_parameters()))
     stored: dict[str, torch.Tensor] = {}
     for unit in units:
-        stored |= split_as_stored(model, {name: _rounded(there[name].to("meta"), dtype) for name in unit})
+        stored |= split_as_stored(model, {name: _rounded(tensors[name].to("meta"), dtype) for name in unit})
     return stored
 
 
@@ -284,8 +284,8 @@ def _as_stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors in the layout of files on the hub.
 
-    Units are computed in parallel, each by one thread, while the one before them is written. The operations are short:
-    on a loaded machine, several threads per operation spend most of their time waiting for each other.
+    The next units are computed in parallel, each by one thread, while one is written. The operations are short: on a
+    loaded machine, several threads per operation spend most of their time waiting for each other.
     """
 
     def compute(unit: Sequence[str]) -> Mapping[str, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""Write safetensors files while their tensors are computed, so that no file is in memory.
+"""Write safetensors files while their tensors are computed, so that no whole file is in memory.
 
 The format is a length, a JSON header of that length, and the tensors at the header's offsets, without gaps
-(https://huggingface.co/docs/safetensors). The header comes first, so the shapes of all tensors must be known before.
+(https://huggingface.co/docs/safetensors). The header comes first, so all shapes must be known before any tensor is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names."""
+"""The format's names of dtypes."""
 
 
 def write_weights(
@@ -86,7 +86,7 @@ def write_weights(
 
 
 def _in_shards(declared: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Divide tensors into files."""
+    """Divide tensors, in their order, into files of at most `shard_bytes`."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in declared.items():
@@ -105,27 +105,27 @@ def _write_file(
     digest = hashlib.sha256(header)
     with path.open("wb") as file:
         file.write(header)
-        for name, wanted in declared.items():
+        for name, expected in declared.items():
             given, tensor = next(tensors)
-            if (name, wanted.dtype, wanted.shape) != (given, tensor.dtype, tensor.shape):
+            if (name, expected.dtype, expected.shape) != (given, tensor.dtype, tensor.shape):
                 raise TrainingError(
-                    f"'{given}' is {_describe(tensor)}, and '{name}' of the model is {_describe(wanted)}",
-                    meaning="the weights are of another model, or their files were changed",
+                    f"'{given}' is {_describe(tensor)}, and '{name}' of the model is {_describe(expected)}",
+                    meaning="the weights belong to another model, or their files were changed",
                     fix="check the base model's files against its config.json, or download them again",
                 )
-            # A tensor of one element is contiguous with any stride, but viewed as bytes only with 1.
+            # A tensor with one element counts as contiguous with any stride, but `view` as bytes requires stride 1.
             flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
             data = flat.view(torch.uint8).numpy().data
             hashed = hashing.submit(digest.update, data)
             file.write(data)
             hashed.result()
-            # Linux begins to write dirty pages to disk when told that they are not needed.
+            # POSIX_FADV_DONTNEED has Linux begin to write dirty pages to disk, which shortens the sync at the end.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return SavedFile(file.tell(), digest.hexdigest())
 
 
 def _header(declared: Mapping[str, torch.Tensor]) -> bytes:
-    """Return the beginning of a file, with its length."""
+    """Return the length and the header of a file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, tensor in declared.items():

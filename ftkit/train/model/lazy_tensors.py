@@ -8,13 +8,13 @@ import torch
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name. Subclasses compute one on access; iterating and looking for a name compute none.
+    """Tensors by name, for subclasses that compute a tensor on access. Iterating and `in` compute none.
 
-    `Mapping` itself gets an item to tell whether it is there.
+    `Mapping`'s own `in` would compute the tensor.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        """Take the names, in the order of iteration."""
+        """Store the names; their order is that of iteration."""
         self._names = dict.fromkeys(names)
 
     def __contains__(self, name: object) -> bool:
