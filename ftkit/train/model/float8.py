@@ -1,13 +1,14 @@
-"""Matmuls in FP8: with torchao for trained weights, with ftkit's for frozen weights stored in 8 bits.
+"""Matmuls in FP8 (Micikevicius et al. 2022), of trained weights and of frozen weights stored in 8 bits.
 
-Both multiply e4m3 numbers (Micikevicius et al. 2022) with `torch._scaled_mm` and return the compute dtype. On CPUs,
-which have no such matmuls, the factors are rounded to FP8 and multiplied in fp32.
+Weights and activations are e4m3, gradients of trained layers e5m2, as torchao's tensorwise recipe has them.
+`torch._scaled_mm` multiplies them and returns the compute dtype. On CPUs, which have no such matmuls, the factors are
+rounded to FP8 and multiplied in fp32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -42,33 +43,95 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-def convert_linears(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Run forward and backward of linear layers within decoder layers in FP8, with torchao's tensorwise scaling.
+def convert_linears(layers: Iterable[nn.Module]) -> None:
+    """Run forward and backward of linear layers within decoder layers in FP8, with one scale for each factor.
 
     Weights, their names and their gradients don't change. Routers, and matrices with sizes that GPUs don't multiply in
     FP8, keep the compute dtype.
 
     Args:
         layers: decoder layers.
-        device: of training; FP8 matmuls are emulated on CPUs.
-
-    Raises:
-        PrerequisiteError: torchao is not installed.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise PrerequisiteError(
-            "precision 'fp8' needs torchao, which is not installed", fix="pip install 'ftkit[fp8]'"
-        ) from error
-    config = Float8LinearConfig(emulate=device.type == "cpu")
     for layer in layers:
-        convert_to_float8_training(layer, module_filter_fn=_is_converted, config=config)
+        for parent in list(layer.modules()):
+            for name, module in parent.named_children():
+                if type(module) is nn.Linear and _is_converted(module, name):
+                    setattr(parent, name, Fp8Linear(module))
 
 
-def _is_converted(module: nn.Module, name: str) -> bool:
-    linear = cast("nn.Linear", module)
-    return name.rpartition(".")[2] not in _ROUTERS and is_quantized("fp8", linear.in_features, linear.out_features)
+def _is_converted(linear: nn.Linear, name: str) -> bool:
+    return name not in _ROUTERS and is_quantized("fp8", linear.in_features, linear.out_features)
+
+
+class Fp8Linear(nn.Linear):
+    """A trained linear layer whose three matmuls, forward and backward, are in FP8."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
+        product = cast("Any", _TrainedProduct).apply(input.flatten(0, -2), self.weight)
+        output: torch.Tensor = product.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """A matmul with a trained matrix. `torch._scaled_mm` needs the summed dimension of both factors to be the last."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _multiply(_round_all(inputs), _round_all(weight), inputs.dtype, is_fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, weight = ctx.saved_tensors
+        rounded = _round_all(gradient, torch.float8_e5m2)
+        of_inputs = _multiply(rounded, _transpose(_round_all(weight)), gradient.dtype)
+        of_weight = _multiply(_transpose(rounded), _transpose(_round_all(inputs)), gradient.dtype)
+        return of_inputs, of_weight
+
+
+class _Scaled(NamedTuple):
+    """A matrix, [M, K], in FP8, and the factor, fp32 [], that gives its numbers."""
+
+    numbers: torch.Tensor
+    factor: torch.Tensor
+
+
+def _round_all(matrix: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> _Scaled:
+    largest = torch.finfo(dtype).max
+    factor = matrix.abs().amax().float().clamp_min(_SMALLEST_MAXIMUM) / largest
+    return _Scaled((matrix.float() / factor).clamp(-largest, largest).to(dtype), factor)
+
+
+def _transpose(matrix: _Scaled) -> _Scaled:
+    """Copy a matrix into its transpose, in a kernel of its own.
+
+    A compiler would fuse the copy with the rounding, or with a norm before that: row by row, whose writes to a
+    transposed matrix are 20 times slower than a copy in tiles (measured on an H200).
+    """
+    numbers = matrix.numbers.view(torch.int8)
+    copied = (numbers | opaque_zero(numbers).view(torch.int8)).t().contiguous()
+    return _Scaled(copied.view(matrix.numbers.dtype), matrix.factor)
+
+
+def _multiply(left: _Scaled, right: _Scaled, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
+    """Multiply [M, K] by the transpose of [N, K]; with `is_fast`, partial sums are less precise."""
+    if left.numbers.device.type == "cpu":
+        product = left.numbers.float() @ right.numbers.float().t()
+        return (product * (left.factor * right.factor)).to(dtype)
+    return scaled_mm(
+        left.numbers,
+        right.numbers.t(),
+        scale_a=left.factor,
+        scale_b=right.factor,
+        out_dtype=dtype,
+        use_fast_accum=is_fast,
+    )
 
 
 @dataclass(frozen=True)

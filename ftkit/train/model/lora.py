@@ -71,7 +71,7 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     lora = training.adapters
     if lora is None:
         if training.precision == "fp8":
-            convert_linears(find_decoder_layers(model), device)
+            convert_linears(find_decoder_layers(model))
         return
     precision = DTYPES[training.compute_precision]
     for parameter in model.parameters():
