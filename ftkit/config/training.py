@@ -98,8 +98,8 @@ class TrainingSpec(Spec):
     """State kept in host memory: none, optimizer states, or also parameters and gradients."""
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
-    `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (torchao, tensorwise
-    scaling; Ada, Hopper and newer GPUs), all else computes in bf16."""
+    `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
+    Ada, Hopper and newer GPUs), all else computes in bf16."""
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""

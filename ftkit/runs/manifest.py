@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.script import ScriptPlan
 
-_PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao", "flash-attn-4")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4")
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
 _IMAGE = Path("/opt/ftkit")
 """Metadata file in an image that ftkit built."""

@@ -1,4 +1,4 @@
-"""FP8 matmuls, emulated on CPUs: with frozen 8-bit weights, and with trained weights through torchao."""
+"""FP8 matmuls, emulated on CPUs: of frozen 8-bit weights, and of trained weights."""
 
 from __future__ import annotations
 
@@ -90,13 +90,51 @@ def test_linears_except_routers_and_odd_sizes_are_trained_in_fp8() -> None:
     names = [name for name, _ in layer.named_parameters()]
     inputs = torch.randn(7, 32)
     expected = layer["up_proj"](inputs)
-    convert_linears([layer], torch.device("cpu"))
+    convert_linears([layer])
     assert {name: type(module) is nn.Linear for name, module in layer.items()} == {
         "up_proj": False, "gate": True, "odd": True
     }  # fmt: skip
     assert [name for name, _ in layer.named_parameters()] == names
     found = layer["up_proj"](inputs)
     assert 0 < float((found - expected).detach().norm() / expected.detach().norm()) < E4M3_ROUNDING
+
+
+@given(st.integers(0, 2**31), st.sampled_from([1e-6, 1.0, 1e4]), st.booleans())
+def test_gradients_of_a_trained_fp8_layer_are_products_of_rounded_factors(
+    seed: int, spread: float, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(32, 48, bias=has_bias)
+    inputs = torch.randn(3, 16, 32, generator=generator).requires_grad_()
+    direction = torch.randn(3, 16, 48, generator=generator) * spread
+    model = nn.Sequential(linear)
+    convert_linears([model])
+    model(inputs).backward(direction)
+    rounded_direction = in_precision(direction, torch.float8_e5m2)
+    of_inputs = rounded_direction @ in_precision(linear.weight, torch.float8_e4m3fn)
+    of_weight = rounded_direction.flatten(0, 1).t() @ in_precision(inputs, torch.float8_e4m3fn).flatten(0, 1)
+    for found, expected in ((inputs.grad, of_inputs), (linear.weight.grad, of_weight)):
+        assert found is not None
+        assert float((found - expected).norm()) <= 1e-6 * float(expected.norm())
+    if linear.bias is not None:
+        torch.testing.assert_close(linear.bias.grad, direction.sum((0, 1)))
+
+
+def in_precision(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a tensor as FP8 with one scale holds them."""
+    scale = tensor.detach().abs().max() / torch.finfo(dtype).max
+    return (tensor.detach() / scale).to(dtype).float() * scale
+
+
+def test_a_layer_that_gets_no_gradient_and_no_input_stays_finite_in_fp8() -> None:
+    model = nn.Sequential(nn.Linear(32, 16, bias=False))
+    convert_linears([model])
+    outputs = model(torch.zeros(16, 32))
+    outputs.backward(torch.zeros_like(outputs))
+    (weight,) = model.parameters()
+    assert not outputs.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,6 +19,7 @@ from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import trace as memory_trace
+from ftkit.train.memory.host_staging import pin
 from ftkit.train.memory.oom import is_out_of_memory
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.trainer import run_training
@@ -180,3 +183,22 @@ def test_allocator_messages_are_recognized(error: BaseException) -> None:
 def test_other_errors_are_unchanged() -> None:
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(TrainingError("out of memory of an elephant"))
+
+
+def test_host_memory_stays_pinned_until_its_last_view_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def record(name: str) -> Callable[..., int]:
+        return lambda address, *_: (calls.append((name, address)), 0)[1]
+
+    runtime = SimpleNamespace(cudaHostRegister=record("pin"), cudaHostUnregister=record("unpin"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
+    memory = pin(np.empty(64, np.uint8))
+    address = memory.ctypes.data
+    view = torch.from_numpy(memory).view(torch.bfloat16)[8:]
+    del memory
+    assert calls == [("pin", address)]
+    assert view.shape == (24,)
+    del view
+    assert calls == [("pin", address), ("unpin", address)]

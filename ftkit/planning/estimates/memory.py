@@ -206,6 +206,8 @@ class _Sizes:
         """
         has_adapters = self.training.adapters is not None
         size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+        if self.compiled and self.training.precision == "fp8" and not self.counts.experts_per_token:
+            size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.

@@ -112,6 +112,8 @@ MEASURED = [
     (("llama3-8b", None, 4, {"reshard_after_forward": "never", "reduce_precision": "bf16"}), 76.1),
     (("llama3-8b", None, 4, {"engine": "zero3"}), 96.2),
     (("olmo3-7b", 8, 1, {"precision": "fp8"}), 42.8),
+    (("llama3-8b", None, 2, {"precision": "fp8", "reshard_after_forward": "never"}), 86.6),
+    (("llama3-8b", None, 4, {"precision": "fp8", "reshard_after_forward": "never"}), 64.2),
     (("gemma3-12b", None, 1, {"method": "lora", "base_precision": "fp8", "sequence_length": 2048}), 29.4),
     (("llama3-8b", None, 2, {"reshard_after_forward": "never"}), 97.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
