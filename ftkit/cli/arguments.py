@@ -44,8 +44,8 @@ _RUN_OPTIONS = (
         "--image",
         metavar="NAME:TAG",
         shell_complete=complete_image,
-        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry "
-        "[env var: FTKIT_IMAGE].",
+        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry. "
+        "[env var: FTKIT_IMAGE]",
     ),
     *_PLACEMENT_OPTIONS,
     click.option("--name", metavar="NAME", help="Name of the run; default: the recipe's name."),
