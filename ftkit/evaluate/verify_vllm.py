@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import torch
 
 from ftkit.errors import NotFoundError, one_line
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
-from ftkit.evaluate.vllm import start_engine
+from ftkit.evaluate.vllm_engine import VllmEngine, VllmError, start_engine
 from ftkit.train.components.export_record import sample_columns
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
     try:
         base = folder if record.kind == "model" else fetch_model(str(record.base), record.revision).folder
         longest = max(len(prompt.tokens) for prompt in record.prompts)
-        engine, adapter = start_engine(
+        engine = start_engine(
             folder,
             base,
             generation_config=str(folder),
@@ -46,20 +47,19 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
             max_model_len=2 * longest + _NUM_TOKENS,  # another template may render longer prompts
             max_logprobs=-1,
         )
-        return [
-            *_check_logprobs(engine, adapter, record),
-            _check_end(engine, adapter, record),
-            _check_template(engine, adapter, record),
-        ]
+        with closing(engine):
+            return [*_check_logprobs(engine, record), _check_end(engine, record), _check_template(engine, record)]
     except NotFoundError:
         raise
+    except VllmError as error:
+        return [Check("vLLM: loads", ": ".join((error.what, *error.last_lines[-1:])), passed=False)]
     except Exception as error:  # noqa: BLE001 - vLLM and its workers raise anything
         return [Check("vLLM: loads", f"{type(error).__name__}: {one_line(error)}", passed=False)]
 
 
-def _check_logprobs(engine: Any, adapter: Any, record: ExportRecord) -> list[Check]:
+def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
     trained = _logprobs(record.exported or record.trained or [])
-    found = _engine_logprobs(engine, adapter, record)
+    found = _engine_logprobs(engine, record)
     error, tolerance = distance(found, trained), _ROUNDED_TOLERANCE if torch.cuda.is_available() else _TOLERANCE
     checks = []
     if record.untrained is not None:
@@ -77,16 +77,16 @@ def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> _Rows:
     return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
 
 
-def _engine_logprobs(engine: Any, adapter: Any, record: ExportRecord) -> _Rows:
+def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> _Rows:
     """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
     from vllm import SamplingParams  # noqa: PLC0415 - see ftkit.evaluate.vllm
 
-    columns = sample_columns(engine.llm_engine.model_config.get_vocab_size()).tolist()
+    columns = sample_columns(engine.llm.llm_engine.model_config.get_vocab_size()).tolist()
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     found = []
     for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
         given = {"prompt_token_ids": list(prompt.tokens)}
-        (output,) = engine.generate([given], params, use_tqdm=False, lora_request=adapter)
+        (output,) = engine.generate([given], params)
         flat = output.prompt_logprobs
         rows = []
         for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
@@ -96,14 +96,14 @@ def _engine_logprobs(engine: Any, adapter: Any, record: ExportRecord) -> _Rows:
     return found
 
 
-def _check_end(engine: Any, adapter: Any, record: ExportRecord) -> Check:
+def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
     """Have the engine generate nothing but an end token: it must stop at the first one."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     prompt, missed = {"prompt_token_ids": list(record.prompts[0].tokens)}, []
     for end in record.end_tokens:
         params = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, allowed_token_ids=[end], detokenize=False)
-        (output,) = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)
+        (output,) = engine.generate([prompt], params)
         if output.outputs[0].finish_reason != "stop" or len(output.outputs[0].token_ids) != 1:
             missed.append(str(end))
     if missed:
@@ -111,14 +111,16 @@ def _check_end(engine: Any, adapter: Any, record: ExportRecord) -> Check:
     return Check("vLLM: end of turn", f"stops at {', '.join(map(str, record.end_tokens))}", passed=True)
 
 
-def _check_template(engine: Any, adapter: Any, record: ExportRecord) -> Check:
+def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
     """Have the engine render the record's conversations as its server does."""
     from vllm import SamplingParams  # noqa: PLC0415
 
     open_prompts = [prompt for prompt in record.prompts if prompt.asks]
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     outputs = (
-        engine.chat([prompt.messages for prompt in open_prompts], params, use_tqdm=False, lora_request=adapter)
+        engine.llm.chat(
+            [prompt.messages for prompt in open_prompts], params, use_tqdm=False, lora_request=engine.adapter
+        )
         if open_prompts
         else []
     )

@@ -5,9 +5,7 @@ vLLM is not an extra of ftkit, because it pins its own torch. It is in the servi
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +17,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
-from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.errors import PrerequisiteError
 from ftkit.evaluate.load import find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, find_base
-from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
+from ftkit.evaluate.vllm_engine import VllmEngine, start_engine
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
@@ -72,18 +70,15 @@ class VllmModel:
     """A model in vLLM's engine.
 
     Attributes:
-        engine: vLLM's `LLM`.
         base: the folder of the full weights.
-        adapter: vLLM's `LoRARequest` for adapters; None for a full model.
     """
 
     schedules: ClassVar[bool] = True
     label: str
-    engine: Any
+    engine: VllmEngine
     tokenizer: PreTrainedTokenizerBase
     generation: Generation
     base: Path
-    adapter: Any = None
 
     @property
     def input(self) -> ModelInput:
@@ -105,7 +100,7 @@ class VllmModel:
             detokenize=False,
         )
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.engine.generate(given, params, use_tqdm=False, lora_request=self.adapter)
+        outputs = self.engine.generate(given, params)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         streamer = options.get("streamer")
         if streamer is not None:
@@ -125,12 +120,8 @@ class VllmModel:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
         # With adapters, vLLM 0.32 mistakes the tokens of several prompts for those of one, and fails.
-        batches = [[each] for each in given] if self.adapter else [given]
-        outputs = [
-            output
-            for batch in batches
-            for output in self.engine.generate(batch, params, use_tqdm=False, lora_request=self.adapter)
-        ]
+        batches = [[each] for each in given] if self.engine.adapter else [given]
+        outputs = [output for batch in batches for output in self.engine.generate(batch, params)]
         sums = []
         for document, output in zip(documents, outputs, strict=True):
             flat = output.prompt_logprobs
@@ -142,7 +133,7 @@ class VllmModel:
 
     def close(self) -> None:
         """End the engine's processes, which hold the memory of the GPUs."""
-        self.engine.llm_engine.engine_core.shutdown()
+        self.engine.close()
 
     def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
@@ -167,52 +158,6 @@ def load_with_vllm(source: ModelSource) -> VllmModel:
         weights = cast("Path", find_base(source.plan))
         folder, tokenizer = weights, tokenizer_of(source)
         generation = Generation.of(tokenizer, weights)
-    try:
-        # "vllm": only the settings of each request apply, not those of the folder.
-        engine, adapter = start_engine(folder, weights, generation_config="vllm")
-    except Exception as error:  # vLLM and its workers may raise any exception
-        raise TrainingError(
-            f"vLLM can't load {source.label}: {one_line(error)}",
-            meaning="it does not know the model, or has too little memory for it",
-            fix="leave --engine out, or try --engine transformers",
-        ) from error
-    return VllmModel(source.label, engine, tokenizer, generation, weights, adapter)
-
-
-def start_engine(folder: Path, base: Path, **options: Any) -> tuple[Any, Any]:
-    """Start vLLM's engine; return its `LLM`, and its `LoRARequest` for adapters.
-
-    Args:
-        folder: a full model, or adapters in peft's layout.
-        base: the folder of the full weights; the same one for a full model.
-        options: further arguments of `LLM`.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # by default it logs to stdout
-    from vllm import LLM  # noqa: PLC0415 - see above
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415
-
-    adapter = None
-    if folder != base:
-        rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
-        options |= {
-            "enable_lora": True,
-            "max_lora_rank": next((each for each in VLLM_LORA_RANKS if each >= rank), rank),
-        }
-        adapter = LoRARequest("trained", 1, str(folder))
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    engine = LLM(
-        model=str(base),
-        tokenizer=str(folder if has_tokenizer else base),
-        tensor_parallel_size=_num_shards(base),
-        enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
-        **options,
-    )
-    return engine, adapter
-
-
-def _num_shards(base: Path) -> int:
-    """Return the largest number of GPUs here that divides the attention heads, as vLLM requires."""
-    config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
-    heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
-    return next(each for each in range(max(1, torch.cuda.device_count()), 0, -1) if heads % each == 0)
+    # "vllm": only the settings of each request apply, not those of the folder.
+    engine = start_engine(folder, weights, generation_config="vllm")
+    return VllmModel(source.label, engine, tokenizer, generation, weights)

@@ -1,0 +1,106 @@
+"""Failures of vLLM's engine, by a stand-in for the package that fails as vLLM does: in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+
+from ftkit.cli.main import cli
+from ftkit.evaluate.verify_export import read_record
+from ftkit.evaluate.verify_vllm import verify_with_vllm
+from ftkit.evaluate.vllm_engine import VllmError, start_engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Run
+
+PACKAGE = '''
+import subprocess, sys
+
+class EngineDeadError(Exception):
+    """As in vllm.v1.engine.exceptions."""
+
+class SamplingParams:
+    def __init__(self, **settings): pass
+
+class LLM:
+    def __init__(self, **options):
+        if "REFUSED":
+            raise ValueError("REFUSED")
+        prefix = "(EngineCore_DP0 pid=7) ERROR 11-22 12:00:01 [core.py:842]"
+        lines = [f"{prefix}   frame {number}" for number in range(30)]
+        lines += [f"{prefix} torch.OutOfMemoryError: CUDA out of memory.", "(EngineCore_DP0 pid=7)"]
+        lines += ["FatalError: the engine's process ends"]
+        program = f"import sys; sys.stdin.read(1); sys.stderr.write({chr(10).join(lines)!r}); sys.exit(1)"
+        self.core = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+
+    def generate(self, prompts, params, use_tqdm, lora_request):
+        self.core.communicate(b".")
+        raise EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+'''
+
+REPEAT = (
+    "repeat the command with --engine transformers, or with a smaller --batch-size; completions in an --output file "
+    "are kept"
+)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install the stand-in; returns a function that sets why it can't load a model."""
+
+    def install(refusal: str = "") -> None:
+        for name, content in {
+            "__init__": PACKAGE.replace("REFUSED", refusal),
+            "lora/__init__": "",
+            "lora/request": "LoRARequest = tuple",
+        }.items():
+            path = tmp_path / "packages" / "vllm" / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+
+    yield install
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def test_an_engine_that_dies_while_generating_is_reported_with_its_last_lines(
+    finished_run: Run, stand_in: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stand_in()
+    done = CliRunner().invoke(
+        cli, ["generate", str(finished_run.layout.export), "--input", "Hello", "--engine", "vllm"]
+    )
+    assert (done.exit_code, done.stdout) == (9, "")
+    error, shown = (
+        done.stderr.splitlines(),
+        "error: vLLM's engine ended while generating: EngineCore encountered an issue.",
+    )
+    start = next(number for number, line in enumerate(error) if line.startswith(shown))
+    assert [line.strip() for line in error[start + 1 :]] == [
+        "usually a GPU or this machine is out of memory, or a kernel fails on this GPU",
+        REPEAT,
+        "the engine's last lines:",
+        *(f"frame {number}" for number in range(24, 30)),
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        "FatalError: the engine's process ends",
+    ]
+    assert "frame" not in capfd.readouterr().err  # nowhere else
+
+
+def test_a_model_that_the_engine_does_not_load_is_reported(finished_run: Run, stand_in: Any) -> None:
+    stand_in("Model architectures ['NoneForCausalLM'] are not supported for now.")
+    folder = finished_run.layout.export
+    with pytest.raises(VllmError, match=r"vLLM can't load .*: Model architectures"):
+        start_engine(folder, folder)
+    (check,) = verify_with_vllm(folder, read_record(folder))
+    assert not check.passed
+    assert "Model architectures ['NoneForCausalLM'] are not supported" in check.found
