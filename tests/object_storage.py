@@ -74,7 +74,7 @@ def found_by_programs(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]
 
 @contextmanager
 def hub_server(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a hub with the data set `org/chats` of these files, accessible with the token `good`."""
+    """Start a hub with the dataset `org/chats` of these files, accessible with the token `good`."""
     from huggingface_hub import HfFileSystem
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, files)) as server:
@@ -93,7 +93,7 @@ def hub_server(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[N
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Serves the requests of `HfFileSystem`: a data set's information, its tree, and its files."""
+    """Serves the requests of `HfFileSystem`: a dataset's information, its tree, and its files."""
 
     protocol_version = "HTTP/1.1"
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @run_argument
 @click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
-@signing_options("the signature is a file next to it.")
+@signing_options("the signature is a file next to the bundle.")
 def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
     """Bundle a run."""
     from ftkit.runs.bundle import SIGNED_AS, write_bundle

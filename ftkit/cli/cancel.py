@@ -48,4 +48,4 @@ def _cancel(run: SubmittedRun, terminal: Terminal) -> None:
     if ended:
         terminal.say(f"{run.id} has already ended: {ended}")
     else:
-        terminal.say(f"cancelled {run.id}; to continue from its newest checkpoint: ftkit resume {run.id}")
+        terminal.say(f"canceled {run.id}; to continue from its newest checkpoint: ftkit resume {run.id}")

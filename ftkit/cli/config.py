@@ -52,7 +52,7 @@ def command(*, as_json: bool) -> None:
     )
     terminal.text(is_data=True)
     found: list[tuple[str, Cell]] = [
-        (short_path(path), Styled("read", "green") if is_there else "not there")
+        (short_path(path), Styled("read", "green") if is_there else "not found")
         for path, is_there in loaded.files.items()
     ]
     if variables:

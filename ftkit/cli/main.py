@@ -86,9 +86,9 @@ _SECTIONS = {
 
 
 VARIABLES = {
-    "FTKIT_CLUSTER": "Cluster profile, as --cluster.",
-    "FTKIT_IMAGE": "Training image, as --image.",
-    "FTKIT_REGISTRY": "Registry of images, as --registry.",
+    "FTKIT_CLUSTER": "Cluster profile, like --cluster.",
+    "FTKIT_IMAGE": "Training image, like --image.",
+    "FTKIT_REGISTRY": "Image registry, like --registry.",
     "FTKIT_WORKSPACE": "Folder of runs, data and images.",
     "FTKIT_DEBUG": "1: print the traceback of an error.",
     "HF_TOKEN": "Token of the Hugging Face Hub, for gated models.",
@@ -100,7 +100,7 @@ class _TopGroup(LazyGroup):
     """Prints errors, and adds environment variables and exit codes to the help."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; print its error here, where the options about output are known."""
+        """Run the command; print its error here, where the output options are known."""
         try:
             return super().invoke(ctx)
         except (BrokenPipeError, click.Abort, click.exceptions.Exit):

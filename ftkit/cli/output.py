@@ -1,4 +1,4 @@
-"""Options of every command, and of `ftkit` itself: how much is printed, and in color or not."""
+"""Options of every command, and of `ftkit` itself: how much to print, and whether in color."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _log = logging.getLogger("ftkit")
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints besides its data, warnings and errors.
+    """How much a command prints, and whether in color.
 
     Attributes:
-        quiet: nothing.
-        verbose: also which files are read and which programs are run.
-        color: whether in color; None: as the stream and the environment suggest.
+        quiet: print only data, warnings and errors.
+        verbose: also print which files are read and which programs are run.
+        color: whether to print in color; None if the stream and the environment decide.
     """
 
     quiet: bool = False
@@ -52,9 +52,9 @@ def current_output() -> Output:
 
 
 def in_color(stream: IO[str]) -> bool:
-    """Tell whether to write in color: by the option, else by NO_COLOR, FORCE_COLOR, and whether this is a terminal."""
-    if (asked := current_output().color) is not None:
-        return asked
+    """Return whether to write in color: by the option, else by NO_COLOR and FORCE_COLOR, else if this is a terminal."""
+    if (chosen := current_output().color) is not None:
+        return chosen
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -71,7 +71,7 @@ def _keep(ctx: click.Context, parameter: click.Parameter, value: bool | None) ->
 
 @contextmanager
 def _show_details() -> Iterator[None]:
-    """Print ftkit's own debug messages for a while."""
+    """Print ftkit's own debug messages during the block."""
     handler, level = _Details(), _log.level
     _log.addHandler(handler)
     _log.setLevel(logging.DEBUG)
@@ -116,9 +116,9 @@ OUTPUT_OPTIONS = (
 
 
 class WithOutputOptions(click.Command):
-    """A command with the options about output; they may also be typed before its name."""
+    """A command with the output options, which may also be typed before its name."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's parameters, those about output, and `--help`."""
+        """Return the command's own parameters, the output options, and `--help`."""
         own, added = len(self.params), super().get_params(ctx)
         return [*added[:own], *OUTPUT_OPTIONS, *added[own:]]

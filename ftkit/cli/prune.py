@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def command(*, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """List what the workspace no longer needs, and remove it after asking.
 
-    These are runs that failed or were cancelled before their first checkpoint, and unused prepared data. Data
+    These are runs that failed or were canceled before their first checkpoint, and unused prepared data. Data
     prepared in the last 24 hours is kept. With --json, nothing is removed without --yes.
     """
     from ftkit.launch.prune import find_prunable, prune

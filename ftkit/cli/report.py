@@ -51,7 +51,9 @@ _SAMPLE_CHARACTERS = 3000
 @click.argument("references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run)
 @click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
 @click.option("--live", is_flag=True, help="Serve an up-to-date page on this machine until Ctrl-C.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; default: a free port.")
+@click.option(
+    "--port", metavar="N", type=click.IntRange(0, 65535), default=0, help="Port for --live; default: a free port."
+)
 def command(references: tuple[str, ...], *, output: Path | None, live: bool, port: int) -> None:
     """Write a page about runs."""
     from ftkit.cli.page.charts import require_matplotlib

@@ -130,9 +130,9 @@ class SubmitRequest:
     """How to submit a run.
 
     Attributes:
-        command: command line.
+        command: the typed command line, for the manifest.
         environment: environment variables of its jobs.
-        copies: code of the user's that it needs.
+        copies: copies of the user's code.
         where: where data is prepared: job, here, or with-training.
         does_import: whether to import a missing image.
     """

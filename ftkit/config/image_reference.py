@@ -51,7 +51,7 @@ class Digest(str):
 
     @property
     def file_name(self) -> str:
-        """The digest in the form of a file name."""
+        """The digest as a file name."""
         return f"sha256-{self.hex}"
 
     @classmethod
@@ -102,7 +102,7 @@ class NamedImage:
 
     @property
     def docker_repository(self) -> str:
-        """Its name in the docker engine without the tag."""
+        """Its name in the docker engine, without the tag."""
         return self.docker_name.removesuffix(f":{self.tag}")
 
     @property
@@ -152,7 +152,7 @@ class RegistryImage:
 
     @property
     def repository(self) -> str:
-        """Host and path in the docker engine's form."""
+        """Host and path in the docker engine's notation."""
         host = "docker.io" if self.host == DOCKER_HUB else self.host
         return f"{host}/{self.path}"
 
@@ -163,7 +163,7 @@ class RegistryImage:
 
     @property
     def pinned(self) -> str:
-        """The whole reference in the docker engine's form; by digest if there is one."""
+        """The full reference in the docker engine's notation, by digest if there is one."""
         return f"{self.repository}@{self.digest}" if self.digest else self.tagged
 
     @property
@@ -173,14 +173,14 @@ class RegistryImage:
 
     @property
     def docker_uri(self) -> str:
-        """The address in Apptainer's form."""
+        """The address in Apptainer's notation."""
         return f"docker://{self.pinned}"
 
     @property
     def enroot_uri(self) -> str:
-        """The address in enroot's form, with `#` after the host, which every release supports.
+        """The address in enroot's notation, with `#` after the host, which every release supports.
 
-        By digest if there is one; enroot before 4.0 refuses that.
+        It is by digest if there is one, which enroot before 4.0 refuses.
         """
         which = f"@{self.digest}" if self.digest else f":{self.tag}"
         return f"docker://{self.host}#{self.path}{which}"
@@ -201,7 +201,7 @@ class RegistryImage:
 
 @dataclass(frozen=True)
 class DockerdImage:
-    """An image of the docker engine under any name: `dockerd://NAME:TAG`, in enroot's notation."""
+    """An image in the docker engine with any name: `dockerd://NAME:TAG` in enroot's notation."""
 
     docker_name: str
 

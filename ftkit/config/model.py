@@ -145,7 +145,7 @@ CountSource = Literal["formula", "model", "config", "family"]
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layers of one name and size: `count` of them in all decoder layers together."""
+    """Linear layers with the same name and size: `count` is their number in all decoder layers."""
 
     name: str
     inputs: int

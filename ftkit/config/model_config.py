@@ -32,7 +32,7 @@ CONFIG_KEYS = (
     "layer_types", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps",
     "initializer_range",
 )  # fmt: skip
-"""The compared keys of a configuration, in all spellings."""
+"""The keys of a configuration that are compared, in all spellings."""
 _EQUAL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
@@ -159,7 +159,7 @@ def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> Archite
         config: raw configuration of its weights; None if there is none, or if it can't be read from here.
 
     Raises:
-        ConfigError: the recipe contradicts the configuration, or neither defines the whole shape.
+        ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     given = model.architecture
     if config is None:

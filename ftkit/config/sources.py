@@ -195,13 +195,13 @@ class FilesSource(_SampledSource):
 
 
 class HubSource(_SampledSource):
-    """Rows of a data set on the Hugging Face hub."""
+    """Rows of a dataset on the Hugging Face hub."""
 
     kind: Literal["hub"]
     dataset: HubIdOrFolder
     """Hub id, or a folder that `datasets.load_dataset` reads (`./data`, relative to the recipe's folder)."""
     subset: str | None = None
-    """Name of the data set's configuration."""
+    """Name of the dataset's configuration."""
     split: str = "train"
     """Split to take rows from."""
     revision: str | None = None

@@ -34,9 +34,9 @@ class DeviceRates:
     """Rates of a single device.
 
     Attributes:
-        matmul: bf16 (on a CPU: fp32) matmuls, in TFLOP/s.
-        memory: reads and writes of a copy within its memory, in GB/s.
-        host: copies from pinned host memory, in GB/s; None on a CPU.
+        matmul: rate of bf16 (on a CPU: fp32) matmuls, in TFLOP/s.
+        memory: bandwidth of a copy within its memory, reads plus writes, in GB/s.
+        host: bandwidth of copies from pinned host memory, in GB/s; None on a CPU.
     """
 
     matmul: float
@@ -49,8 +49,8 @@ class CollectiveRates:
     """Bus bandwidths of collectives, in GB/s by nccl-tests' formulas, and their transport.
 
     Attributes:
-        all_reduce: of an all-reduce in bf16 (on a CPU: fp32).
-        all_gather: of an all-gather.
+        all_reduce: bus bandwidth of an all-reduce in bf16 (on a CPU: fp32).
+        all_gather: bus bandwidth of an all-gather.
         num_ranks: processes.
         transport: as logged by NCCL; empty if it logged none.
     """

@@ -44,7 +44,7 @@ class GpuHealth:
         power_limit: power limit in W; `default_power_limit` is the vendor's.
         max_clock: maximum clock of the SMs, in MHz.
         throttle: current reasons, named as in `THROTTLE_REASONS`.
-        temperature: in degrees Celsius.
+        temperature: temperature in degrees Celsius.
         uncorrected_errors: ECC errors since the driver was loaded.
         retired_pages: number of retired memory pages, on GPUs before Ampere.
         is_remap_failed: whether a memory row could not be remapped: the GPU must be replaced.

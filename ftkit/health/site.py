@@ -38,7 +38,7 @@ class Partition:
     """Nodes of one kind in a Slurm partition; a partition with several kinds of nodes has several of these.
 
     Attributes:
-        name: of the partition.
+        name: name of the partition.
         is_default: whether it is the default partition.
         num_nodes: nodes of this kind.
         gpus_per_node: number of GPUs in Slurm's generic resources (GRES).

@@ -25,7 +25,7 @@ class ProposedCluster:
     """The proposed profile of a site.
 
     Attributes:
-        name: of the profile.
+        name: name of the profile.
         extends: the profile that a new one extends; empty if `name` is a known profile that matches.
         values: the keys of the new profile, except `name` and `extends`.
         reason: why it was chosen.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CARD = "README.md"
-"""File of a data set that `datasets` requests first, gated like the others. A readable data set may lack it."""
+"""File of a dataset that `datasets` requests first, gated like the others. A readable dataset may lack it."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -185,10 +185,10 @@ def fetch_files(
 
 
 def check_data(source: Source, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a hub data set exists and may be read, like `check_weights`; other sources pass."""
+    """Check that a hub dataset exists and may be read, like `check_weights`; other sources pass."""
     if not isinstance(source, HubSource) or is_path(source.dataset):
         return None
-    wanted = Repository("data set", "data.source.dataset", source.dataset, source.revision)
+    wanted = Repository("dataset", "data.source.dataset", source.dataset, source.revision)
     cache = cache_folder(environment, default_home, "datasets", "HF_DATASETS_CACHE")
     if any(_bare(folder.name) == _bare(source.dataset) for folder in cache.glob("*")):
         return None
@@ -199,7 +199,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
 
 
 def _bare(name: str) -> str:
-    """Return the name of a data set's folder in the cache of `datasets`: `org___my_data` for `org/MyData`."""
+    """Return the name of a dataset's folder in the cache of `datasets`: `org___my_data` for `org/MyData`."""
     return re.sub("[/_]", "", name).lower()
 
 

@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 10
 class Repository:
     """A repository in a recipe, with its key."""
 
-    kind: Literal["model", "data set"]
+    kind: Literal["model", "dataset"]
     key: str
     name: str
     revision: str | None
@@ -58,11 +58,10 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
     from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
     token, endpoint = read_token(environment), endpoint_of(environment)
-    kind = "model" if wanted.kind == "model" else "dataset"
     missing: list[str] = []
     commit = None
     for file in files:
-        url = hf_hub_url(wanted.name, file, repo_type=kind, revision=wanted.revision, endpoint=endpoint)
+        url = hf_hub_url(wanted.name, file, repo_type=wanted.kind, revision=wanted.revision, endpoint=endpoint)
         log.debug("HEAD %s", url)
         try:
             found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)

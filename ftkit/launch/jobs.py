@@ -200,7 +200,7 @@ def _submit(
     except (UncertainSubmitError, ProgramTimeoutError) as error:
         raise UncertainSubmitError(
             error.what,
-            meaning=f"{error.meaning}; a job may exist nevertheless",
+            meaning=f"{error.meaning}; a job may exist anyway",
             fix=f"check with 'squeue --me'; if there is no job: ftkit resume {plan.id}",
         ) from error
     if earlier:

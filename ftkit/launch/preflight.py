@@ -134,8 +134,8 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Cal
     """Yield the checks of the files, weights, and data of the recipe.
 
     They raise:
-        NotFoundError: a file, a folder, the weights or the data set does not exist.
-        PrerequisiteError: the weights or the data set are gated.
+        NotFoundError: a file, a folder, the weights or the dataset does not exist.
+        PrerequisiteError: the weights or the dataset are gated.
         ConfigError: `model.architecture` contradicts the weights' own configuration.
         DataError: a folder has no tokenizer or no chat template, or one of the first rows of a local file can't be used
             with the recipe's settings.

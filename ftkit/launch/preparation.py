@@ -61,7 +61,7 @@ def data_stamp(recipe: RecipeSpec) -> str:
     """Return a value that changes when files that the prepared data depends on change.
 
     Raises:
-        NotFoundError: a file can't be read or does not exist, or a folder is too large for a data set.
+        NotFoundError: a file can't be read or does not exist, or a folder is too large for a dataset.
         PrerequisiteError: a package or credentials for an address are missing.
     """
     stamps = [_stamp(place, key) for key, place in recipe.data.files if is_address(place)]
@@ -107,7 +107,7 @@ def _stamp(place: str, key: str) -> str:
 
 
 def _files_of(key: str, path: Path) -> list[Path]:
-    """Return the files that the prepared data depends on: of a model, the tokenizer's; of a data set, all."""
+    """Return the files that the prepared data depends on: of a model, the tokenizer's; of a dataset, all."""
     about = stat_path(key, path)
     if about is None or not stat.S_ISDIR(about.st_mode):
         return [] if about is None else [path]

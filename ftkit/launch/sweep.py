@@ -1,7 +1,7 @@
 """Sweeps: one command line for several runs, one for each combination of values and clusters.
 
-`training.learning_rate=1e-5,3e-5` is two values, since a learning rate is not a text with a comma. A value that is
-valid as a whole is one value: commas in lists, mappings, quotes and texts don't split it.
+`training.learning_rate=1e-5,3e-5` is two values, because a learning rate can't contain a comma. A value that is valid
+as a whole is one value: commas in lists, mappings, quotes and texts don't split it.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:
     if len(parts) == 1 or not equals or not all(parts):
         return [override]
     name = recipe_name(args, ctx)
-    if name is None or _is_legal(name, override, ctx) or not _is_legal(name, f"{key}={parts[0]}", ctx):
+    if name is None or _is_valid(name, override, ctx) or not _is_valid(name, f"{key}={parts[0]}", ctx):
         return [override]
     return [f"{key}={part}" for part in parts]
 
 
-def _is_legal(recipe: str, override: str, ctx: Context) -> bool:
+def _is_valid(recipe: str, override: str, ctx: Context) -> bool:
     """Return whether a recipe accepts a value; problems of other values don't matter."""
     key = override.partition("=")[0]
     try:

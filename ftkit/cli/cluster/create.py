@@ -62,7 +62,7 @@ def command(name: str, overrides: tuple[str, ...], kind: str, file: Path | None,
     terminal.facts(
         [
             ("cluster", f"{name}, {kind}"),
-            ("steps", f"{plural(left, 'step')}, about {provision.minutes} minutes in all"),
+            ("steps", f"{plural(left, 'step')}, about {provision.minutes} minutes in total"),
             ("cost", provision.cost),
             ("folder", short_path(folder)),
         ],

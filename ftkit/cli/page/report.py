@@ -322,8 +322,8 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
     trained = sum(span.seconds for span in history.spans if span.kind in ("training", "repeated", "checkpoint"))
     add("Time of all steps", seconds, trained or None, duration)
     if seconds is not None and history.spans:
-        whole = history.spans[-1].end - history.spans[0].begin
-        add("Cost", plan.cost_of(seconds), plan.cost_of(whole), "{:,.2f}".format)
+        total = history.spans[-1].end - history.spans[0].begin
+        add("Cost", plan.cost_of(seconds), plan.cost_of(total), "{:,.2f}".format)
     add("Steps", plan.num_steps, history.end.step if history.end else None, "{:,.0f}".format)
     return found
 

@@ -218,7 +218,7 @@ class _Code:
 
     Attributes:
         archive: the copies; empty if there are none.
-        digest: of the archive; empty if there is none.
+        digest: digest of the archive; empty if there is none.
         options: they select the code on the login node, and replace those typed here.
         files: small files that it needs in the project's folder.
     """

@@ -120,8 +120,8 @@ def describe_placement(plan: JobPlan) -> str:
     threads = plural(place.threads_per_process, "thread")
     device = f"on the CPU, {threads} each" if place.device == "cpu" else "one GPU each"
     spare = plan.resources.spare_nodes
-    beside = f", and {plural(spare, 'spare node')}" if spare else ""
-    return f"{nodes} × {each} = world size {place.world_size}, {device}{beside}"
+    spares = f", and {plural(spare, 'spare node')}" if spare else ""
+    return f"{nodes} × {each} = world size {place.world_size}, {device}{spares}"
 
 
 def _batch(plan: RunPlan) -> str:

@@ -168,6 +168,6 @@ def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     programs.answer("scancel")
     canceled = ftkit("cancel", "try-new")
     assert f"{first.id} has already ended: completed" in canceled.err
-    assert f"cancelled {second.id}; to continue" in canceled.err
+    assert f"canceled {second.id}; to continue" in canceled.err
     assert (canceled.code, f"{third.id} was never submitted" in canceled.err) == (4, True)
     assert [call.split()[-1] for call in programs.calls("scancel")] == [second.submission.job_id]

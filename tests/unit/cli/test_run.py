@@ -212,7 +212,7 @@ def test_an_interrupt_does_not_stop_the_run_and_shows_how_to_follow_it(
 def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: Callable[[str], None]) -> None:
     job("exec sleep 3600")
     assert ftkit("run", "demo", "--no-follow").code == 0
-    assert "cancelled demo-" in ftkit("cancel", "demo").err
+    assert "canceled demo-" in ftkit("cancel", "demo").err
     assert "has already ended: cancelled" in ftkit("cancel", "demo").err
     assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "cancelled"
 

@@ -283,8 +283,8 @@ def test_a_readable_data_set_passes_with_or_without_a_card(name: str, environmen
     ("name", "revision", "error", "message"),
     [
         ("org/gated", None, PrerequisiteError, "data.source.dataset: 'org/gated' is gated, and there is no token"),
-        ("org/nowhere", None, NotFoundError, "the hub has no data set 'org/nowhere' that can be read without a token"),
-        ("org/private", None, NotFoundError, "the hub has no data set 'org/private'"),
+        ("org/nowhere", None, NotFoundError, "the hub has no dataset 'org/nowhere' that can be read without a token"),
+        ("org/private", None, NotFoundError, "the hub has no dataset 'org/private'"),
         ("org/open", "gone", NotFoundError, "data.source.revision: 'org/open' has no revision 'gone'"),
     ],
 )
