@@ -142,7 +142,8 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """Write a warning to stderr, without secrets: many warnings quote the environment."""
-        _print(_console(sys.stderr), _text(Styled(f"warning: {redact(text, os.environ)}", "yellow")))
+        console = _console(sys.stderr) if self.talk.quiet else self.talk
+        _print(console, _text(Styled(f"warning: {redact(text, os.environ)}", "yellow")))
 
 
 def _console(stream: IO[str], *, quiet: bool = False) -> Console:
