@@ -52,6 +52,17 @@ def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
     return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
 
 
+ROWWISE: Final = frozenset({"o_proj", "down_proj"})
+"""Linear layers whose inputs tensor parallelism divides; of the others it divides the outputs."""
+
+
+def whole_adapter_size(lora: LoraSpec, name: str, num_inputs: int, num_outputs: int) -> int:
+    """Count the parameters of the adapter of one projection that tensor parallelism leaves whole on each GPU."""
+    if name in ROWWISE:
+        return num_outputs * (lora.rank + lora.use_dora)
+    return lora.rank * num_inputs
+
+
 NF4_BLOCK = 64
 """Weights that share a scale."""
 FP8_MULTIPLE = 16

@@ -1,5 +1,6 @@
 """Training settings, and the resources to request."""
 
+import math
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -71,6 +72,11 @@ class LoraSpec(Spec):
     use_dora: bool = False
     """Train the magnitude of each output's weights separately from their direction (Liu et al. 2024)."""
 
+    @property
+    def scaling(self) -> float:
+        """The factor of the adapters' output."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
     @model_validator(mode="after")
     def _each_target_once(self) -> Self:
         if len(set(self.targets)) != len(self.targets):
@@ -90,8 +96,8 @@ class TrainingSpec(Spec):
     They exchange tokens for heads before and after attention, so it must divide the attention heads."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
-    (llama, qwen3, gemma3_text, olmo3; method full, engine fsdp2). It must divide the attention heads, the key-value
-    heads, and the intermediate size."""
+    (llama, qwen3, gemma3_text, olmo3; methods full and lora, engine fsdp2). It must divide the attention heads, the
+    key-value heads, and the intermediate size."""
     engine: EngineChoice = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
@@ -292,7 +298,8 @@ class TrainingSpec(Spec):
                 f"{self.tensor_parallel} GPUs"
             )
         unsupported = {
-            "method": self.method != "full",
+            "method": self.method == "qlora",
+            "base_precision": self.base_precision == "fp8",
             "precision": self.precision == "fp8",
             "context_parallel": self.context_parallel > 1,
             "optimizer": self.optimizer == "adamw8bit",
@@ -302,8 +309,9 @@ class TrainingSpec(Spec):
             "attention": self.attention in {"flex", "eager"},
         }
         if wrong := next((key for key, is_so in unsupported.items() if is_so), None):
+            reason = " (quantized matrices can't be divided by rows or columns)" if self.quantization != "none" else ""
             raise ValueError(
-                f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet: leave one of them out"
+                f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet{reason}: leave one of them out"
             )
         return self
 

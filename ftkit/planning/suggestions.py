@@ -148,7 +148,7 @@ class _Run:
         yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
         yield self._more_nodes()
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
-        yield [{"method": value} for value in lighter if training.tensor_parallel == 1]
+        yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
 
     def _checkpointing(self) -> list[Change]:
         training = self.training

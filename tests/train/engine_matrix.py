@@ -36,7 +36,7 @@ from ftkit.config.training import (
 )
 from ftkit.data.encoding import IGNORED
 from ftkit.families import MEASURED
-from ftkit.planning.estimates.parameters import method_counts
+from ftkit.planning.estimates.parameters import count_repeated_parameters, method_counts
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
@@ -129,7 +129,8 @@ def cases() -> Iterator[Case]:
     yield from (Case("gemma3_text", method, "fsdp2", collectives="copied") for method in get_args(Method))
     for reduced in get_args(Precision):
         yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
-    yield from (Case(family, "full", "fsdp2", layers="divided") for family in MEASURED)
+    for family, method in product(MEASURED, ("full", "lora")):
+        yield Case(family, method, "fsdp2", layers="divided")
 
 
 def architecture(family: str) -> ArchitectureSpec:
@@ -227,7 +228,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
         activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,
-        router_aux_loss_coef=BALANCE if family == "qwen3_moe" else None,
+        router_aux_loss_coef=BALANCE if family == "qwen3_moe" else None, tensor_parallel=world.tensor_parallel,
     )  # fmt: skip
     model = build(family, **own_attention)
     expected = count_method(model, training)
@@ -264,8 +265,8 @@ def train(case: Case, world: World) -> dict[str, Any]:
     held = {part: sum(tensor.numel() for tensor in tensors) for part, tensors in engine.tensors().items()}
     return {
         "losses": losses, "norms": norms, "held_out": held_out, "length": length, "checks": checks, "held": held,
-        "gathered": gathers.count, "unharmed": unharmed, "routers": routers,
-        "num_targets": num_targets,
+        "gathered": gathers.count, "unharmed": unharmed, "routers": routers, "num_targets": num_targets,
+        "repeated": count_repeated_parameters(shape, training),
     }  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel
+from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +62,33 @@ def test_a_run_with_divided_layers_trains_as_one_with_whole_layers_and_each_resu
     divided_again.forget_after(2)
     divided_again.train()
     assert_equal(divided_again.losses(), expected, 3)
+
+
+def test_adapters_are_divided_with_their_dropout_and_saved_whole(make_run: Callable[..., Any], world: World) -> None:
+    words = (*WORDS, "training.method=lora", "training.lora={rank: 4, dropout: 0.2, use_dora: true}")
+    whole = make_run("whole-adapters", *words, processes=1)
+    whole.train_here(world)
+    divided = make_run("divided-adapters", *words, DIVIDED, processes=2)
+    divided.train()
+    assert_equal(divided.losses(), whole.losses(), 1)
+    saved, expected = (load_file(run.layout.export / ADAPTER_FILE) for run in (divided, whole))
+    assert {name: weight.shape for name, weight in saved.items()} == {
+        name: weight.shape for name, weight in expected.items()
+    }
+    for name, weight in saved.items():
+        assert (weight - expected[name]).norm() <= 1e-2 * expected[name].norm(), name
+
+    resumed = make_run("whole-adapters-again", *words, processes=1)
+    divided.copy_to(resumed.plan.id)
+    resumed.forget_after(1)
+    resumed.train_here(world)
+    assert_equal(resumed.losses(), whole.losses(), 2)
+
+    divided_again = make_run("divided-adapters-again", *words, DIVIDED, processes=2)
+    whole.copy_to(divided_again.plan.id)
+    divided_again.forget_after(2)
+    divided_again.train()
+    assert_equal(divided_again.losses(), whole.losses(), 3)
 
 
 @pytest.mark.parametrize(

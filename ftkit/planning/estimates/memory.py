@@ -22,7 +22,7 @@ from ftkit.config.execution import (
     quantized_bytes,
 )
 from ftkit.families import SavedTensors, family_of
-from ftkit.planning.estimates.parameters import count_model, method_counts
+from ftkit.planning.estimates.parameters import count_model, count_repeated_parameters, method_counts
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
@@ -105,6 +105,8 @@ class _Sizes:
         self.tokens = setup.tokens
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
+        self.stored = self.trained + count_repeated_parameters(shape, training)
+        """Trained parameters of all shards, those that tensor parallelism does not divide as often as they are."""
         self.keeps_gradients = setup.engine == "zero3" or setup.num_micro_batches > 1
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
@@ -118,27 +120,35 @@ class _Sizes:
         if self.engine == "zero3":
             kept += self.width * self.trained
         on_device = self.training.offload == "none" or self.engine == "fsdp2"
-        return (kept + 4 * self.trained * on_device) / self.num_shards
+        return (kept + 4 * self.stored * on_device) / self.num_shards
 
     def local_gradients(self) -> float:
         on_device = self.training.offload == "none" or (self.training.offload == "optimizer" and self.engine == "fsdp2")
-        return 4 * self.trained * on_device / self.num_shards
+        return 4 * self.stored * on_device / self.num_shards
 
     def accumulated_gradients(self) -> float:
+<<<<<<< HEAD
         """Return the bytes of the gradients of earlier micro-batches: unsharded if they are not reduced yet."""
         return reduce_width(self.training) * self.trained if self.defers_sync else self.local_gradients()
+=======
+        """Return the bytes of gradients of earlier micro-batches: unsharded, if none of those was reduced."""
+        if not self.defers_sync:
+            return self.own_gradients()
+        around = self.trained_around()
+        return reduce_width(self.training) * (around + (self.stored - around) / self.divided)
+>>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
 
     def local_states(self) -> float:
         if self.training.offload != "none":
             return 0
         # fp32, or one byte per state and an fp32 scale per 256 of them.
         each = 4 if self.training.optimizer == "adamw" else 1 + 4 / 256
-        return 2 * each * self.trained / self.num_shards
+        return 2 * each * self.stored / self.num_shards
 
     # Unsharded weights and gradients
 
     def layer(self) -> float:
-        adapters = (self.total - self.counts.total) / self.shape.num_hidden_layers
+        adapters = 0 if self.training.adapters is None else self.trained_layer()
         saved = self._saved_by_quantization() / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
         return self.width * self.counts.largest_layer / self.tensor_parallel + adapter_width * adapters - saved
@@ -148,8 +158,13 @@ class _Sizes:
 
     def trained_layer(self) -> float:
         if self.training.adapters:
+<<<<<<< HEAD
             return self.trained / self.shape.num_hidden_layers
         return self.counts.largest_layer / self.tensor_parallel
+=======
+            return self.stored / self.divided / self.shape.num_hidden_layers
+        return self.counts.largest_layer / self.divided
+>>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
 
     def trained_around(self) -> float:
         return self.counts.around if self.trains_table else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
+from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized, whole_adapter_size
 from ftkit.config.model import ArchitecturePlan, AttentionLayers, Linear, ModelCounts
 from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.config.training import ALL_PROJECTIONS
@@ -115,6 +115,18 @@ def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
     # For families with other projections, an estimate.
     unknown = set() if counts.is_exact else set(lora.targets) - {linear.name for linear in counts.linears}
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
+
+
+def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Count the copies of parameters of adapters that tensor parallelism does not divide, without the first of each."""
+    adapters, copies = training.adapters, training.tensor_parallel - 1
+    if adapters is None or not copies:
+        return 0
+    return copies * sum(
+        linear.count * whole_adapter_size(adapters, linear.name, linear.inputs, linear.outputs)
+        for linear in count_model(shape).linears
+        if linear.name in adapters.targets
+    )
 
 
 def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:

@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
-from ftkit.planning.estimates.memory import compute_width, layer_bytes, reduce_width
-from ftkit.planning.estimates.parameters import count_adapter_parameters, count_model, count_parameters, method_counts
+from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width
+from ftkit.planning.estimates.parameters import (
+    count_adapter_parameters,
+    count_model,
+    count_parameters,
+    count_repeated_parameters,
+    method_counts,
+)
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
@@ -186,8 +192,14 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     flops = document_flops(shape, training, training.sequence_length)
+<<<<<<< HEAD
     # The forward pass is a third of full training, and half of training with frozen weights.
     matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
+=======
+    matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
+    # A third of full training is its forward pass; with frozen weights it is a half.
+    matrices *= 1 + again / (3 if training.adapters is None else 2)
+>>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
     matrices *= _fp8_time(shape, training)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
@@ -269,9 +281,11 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, size)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
-    moved = setup.tokens * numbers * compute_width(training)
     passes = 2 if training.activation_checkpointing == "none" else 3
-    return shape.num_hidden_layers * passes * moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
+    moved = shape.num_hidden_layers * passes * setup.tokens * numbers * compute_width(training)
+    # Gradients of adapters that are not divided are summed, in fp32.
+    moved += 2 * FP32 * count_repeated_parameters(shape, training) / training.tensor_parallel
+    return moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
 def _offload_seconds(setup: Setup, tokens: int) -> float:
@@ -286,7 +300,9 @@ def _offload_seconds(setup: Setup, tokens: int) -> float:
 
 
 def _optimizer_seconds(setup: Setup, gpu: Gpu) -> float:
-    trained = method_counts(setup.shape, setup.training).trained / setup.num_shards
+    shape, training = setup.shape, setup.training
+    stored = method_counts(shape, training).trained + count_repeated_parameters(shape, training)
+    trained = stored / setup.num_shards
     if setup.training.offload == "none":
         return OPTIMIZER_BYTES * trained / gpu.memory_bandwidth
     return 2 * 8 * trained / HOST_BANDWIDTH  # states are fetched and written back

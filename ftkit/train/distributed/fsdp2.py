@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
@@ -101,16 +101,17 @@ class Fsdp2Engine:
     def _even_share(self, parameter: torch.Tensor) -> int:
         """Return the maximum number of elements of a parameter on one rank, split along its rows.
 
-        Tensor parallelism divides the matrices of decoder layers by rows or columns before that.
+        Tensor parallelism divides the matrices of decoder layers by rows or columns before that, but one of each
+        adapter's two.
         """
-        world = self._world
+        world, part = self._world, [*parameter.shape]
         if not (isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh):
             return _share_of_rows(parameter.shape, world.num_shards)
-        if parameter.ndim < 2:  # noqa: PLR2004 - a norm
-            return _share_of_rows(parameter.shape, world.num_layer_shards)
-        rows, columns = parameter.shape
-        parts = ((rows // world.tensor_parallel, columns), (rows, columns // world.tensor_parallel))
-        return max(_share_of_rows(torch.Size(part), world.num_layer_shards) for part in parts)
+        may_be_whole = parameter.ndim < 2 or (parameter.requires_grad and self._training.adapters is not None)  # noqa: PLR2004
+        placement = parameter.placements[-1]
+        if not (may_be_whole and placement.is_replicate()):
+            part[placement.dim if isinstance(placement, Shard) else 0] //= world.tensor_parallel
+        return _share_of_rows(torch.Size(part), world.num_layer_shards)
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
@@ -278,7 +279,7 @@ def parallelize(
     routers = Routers.of(hf_model, training, world)
     layers = find_decoder_layers(hf_model)
     if world.tensor_mesh is not None:
-        divide_layers(layers, hf_model.config.model_type, world.tensor_mesh["tensor"])
+        divide_layers(layers, hf_model.config.model_type, world.tensor_mesh["tensor"], training.adapters)
     apply_activation_checkpointing(
         layers,
         training.activation_checkpointing,

@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
+from ftkit.train.distributed.divided_adapters import ColwiseAdapter, RowwiseAdapter
 from ftkit.train.model.attention import implementation_of, masked_attention, refuse_changed_scores
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
+    from ftkit.config.training import LoraSpec
     from ftkit.train.model.attention import Kernel
 
 _NAME = "ftkit_whole_packs"
@@ -103,7 +105,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     return output.view(batch, length, -1, width), None
 
 
-def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh) -> None:
+def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters: LoraSpec | None = None) -> None:
     """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
 
     Parameters may be on the meta device. Norms are whole on each rank, and their gradients are summed over the ranks;
@@ -112,7 +114,15 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh) -> None:
     for layer in layers:
         names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
         norms = dict.fromkeys(names, SequenceParallel(use_local_output=True))
-        parallelize_module(layer, mesh, norms | _attention_styles(family) | _mlp_styles())
+        styles = norms | _attention_styles(family) | _mlp_styles()
+        if adapters is not None:
+            for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
+                kind = RowwiseAdapter if isinstance(styles.pop(name), RowwiseParallel) else ColwiseAdapter
+                layer.set_submodule(name, kind(layer.get_submodule(name), adapters, mesh))
+        is_trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        parallelize_module(layer, mesh, styles)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(is_trained[name])  # torch's styles of norms make their weights trainable
 
 
 def _attention_styles(family: str) -> dict[str, ParallelStyle]:

@@ -165,12 +165,11 @@ class MergedTensors(LazyTensors):
             return weight
         up, down = self._adapters[f"{module}lora_B.{ADAPTER}.weight"].float(), down.float()
         magnitude = self._adapters.get(module + DORA_MAGNITUDE)
-        divisor = math.sqrt(self._lora.rank) if self._lora.use_rslora else self._lora.rank
         merged = torch.empty(weight.shape, dtype=self._dtype)
         height = max(1, _MERGED_AT_ONCE // weight.shape[1])
         for first in range(0, weight.shape[0], height):
             rows = slice(first, first + height)
-            sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=self._lora.alpha / divisor)
+            sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=self._lora.scaling)
             if magnitude is not None:
                 sums *= (magnitude[rows].float() / torch.linalg.norm(sums, dim=1))[:, None]
             merged[rows] = sums
