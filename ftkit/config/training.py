@@ -302,7 +302,6 @@ class TrainingSpec(Spec):
             "base_precision": self.base_precision == "fp8",
             "precision": self.precision == "fp8",
             "context_parallel": self.context_parallel > 1,
-            "optimizer": self.optimizer == "adamw8bit",
             "offload": self.offload != "none",
             "shard_degree": self.shard_degree != "auto",
             "collectives": self.collectives == "copy_engine",

@@ -173,11 +173,11 @@ class _Run:
         step. The states of adapters are too small to matter.
         """
         training = self.training
-        if training.tensor_parallel > 1:
-            return []
         stays = training.optimizer == "adamw" and training.offload == "none"
         does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
         stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
+        if training.tensor_parallel > 1:  # incompatible with offload
+            stronger = ()
         whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
         return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
             whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"

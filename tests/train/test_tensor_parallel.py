@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
+from ftkit.train.components.adamw8bit import _codes
+from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel
 from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ftkit.train.world import World
 
@@ -89,6 +94,59 @@ def test_adapters_are_divided_with_their_dropout_and_saved_whole(make_run: Calla
     divided_again.forget_after(2)
     divided_again.train()
     assert_equal(divided_again.losses(), whole.losses(), 3)
+
+
+WHOLE_BLOCKS = ("hidden_size=512", "intermediate_size=512", "head_dim=128", "num_hidden_layers=1")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "tolerance"), [(WHOLE_BLOCKS, 2, 1e-3), (("intermediate_size=96",), 4, 3e-2)]
+)
+def test_8_bit_states_equal_those_of_whole_layers_if_rows_on_a_rank_are_whole_blocks_else_they_are_close(
+    sizes: tuple[str, ...], processes: int, tolerance: float, make_run: Callable[..., Any], world: World
+) -> None:
+    words = (*WORDS, *(f"model.architecture.{size}" for size in sizes), "training.optimizer=adamw8bit")
+    words = (*words, "training.max_steps=2")
+    name = f"8-bit-{processes}"
+    whole = make_run(f"{name}-whole", *words, processes=1)
+    whole.train_here(world)
+    divided = make_run(f"{name}-divided", *words, DIVIDED, processes=processes)
+    divided.train()
+    assert divided.losses()[1] == pytest.approx(whole.losses()[1], rel=1e-5)
+    assert_close_moments(divided, whole, 1, tolerance)
+
+    if sizes == WHOLE_BLOCKS:
+        resumed = make_run(f"{name}-whole-again", *words, processes=1)
+        divided.copy_to(resumed.plan.id)
+        resumed.forget_after(1)
+        resumed.train_here(world)
+    else:
+        resumed = whole.copy_to(f"{name}-divided-again")
+        resumed = replace(resumed, plan=replace(divided.plan, id=resumed.plan.id))
+        resumed.forget_after(1)
+        resumed.train()
+    assert_close_moments(resumed, whole, 2, 2 * tolerance)
+    assert resumed.losses() == {2: pytest.approx(whole.losses()[2], rel=tolerance)}
+
+
+def assert_close_moments(run: Any, expected: Any, step: int, tolerance: float) -> None:
+    """Compare the states of two runs' checkpoints, dequantized."""
+    one, other = (moments(each.layout.checkpoint(step)) for each in (run, expected))
+    assert one.keys() == other.keys()
+    for name, moment in one.items():
+        assert (moment - other[name]).norm() <= tolerance * other[name].norm(), name
+
+
+def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    prefix, found = "optimizer.state.", {}
+    sizes = saved_sizes(checkpoint, prefix)
+    for name in [name.removesuffix("_8bit") for name in sizes if name.endswith("_8bit")]:
+        stored = torch.empty(sizes[f"{name}_8bit"], dtype=torch.uint8)
+        scales = torch.empty(sizes[f"{name}_absmax"])
+        read_state({f"{prefix}{name}_8bit": stored, f"{prefix}{name}_absmax": scales}, checkpoint)
+        code = _codes(stored.device)[name.rpartition(".")[2]]
+        found[name] = code[stored.long()] * scales.repeat_interleave(stored.shape[-1] // scales.shape[-1], dim=-1)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from ftkit.errors import TrainingError
-from ftkit.train.model.local_shard import local_shard, num_shards
+from ftkit.train.model.local_shard import local_shard
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -27,41 +27,12 @@ _STATES = {"exp_avg": True, "exp_avg_sq": False}
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Sharding of a parameter's states: each shard's flattened bytes are divided into blocks separately."""
-
-    num_elements: int
-    num_shards: int
-    elements_per_shard: int
-    """Elements of the first shard; the last ones may have fewer."""
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, num_shards: int) -> _Layout:
-        """Return the layout of FSDP2's sharding by rows."""
-        rows = parameter.shape[0] if parameter.ndim else 1
-        return cls(parameter.numel(), num_shards, -(-rows // num_shards) * (parameter.numel() // max(1, rows)))
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of scales of the first shard; every shard allocates as many."""
-        return -(-self.elements_per_shard // BLOCK_SIZE)
-
-    def scale_of_each(self, absmax: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return the scales of a range of elements of the whole parameter; `absmax` is [shards, blocks]."""
-        size = self.elements_per_shard
-        parts = [
-            absmax[shard].repeat_interleave(BLOCK_SIZE)[max(begin - shard * size, 0) : min(end - shard * size, size)]
-            for shard in range(begin // size, -(-end // size))
-        ]
-        return torch.cat(parts)
-
-
 class AdamW8bit(torch.optim.Optimizer):
     """Updates each rank's shards in place; one kernel per parameter reads, updates and quantizes its states.
 
-    Its `state_dict` has the bytes and scales: on the same number of ranks, training continues bit for bit. On another
-    number of ranks the block boundaries move, and states in a block with several scales are rounded to the largest.
+    Each rank's flattened shard has its own blocks. `state_dict` has the bytes and the scales of runs of each row, for
+    any sharding: training continues bit for bit if the block boundaries stay, as they do with the same sharding, or if
+    each row on a rank is a multiple of 256. Otherwise, a block with several scales takes the largest, and is rounded.
 
     Args:
         params: parameters or groups, as in torch.
@@ -120,7 +91,7 @@ class AdamW8bit(torch.optim.Optimizer):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as shards, without a copy, and scales as tensors [shards, blocks]."""
+        """Return the states as shards, the bytes without a copy; scales are as many per row as it has runs."""
         result = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         result["state"] = {index: _as_shards(parameters[index], state) for index, state in result["state"].items()}
@@ -171,28 +142,43 @@ def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     for name in _STATES:
         if _is_large(parameter):
             state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
-            state[name + _ABSMAX] = values.new_zeros(_layout(parameter).num_blocks)
+            state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
         else:
             state[name] = torch.zeros_like(values)
     return state
 
 
+def _row_width(shape: torch.Size) -> int:
+    """Return the elements of a row: of the last dimension; a vector has rows of one."""
+    return shape[-1] if len(shape) > 1 else 1
+
+
+def _run_length(parameter: torch.Tensor) -> int:
+    """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row."""
+    return math.gcd(BLOCK_SIZE, _row_width(_local(parameter).shape))
+
+
+def _in_runs(shape: torch.Size, run_length: int) -> torch.Size:
+    """Return the shape of a tensor with one element for each run of one of this shape."""
+    return torch.Size([*shape[:-1], shape[-1] // run_length])
+
+
 def _as_shards(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    shards = {}
+    shards, local, run_length = {}, _local(parameter), _run_length(parameter)
     for key, value in state.items():
         if key.endswith(_ABSMAX):
-            layout = _layout(parameter)
-            shape = torch.Size([layout.num_shards, layout.num_blocks])
-            shards[key] = _sharded(value[None], parameter, shape, (layout.num_blocks, 1))
+            runs = value.repeat_interleave(BLOCK_SIZE // run_length)[: local.numel() // run_length]
+            values, shape = runs.view(_in_runs(local.shape, run_length)), _in_runs(parameter.shape, run_length)
+            shards[key] = _sharded(values, parameter, shape)
         else:
-            is_step = key == "step"
-            shards[key] = value if is_step else _sharded(value, parameter, parameter.shape, parameter.stride())
+            shards[key] = value if key == "step" else _sharded(value, parameter, parameter.shape)
     return shards
 
 
-def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return values
+    stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -202,39 +188,65 @@ def _load_local(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict
     device = _local(parameter).device
     state = {key: _local(value).to(device) for key, value in given.items() if key != "step"}
     for name in _STATES if _is_large(parameter) else ():
-        absmax, layout = state[name + _ABSMAX], _layout(parameter)
-        if given[name + _ABSMAX].shape == (layout.num_shards, layout.num_blocks):
-            state[name + _ABSMAX] = absmax.flatten()
-        else:
-            state |= _reblocked(parameter, name, state[name + _BYTES], absmax)
+        state |= _in_blocks(parameter, name, state[name + _BYTES], given[name + _ABSMAX])
     return {"step": given["step"].cpu().clone()} | state
 
 
-def _reblocked(
-    parameter: torch.Tensor, name: str, stored: torch.Tensor, absmax: torch.Tensor
+def _in_blocks(
+    parameter: torch.Tensor, name: str, stored: torch.Tensor, saved: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return bytes and scales in the blocks of this rank's shard; `absmax` has the scales of all saved shards.
+    """Return bytes and scales in the blocks of this rank's shard.
 
     A block with one scale does not change. A block with several takes the largest of them, so no state grows.
+
+    Args:
+        parameter: the parameter.
+        name: of its state.
+        stored: this rank's bytes.
+        saved: scales as `state_dict` returns them; those of another sharding unsharded.
     """
-    part, layout = local_shard(parameter), _layout(parameter)
-    scales = stored.new_zeros(layout.num_blocks, dtype=torch.float32)
-    if not stored.numel():
-        return {name + _BYTES: stored, name + _ABSMAX: scales}
-    saved = _Layout.of(parameter, absmax.shape[0])
-    before = saved.scale_of_each(absmax, part.begin, part.end)
-    padded = functional.pad(before, (0, -len(before) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
-    blocks = padded.amax(dim=1)
-    scales[: len(blocks)] = blocks
-    after = blocks.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(BLOCK_SIZE)[: len(before)]
-    code = _codes(stored.device)[name]
-    values = code.index_select(0, stored.flatten().int()) * (before / after)
-    nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)
-    return {name + _BYTES: nearest.to(torch.uint8).view_as(stored), name + _ABSMAX: scales}
+    run_length = _run_length(parameter)
+    if saved.shape == _in_runs(parameter.shape, run_length):
+        runs = _local(saved).to(stored.device).flatten()
+    else:
+        runs, run_length = _scale_of_each(parameter, saved).to(stored.device), 1
+    per_block = BLOCK_SIZE // run_length
+    scales = functional.pad(runs, (0, -len(runs) % per_block)).view(-1, per_block).amax(dim=1)
+    after = scales.repeat_interleave(per_block)[: len(runs)]
+    if not torch.equal(runs, after):
+        code = _codes(stored.device)[name]
+        ratios = (runs / after.clamp_min(torch.finfo(torch.float32).tiny)).repeat_interleave(run_length)
+        values = code.index_select(0, stored.flatten().int()) * ratios
+        nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)
+        stored = nearest.to(torch.uint8).view_as(stored)
+    return {name + _BYTES: stored, name + _ABSMAX: scales}
 
 
-def _layout(parameter: torch.Tensor) -> _Layout:
-    return _Layout.of(parameter, num_shards(parameter))
+def _scale_of_each(parameter: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each element of this rank's shard, from unsharded scales of another sharding."""
+    shard, width = local_shard(parameter), _row_width(parameter.shape)
+    columns = range(width) if shard.columns is None else shard.columns
+    first, last = shard.begin // len(columns), shard.end // len(columns)
+    run_length, rest = divmod(width, saved.shape[-1])
+    if saved.shape[:-1] == parameter.shape[:-1] and not rest and BLOCK_SIZE % run_length == 0:
+        scales = saved.view(-1, saved.shape[-1])[first:last].repeat_interleave(run_length, dim=1)
+    else:
+        scales = _scales_of_shards(saved, parameter, first * width, last * width).view(-1, width)
+    return scales[:, columns.start : columns.stop].flatten()
+
+
+def _scales_of_shards(saved: torch.Tensor, parameter: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Return the scales of a range of elements, from [shards, blocks], which versions before wrote.
+
+    Each shard, some of the parameter's rows, had blocks of its own; the last shards may have fewer rows.
+    """
+    rows, num_shards = parameter.shape[0], saved.shape[0]
+    size = -(-rows // num_shards) * (parameter.numel() // rows)
+    parts = [
+        saved[shard].repeat_interleave(BLOCK_SIZE)[max(begin - shard * size, 0) : min(end - shard * size, size)]
+        for shard in range(begin // size, -(-end // size))
+    ]
+    return torch.cat(parts) if parts else saved.new_zeros(0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

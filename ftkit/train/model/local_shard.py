@@ -86,11 +86,6 @@ def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
     return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
 
 
-def num_shards(parameter: torch.Tensor) -> int:
-    """Return the number of ranks that FSDP2 shards a parameter over; 1 if it does not."""
-    return parameter.device_mesh.size(_shard_dimension(parameter)) if isinstance(parameter, DTensor) else 1
-
-
 def _shard_dimension(parameter: DTensor) -> int:
     """Return the dimension of the mesh that FSDP2 shards over: replicas are before it, tensor parallelism after it."""
     return parameter.device_mesh.ndim - (2 if _is_tensor_parallel(parameter) else 1)

@@ -435,7 +435,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
         ): "layers of a 'qwen2' can't be divided",
     }.items():
         assert problem in problems(demo(*words), on_gpus(4))
-    for other in ("method=qlora", "context_parallel=2", "offload=optimizer", "optimizer=adamw8bit", "shard_degree=2"):
+    for other in ("method=qlora", "context_parallel=2", "offload=optimizer", "shard_degree=2"):
         with pytest.raises(ConfigError, match=f"tensor_parallel does not support {other.partition('=')[0]}"):
             demo("training.tensor_parallel=2", f"training.{other}")
     in_fp8 = ("training.method=lora", "training.precision=bf16", "training.base_precision=fp8")
