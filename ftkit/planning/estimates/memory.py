@@ -106,7 +106,7 @@ class _Sizes:
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(shape, training)
-        """Trained parameters of all shards, those that tensor parallelism does not divide as often as they are."""
+        """Trained parameters on all processes; those that tensor parallelism does not divide are on each of a group."""
         self.keeps_gradients = setup.engine == "zero3" or setup.num_micro_batches > 1
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
@@ -127,16 +127,11 @@ class _Sizes:
         return 4 * self.stored * on_device / self.num_shards
 
     def accumulated_gradients(self) -> float:
-<<<<<<< HEAD
         """Return the bytes of the gradients of earlier micro-batches: unsharded if they are not reduced yet."""
-        return reduce_width(self.training) * self.trained if self.defers_sync else self.local_gradients()
-=======
-        """Return the bytes of gradients of earlier micro-batches: unsharded, if none of those was reduced."""
         if not self.defers_sync:
-            return self.own_gradients()
+            return self.local_gradients()
         around = self.trained_around()
-        return reduce_width(self.training) * (around + (self.stored - around) / self.divided)
->>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
+        return reduce_width(self.training) * (around + (self.stored - around) / self.tensor_parallel)
 
     def local_states(self) -> float:
         if self.training.offload != "none":
@@ -158,13 +153,8 @@ class _Sizes:
 
     def trained_layer(self) -> float:
         if self.training.adapters:
-<<<<<<< HEAD
-            return self.trained / self.shape.num_hidden_layers
+            return self.stored / self.tensor_parallel / self.shape.num_hidden_layers
         return self.counts.largest_layer / self.tensor_parallel
-=======
-            return self.stored / self.divided / self.shape.num_hidden_layers
-        return self.counts.largest_layer / self.divided
->>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
 
     def trained_around(self) -> float:
         return self.counts.around if self.trains_table else 0

@@ -192,14 +192,9 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
     flops = document_flops(shape, training, training.sequence_length)
-<<<<<<< HEAD
-    # The forward pass is a third of full training, and half of training with frozen weights.
-    matrices = flops.matrices * (1 + again / (3 if training.adapters is None else 2))
-=======
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
-    # A third of full training is its forward pass; with frozen weights it is a half.
+    # The forward pass is a third of full training, and half of training with frozen weights.
     matrices *= 1 + again / (3 if training.adapters is None else 2)
->>>>>>> 2cec20a (tensor parallelism trains adapters: LoRA and DoRA, with the dropout of N = 1, whole when saved)
     matrices *= _fp8_time(shape, training)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
