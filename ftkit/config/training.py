@@ -93,7 +93,8 @@ class TrainingSpec(Spec):
     """The adapters of methods lora and qlora. Default if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
-    They exchange tokens for heads before and after attention, so it must divide the attention heads."""
+    They exchange tokens for heads before and after attention, so it must divide the attention heads; with
+    tensor_parallel, the product of both must."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
     (llama, qwen3, gemma3_text, olmo3; methods full and lora, engine fsdp2). It must divide the attention heads, the
@@ -278,12 +279,11 @@ class TrainingSpec(Spec):
         return self
 
     @model_validator(mode="after")
-    def _context_is_divided_evenly(self) -> Self:
-        if self.sequence_length % self.context_parallel:
-            raise ValueError(
-                f"sequence_length {self.sequence_length} can't be divided evenly among context_parallel "
-                f"{self.context_parallel} GPUs"
-            )
+    def _packs_are_divided_evenly(self) -> Self:
+        if self.sequence_length % self.gpus_per_pack:
+            sizes = {"context_parallel": self.context_parallel, "tensor_parallel": self.tensor_parallel}
+            among = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+            raise ValueError(f"sequence_length {self.sequence_length} can't be divided evenly among {among} GPUs")
         if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
             raise ValueError(f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'")
         return self
@@ -292,16 +292,10 @@ class TrainingSpec(Spec):
     def _layers_are_divided_as_fsdp2_shards_them(self) -> Self:
         if self.tensor_parallel == 1:
             return self
-        if self.sequence_length % self.tensor_parallel:
-            raise ValueError(
-                f"sequence_length {self.sequence_length} can't be divided evenly among tensor_parallel "
-                f"{self.tensor_parallel} GPUs"
-            )
         unsupported = {
             "method": self.method == "qlora",
             "base_precision": self.base_precision == "fp8",
             "precision": self.precision == "fp8",
-            "context_parallel": self.context_parallel > 1,
             "offload": self.offload != "none",
             "shard_degree": self.shard_degree != "auto",
             "collectives": self.collectives == "copy_engine",

@@ -108,15 +108,16 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
-    size, heads = recipe.training.context_parallel, shape.num_attention_heads
-    if size == 1:
+    heads = shape.num_attention_heads
+    if recipe.training.context_parallel == 1:
         return
-    where, key = f"recipe {recipe.name}", "training.context_parallel"
+    where, key, size = f"recipe {recipe.name}", "training.context_parallel", recipe.training.gpus_per_pack
     yield from _groups(recipe, key, size, per_node)
     if heads % size:
+        with_parts_of_layers = " for the product with tensor_parallel" * (recipe.training.tensor_parallel > 1)
         yield Problem(
             where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
-            f"Use a divisor of {heads}.",
+            f"Use a divisor of {heads}{with_parts_of_layers}.",
         )  # fmt: skip
 
 

@@ -64,9 +64,10 @@ def choose_packing(
         if packed is not None and reason is None:
             return PackingChoice(is_packed=True, reason=None, probe=packed)
     if world.context.size > 1:
-        key = "context_parallel" if world.tensor_mesh is None else "tensor_parallel"
+        size = world.tensor_parallel if world.tensor_parallel > 1 else world.exchange.size
+        key = "tensor_parallel" if world.tensor_parallel > 1 else "context_parallel"
         raise TrainingError(
-            f"training.{key}={world.context.size} needs packs, but this model is trained on padded rows: {reason}",
+            f"training.{key}={size} needs packs, but this model is trained on padded rows: {reason}",
             fix=f"leave training.{key} out, or choose another model",
         )
     return PackingChoice(is_packed=False, reason=reason, probe=probe(is_packed=False))

@@ -265,16 +265,15 @@ class Trainer:
 
     def _attention(self, config: PretrainedConfig, kernel: Kernel) -> str:
         """Return transformers' name of the attention function; register one if several ranks divide a pack."""
-        context, tensor_parallel = self.world.context, self.world.tensor_parallel
+        exchange, tensor_parallel = self.world.exchange, self.world.tensor_parallel
         if tensor_parallel > 1:
             check_tensor_parallel(config, kernel, tensor_parallel)
             log.info("tensor parallelism: %d GPUs divide each layer, and the tokens of a pack", tensor_parallel)
-            return whole_pack_attention(kernel)
-        if context.size > 1:
-            check_context_parallel(config, kernel, context.size)
-            log.info("context parallelism: %d GPUs divide the tokens of a pack", context.size)
-            return context_parallel_attention(kernel, context)
-        return implementation_of(kernel)
+        if exchange.size > 1:
+            check_context_parallel(config, kernel, exchange.size, tensor_parallel)
+            log.info("context parallelism: %d GPUs divide the tokens of a pack", exchange.size)
+            return context_parallel_attention(kernel, exchange)
+        return whole_pack_attention(kernel) if tensor_parallel > 1 else implementation_of(kernel)
 
     def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
         """Run the checks before step 1; return whether documents are trained in packs."""

@@ -32,13 +32,14 @@ class ContextGroup:
         rank: this process's rank in the group.
         size: number of processes in the group.
         group: their process group; None for a single rank.
-        gathers_tokens: whether attention gets the hidden states of full packs, so that it needs all positions.
+        num_gathered: number of consecutive ranks whose tokens tensor parallelism gathers for attention, which so needs
+            their positions; 1 without.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    gathers_tokens: bool = False
+    num_gathered: int = 1
 
     @property
     def name(self) -> str:
@@ -49,6 +50,12 @@ class ContextGroup:
         """Return this process's range of a pack's `length` tokens; ranges of all ranks have the same size."""
         tokens = length // self.size
         return slice(self.rank * tokens, (self.rank + 1) * tokens)
+
+    def gathered_part(self, length: int) -> slice:
+        """Return the range of a pack's `length` tokens that is gathered for attention, in which this process's are."""
+        tokens = length // self.size * self.num_gathered
+        first = self.rank // self.num_gathered * tokens
+        return slice(first, first + tokens)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,10 @@ class World:
         device: this process's device.
         mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
         host_mesh: the same, for tensors in host memory.
-        context: this process in its context-parallel or tensor-parallel group, whose ranks are consecutive.
+        context: this process in the group that divides packs, by context or tensor parallelism or both; consecutive
+            ranks.
+        exchange: this process in its context-parallel group, which exchanges tokens for heads. With tensor parallelism,
+            its ranks have the same part of the layers, so they are not consecutive.
         tensor_mesh: all processes as they share decoder layers with tensor parallelism, [shards, tensor]; None without.
         host_tensor_mesh: the same, for tensors in host memory.
     """
@@ -76,6 +86,7 @@ class World:
     mesh: DeviceMesh
     host_mesh: DeviceMesh
     context: ContextGroup = ContextGroup()
+    exchange: ContextGroup = ContextGroup()
     tensor_mesh: DeviceMesh | None = None
     host_tensor_mesh: DeviceMesh | None = None
 
@@ -184,8 +195,8 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
             del dimensions["replicate"]
         shape, names = tuple(dimensions.values()), tuple(dimensions)
         mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (device.type, "cpu"))
-        context = _context_group(device, size, context_parallel)
-        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context)
+        context = _group_of(device, size, context_parallel)
+        yield World(dist.get_rank(), size, placement.num_nodes, local_rank, device, mesh, host_mesh, context, context)
     finally:
         dist.destroy_process_group()
 
@@ -196,17 +207,20 @@ def with_tensor_parallel(world: World, size: int) -> World:
         return world
     shape, names = (world.size // size, size), ("shard", "tensor")
     mesh, host_mesh = (init_device_mesh(kind, shape, mesh_dim_names=names) for kind in (world.device.type, "cpu"))
-    group = ContextGroup(mesh.get_local_rank("tensor"), size, mesh.get_group("tensor"), gathers_tokens=True)
-    return replace(world, context=group, tensor_mesh=mesh, host_tensor_mesh=host_mesh)
+    context = replace(_group_of(world.device, world.size, world.exchange.size * size), num_gathered=size)
+    exchange = _group_of(world.device, world.size, world.exchange.size, distance=size)
+    return replace(world, context=context, exchange=exchange, tensor_mesh=mesh, host_tensor_mesh=host_mesh)
 
 
-def _context_group(device: torch.device, size: int, context_parallel: int) -> ContextGroup:
-    if context_parallel == 1:
+def _group_of(device: torch.device, num_processes: int, size: int, distance: int = 1) -> ContextGroup:
+    """Return this process's group of `size` ranks, each `distance` after the one before it."""
+    if size == 1:
         return ContextGroup()
-    mesh = init_device_mesh(
-        device.type, (size // context_parallel, context_parallel), mesh_dim_names=("data", "context")
-    )
-    return ContextGroup(mesh.get_local_rank("context"), context_parallel, mesh.get_group("context"))
+    dimensions = {"data": num_processes // (size * distance), "context": size, "tensor": distance}
+    if distance == 1:
+        del dimensions["tensor"]
+    mesh = init_device_mesh(device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    return ContextGroup(mesh.get_local_rank("context"), size, mesh.get_group("context"))
 
 
 def _num_threads(placement: PlacementPlan, local_rank: int) -> int:

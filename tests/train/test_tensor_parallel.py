@@ -62,11 +62,12 @@ def test_a_run_with_divided_layers_trains_as_one_with_whole_layers_and_each_resu
     resumed.train_here(world)
     assert_equal(resumed.losses(), expected, 2)
 
-    divided_again = make_run("divided-again", *WORDS, DIVIDED, processes=2)
-    resumed.copy_to(divided_again.plan.id)
-    divided_again.forget_after(2)
-    divided_again.train()
-    assert_equal(divided_again.losses(), expected, 3)
+    with_parts_of_packs = make_run("divided-packs", *WORDS, DIVIDED, "training.context_parallel=2", processes=4)
+    resumed.copy_to(with_parts_of_packs.plan.id)
+    with_parts_of_packs.forget_after(2)
+    with_parts_of_packs.train()
+    assert_equal(with_parts_of_packs.losses(), expected, 3)
+    assert with_parts_of_packs.records(VerificationRecord)[0].checks["documents are"] == "packed"
 
 
 def test_adapters_are_divided_with_their_dropout_and_saved_whole(make_run: Callable[..., Any], world: World) -> None:

@@ -274,7 +274,7 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     reduce-scatters them twice.
     """
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
-    heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, size)
+    heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, training.gpus_per_pack)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
     passes = 2 if training.activation_checkpointing == "none" else 3
     moved = shape.num_hidden_layers * passes * setup.tokens * numbers * compute_width(training)

@@ -127,7 +127,7 @@ def to_micro_batch(
     is_token = ~find_padding(packs)[:, context.part(packs.shape[2])]
     cu_seqlens = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     local = packs[:, :, context.part(packs.shape[2])]
-    position_ids = positions if context.gathers_tokens else local[:, 2]
+    position_ids = positions[:, context.gathered_part(packs.shape[2])]
     labels = local[:, 1].reshape(-1)
     index = np.flatnonzero(labels != IGNORED)
 

@@ -31,8 +31,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
 
 
-def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
-    """Check that a model's tokens can be divided among `size` ranks.
+def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
+    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads.
 
     Raises:
         TrainingError: parts of the model other than attention mix tokens, or its heads can't be divided.
@@ -43,8 +43,8 @@ def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int) 
         reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
     elif kernel not in {"flash4", "sdpa"}:
         reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
-    elif heads % size:
-        reason = f"its {heads} attention heads can't be divided among {size} GPUs"
+    elif heads % (size * tensor_parallel):
+        reason = f"its {heads} attention heads can't be divided among {size * tensor_parallel} GPUs"
     else:
         return
     raise TrainingError(

@@ -422,7 +422,14 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     whole = plan(demo(one, alone), on_gpus(4))
     assert divided.memory.activations < whole.memory.activations
     assert divided.memory.parameters == whole.memory.parameters
+    in_parts = ("training.tensor_parallel=2", "training.context_parallel=2", one, alone)
+    both = plan(demo(*in_parts, "model.architecture.num_attention_heads=8"), on_gpus(4))
+    assert both.batch.accumulation_steps == both.batch.global_batch_size
+    assert both.memory.activations < divided.memory.activations
+    assert "6 attention heads of the model can't be divided among 4" in problems(demo(*in_parts), on_gpus(4))
     for words, problem in {
+        ("training.tensor_parallel=2", "training.context_parallel=4", alone): "4 GPUs of a node can't be divided into "
+        "groups of 8",
         ("training.tensor_parallel=8", alone): "4 GPUs of a node can't be divided into groups of 8",
         ("training.tensor_parallel=4", "model.architecture.num_key_value_heads=2", alone): "2 key-value heads can't be",
         ("training.tensor_parallel=2", alone, "data.packing=off"): "data.packing is 'off'",
@@ -435,7 +442,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
         ): "layers of a 'qwen2' can't be divided",
     }.items():
         assert problem in problems(demo(*words), on_gpus(4))
-    for other in ("method=qlora", "context_parallel=2", "offload=optimizer", "shard_degree=2"):
+    for other in ("method=qlora", "offload=optimizer", "shard_degree=2"):
         with pytest.raises(ConfigError, match=f"tensor_parallel does not support {other.partition('=')[0]}"):
             demo("training.tensor_parallel=2", f"training.{other}")
     in_fp8 = ("training.method=lora", "training.precision=bf16", "training.base_precision=fp8")
