@@ -423,7 +423,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     assert divided.memory.activations < whole.memory.activations
     assert divided.memory.parameters == whole.memory.parameters
     in_parts = ("training.tensor_parallel=2", "training.context_parallel=2", one, alone)
-    both = plan(demo(*in_parts, "model.architecture.num_attention_heads=8"), on_gpus(4))
+    both = plan(demo(*in_parts, "model.architecture={num_attention_heads: 8, num_key_value_heads: 2}"), on_gpus(4))
     assert both.batch.accumulation_steps == both.batch.global_batch_size
     assert both.memory.activations < divided.memory.activations
     assert "6 attention heads of the model can't be divided among 4" in problems(demo(*in_parts), on_gpus(4))
