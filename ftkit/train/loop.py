@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Outcome = Literal["completed", "stopped"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingLoop:
     """Runs the optimizer steps of a run. What changes from step to step is in `engine` and `state`."""
 

@@ -136,20 +136,20 @@ class Trainer:
             batches = self._batches(store, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
             policy = self.plan.recipe.training.on_nonfinite
             loop = TrainingLoop(
-                self.plan,
-                self.world,
-                engine,
-                batches,
-                evaluator,
-                self.recorder,
-                self.trace,
-                make_mfu_meter(self.plan.recipe, store, self.world),
-                checkpointer,
-                num_steps,
-                state,
-                AnomalyWatch(self.plan.id, policy, self.recorder, batches.packs_of_step),
-                self._rank_times(engine),
-                manifest.mixed_sources,
+                plan=self.plan,
+                world=self.world,
+                engine=engine,
+                batches=batches,
+                evaluator=evaluator,
+                recorder=self.recorder,
+                trace=self.trace,
+                mfu_meter=make_mfu_meter(self.plan.recipe, store, self.world),
+                checkpointer=checkpointer,
+                num_steps=num_steps,
+                state=state,
+                anomalies=AnomalyWatch(self.plan.id, policy, self.recorder, batches.packs_of_step),
+                rank_times=self._rank_times(engine),
+                sources=manifest.mixed_sources,
             )
             outcome = loop.train()
         training_seconds = time.time() - training_began
