@@ -144,7 +144,7 @@ class _Sizes:
 
     def layer(self) -> float:
         adapters = 0 if self.training.adapters is None else self.trained_layer()
-        saved = self._saved_by_quantization() / self.shape.num_hidden_layers
+        saved = saved_by_quantization(self.shape, self.training) / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
         return self.width * self.counts.largest_layer / self.tensor_parallel + adapter_width * adapters - saved
 
@@ -164,18 +164,9 @@ class _Sizes:
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
         return width * max((linear.size for linear in self.counts.linears), default=0)
 
-    def _saved_by_quantization(self) -> float:
-        """Return the bytes that quantized matrices save compared with the compute dtype."""
-        kind = self.training.quantization
-        return sum(
-            each.count * (self.width * each.size - quantized_bytes(kind, each.inputs, each.outputs))
-            for each in self.counts.linears
-            if is_quantized(kind, each.inputs, each.outputs)
-        )
-
     def _frozen_bytes(self) -> float:
         """Return the bytes of all frozen weights in their storage dtype."""
-        return self.width * self.counts.total - self._saved_by_quantization()
+        return self.width * self.counts.total - saved_by_quantization(self.shape, self.training)
 
     def unsharded_weights(self, layers: int) -> float:
         """Return the bytes of unsharded weights while `layers` layers wait for their backward pass."""
@@ -301,6 +292,16 @@ class _Sizes:
     def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
         parts |= {"parameters": self.local_weights(), "optimizer": self.local_states()}
         return MemoryPlan(moment, **{name: size / GIB for name, size in parts.items()})
+
+
+def saved_by_quantization(shape: ArchitectureSpec, training: TrainingPlan) -> int:
+    """Return the bytes that quantized matrices save compared with the compute dtype."""
+    kind, width = training.quantization, compute_width(training)
+    return sum(
+        each.count * (width * each.size - quantized_bytes(kind, each.inputs, each.outputs))
+        for each in count_model(shape).linears
+        if is_quantized(kind, each.inputs, each.outputs)
+    )
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adapters: bool = False) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
-from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width
+from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width, saved_by_quantization
 from ftkit.planning.estimates.parameters import (
     count_adapter_parameters,
     count_model,
@@ -115,6 +115,17 @@ OPTIMIZER_BYTES = 28
 norm."""
 CAST_BYTES = 26
 """Bytes read and written per trained parameter to cast, all-gather and reduce it."""
+ACCUMULATE_BYTES = 6
+"""Bytes read and written per trained parameter in a micro-batch whose gradients are only added to earlier ones."""
+COPY_OUT_PASSES = 2.5
+"""Time to copy all-gathered frozen weights out of FSDP2's buffer, relative to reading them once: each byte is read and
+written, at 80 % of the memory's bandwidth (63 ms a step in a profile of Qwen3-30B-A3B on two H200)."""
+EXPERT_EFFICIENCY = 0.73
+"""Rate of the experts' grouped matmuls with randomly routed tokens, relative to a dense matmul of their size: 505 to
+565 against 676 to 779 TFLOP/s on an H200."""
+EXPERT_GAP_SECONDS = 0.0014
+"""Time for which the GPU waits for the host in a layer with experts, forward and backward, as the kernels around the
+grouped matmuls are small. From the same profile, the only one of a mixture."""
 DEQUANTIZE_BYTES = 11
 """Bytes read and written per quantized weight and micro-batch, to dequantize it in the forward and backward pass."""
 NETWORK_EFFICIENCY = 0.75
@@ -176,6 +187,9 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     """Return how many seconds each resource is busy with a micro-batch; the longest is the bottleneck."""
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
+    gpu_seconds += _weights_bytes(setup, is_last=is_last) / gpu.memory_bandwidth
+    if count_model(setup.shape).experts_per_token:
+        gpu_seconds += EXPERT_GAP_SECONDS * setup.shape.num_hidden_layers
     if setup.engine == "zero3":
         gpu_seconds += ZERO3_EXPOSED * max(links, network)
     elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
@@ -195,7 +209,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
     # The forward pass is a third of full training, and half of training with frozen weights.
     matrices *= 1 + again / (3 if training.adapters is None else 2)
-    matrices *= _fp8_time(shape, training)
+    matrices *= _fp8_time(shape, training) + _expert_time(shape)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
     moved = shape.num_hidden_layers * saved * ELEMENTWISE_PASSES[compiled]
@@ -203,10 +217,19 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     seconds += _attention_flops(setup, gpu) * (1 + again / 3)
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
-    counts = method_counts(shape, training)
+    return tokens * seconds
+
+
+def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
+    """Count the bytes of weights and gradients that a micro-batch's collectives and quantization read and write."""
+    counts = method_counts(setup.shape, setup.training)
     around, layers = _parts_of_weights(setup)
-    weights = CAST_BYTES * (around + layers) * counts.trained + DEQUANTIZE_BYTES * counts.quantized
-    return tokens * seconds + weights / gpu.memory_bandwidth
+    is_added = setup.defers_sync and not is_last
+    moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
+    moved += DEQUANTIZE_BYTES * counts.quantized
+    if setup.training.adapters is not None and setup.num_layer_shards > 1:
+        moved += COPY_OUT_PASSES * _gathered_bytes(setup, is_last=is_last)
+    return moved
 
 
 def _attention_flops(setup: Setup, gpu: Gpu) -> float:
@@ -229,6 +252,16 @@ def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     linears = sum(each.count * each.size for each in counts.linears if is_quantized("fp8", each.inputs, each.outputs))
     share = linears / (counts.active + shape.vocab_size * shape.hidden_size)
     return 1 - share + share / FP8_SPEEDUP[training.precision == "fp8"]
+
+
+def _expert_time(shape: ArchitectureSpec) -> float:
+    """Return the additional time of the experts' matmuls, relative to the time of all matmuls if they were dense."""
+    counts = count_model(shape)
+    if not counts.experts_per_token:
+        return 0.0
+    routed = counts.active - sum(each.count * each.size for each in counts.linears)
+    share = max(0, routed) / (counts.active + shape.vocab_size * shape.hidden_size)
+    return share * (1 / EXPERT_EFFICIENCY - 1)
 
 
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:
@@ -264,7 +297,8 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
     times = 2
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0
-    return times * compute_width(setup.training) * count_parameters(setup.shape)
+    whole = compute_width(setup.training) * count_parameters(setup.shape)
+    return times * (whole - saved_by_quantization(setup.shape, setup.training))
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:

@@ -148,3 +148,30 @@ def test_fp8_makes_linear_layers_faster_and_nothing_slower(architecture: Shapes,
 
     assert 1.1 < seconds() / seconds(precision="fp8") < 1.36
     assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73
+
+
+def test_frozen_experts_are_slower_than_dense_layers_of_their_size(architecture: Shapes, training: Specs) -> None:
+    targets = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    setup = Setup(architecture("qwen3-30b-a3b"), training(method="lora", lora=targets, global_batch_size=2), 2)
+    speed = predict_step_time(setup, H200)
+    assert speed.tokens_per_second / 2 == pytest.approx(13_473, rel=0.1)  # docs/reference/benchmarks.md
+
+
+def test_gradients_that_are_reduced_once_a_step_save_time_in_each_micro_batch(
+    architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("olmo3-7b").model_copy(update={"num_hidden_layers": 8})
+    spec = training(global_batch_size=16, collectives="nccl", attention="flex")
+    each = Setup(shape, spec, 2, keeps_weights=True)
+    every, once = (predict_step_time(setup, H200) for setup in (each, replace(each, defers_sync=True)))
+    assert 1.04 < once.tokens_per_second / every.tokens_per_second < 1.10  # measured: 1.10
+
+
+def test_frozen_weights_in_8_bits_halve_what_is_gathered(architecture: Shapes, training: Specs) -> None:
+    shape, far = architecture("llama3.3-70b"), {"num_nodes": 2, "node_bandwidth": 5e9}
+    bf16, fp8 = (
+        predict_step_time(Setup(shape, training(method="lora", base_precision=each), 16, **far), H200)
+        for each in ("auto", "fp8")
+    )
+    assert bf16.bound == fp8.bound == "network"
+    assert fp8.step_seconds == pytest.approx(0.5 * bf16.step_seconds, rel=0.1)
