@@ -82,7 +82,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
     from ftkit.launch.render import render_job
-    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, what_is_repeated
+    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, repetition_record
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.bundle import SIGNED_AS
     from ftkit.runs.repeat import original_to_json, read_original
@@ -112,7 +112,7 @@ def command(  # noqa: PLR0913 - one for each option
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
     ready = replace(
         ready,
-        manifest={**ready.manifest, "repeats": what_is_repeated(original, allowed)},
+        manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
         files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit_ready(ready)

@@ -111,7 +111,7 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
         kind = rope.get(FULL, rope)
         if isinstance(kind, dict) and kind.get("rope_theta") is not None:
             filled["rope_theta"] = kind["rope_theta"]
-    filled |= _of_full_layers(filled)
+    filled |= _full_attention_values(filled)
     if family.window_switch and not stored.get(family.window_switch):
         filled["sliding_window"] = None
     if not isinstance(filled.get("layer_types"), list):
@@ -121,7 +121,7 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _of_full_layers(filled: Mapping[str, Any]) -> dict[str, Any]:
+def _full_attention_values(filled: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of Gemma 4's full-attention layers, from transformers 5's spelling."""
     layers = filled.get("per_layer_config")
     first = next(iter(layers.values()), None) if isinstance(layers, dict) else None

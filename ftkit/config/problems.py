@@ -114,7 +114,9 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     where, key = layers.origin(path), ".".join(path)
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(where, key, "unknown key.", _known_key(path[-1], list(owner.model_fields) if owner else []))
+        return Problem(
+            where, key, "unknown key.", _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [])
+        )
     if kind == "missing" and isinstance(detail["loc"][-1], int):
         return Problem(where, key, f"has too few values, got {_shown(given)}.")
     if kind == "missing":
@@ -133,7 +135,7 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         return Problem(where, key, f"{word!r} is none of {choices}.", fix)
     if kind == "value_error" and isinstance(given, dict):
         return Problem(
-            _place_of_check(layers, path, given, _validator_message(detail)), key, f"{_validator_message(detail)}."
+            _origin_of_check(layers, path, given, _validator_message(detail)), key, f"{_validator_message(detail)}."
         )
     if kind == "value_error":
         message, shown = _validator_message(detail), _shown(given)
@@ -175,14 +177,14 @@ def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
     return text[: (text.find(". ") if end < 0 else end) + 1] or text
 
 
-def _known_key(word: str, known: list[str]) -> str:
+def _fix_for_unknown_key(word: str, known: list[str]) -> str:
     if word == "trust_remote_code":
         return _NO_REMOTE_CODE
     here = _KEYS_OF_OTHER_TOOLS.get(word)
     return f"Here it is {here}." if here else _suggestion(word, known)
 
 
-def _place_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
+def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], message: str) -> str:
     """Return the origin of a problem with several keys: prefer a key in the message, and of these a typed one."""
     named = [(*path, key) for key in given if re.search(rf"\b{re.escape(key)}\b", message)]
     places = [layers.origins[key] for key in named if key in layers.origins]

@@ -191,7 +191,7 @@ def _judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: f
 # --- Together ------------------------------------------------------------------------------------
 
 
-class _Meeting:
+class _Rendezvous:
     """The rendezvous of a job's nodes, which exchange findings through a torch store on the first responding node."""
 
     def __init__(self, job: NodeJob) -> None:
@@ -243,10 +243,10 @@ class _Meeting:
 
 def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport) -> NodeReport:
     """Return the report of a node's own checks, extended by the checks with the other nodes."""
-    meeting = _Meeting(job)
-    good = meeting.share("alone", not alone.failed, job.hosts)
+    rendezvous = _Rendezvous(job)
+    good = rendezvous.share("alone", not alone.failed, job.hosts)
     now = time.time()
-    members = tuple(meeting.decide("members", [host for host in job.hosts if good.get(host)]))
+    members = tuple(rendezvous.decide("members", [host for host in job.hosts if good.get(host)]))
     missing = [host for host in job.hosts if host not in good]
     findings = list(alone.findings)
     if missing:
@@ -255,7 +255,7 @@ def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport)
     if job.host in members and len(members) > 1:
         between, judged = _measure_between(job, processes, members)
         findings += judged
-        succeeded = meeting.share("between", between is not None, members)
+        succeeded = rendezvous.share("between", between is not None, members)
         if not job.is_short or not all(succeeded.values()):
             pairs = _measure_pairs(job, processes, members)
     numbers = {
@@ -264,10 +264,10 @@ def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport)
         "time": now,
         "driver": next((each.value for each in findings if each.check == "driver"), None),
     }
-    shared = meeting.share("numbers", numbers, tuple(good))
-    findings += judge_beside_others(job.host, job.device, shared)
-    meeting.share(
-        "end", value=True, hosts=tuple(shared) if meeting.is_host else ()
+    shared = rendezvous.share("numbers", numbers, tuple(good))
+    findings += compare_with_others(job.host, job.device, shared)
+    rendezvous.share(
+        "end", value=True, hosts=tuple(shared) if rendezvous.is_host else ()
     )  # until then, others read its store
     return replace(alone, findings=tuple(findings), between=between, pairs=pairs, time=now)
 
@@ -328,7 +328,7 @@ def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
     return rounds
 
 
-def judge_beside_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def compare_with_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """Compare a node with the others: one that differs from most is faulty, even without reference values.
 
     Args:

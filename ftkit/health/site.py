@@ -133,7 +133,7 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     )
 
 
-def answering_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
+def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
     """Return Slurm's partitions; none if there is no Slurm here, or it does not respond."""
     return parse_partitions(_ask(("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"), environment))
 

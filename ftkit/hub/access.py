@@ -190,7 +190,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
         return None
     wanted = Repository("dataset", "data.source.dataset", source.dataset, source.revision)
     cache = cache_folder(environment, default_home, "datasets", "HF_DATASETS_CACHE")
-    if any(_bare(folder.name) == _bare(source.dataset) for folder in cache.glob("*")):
+    if any(_cache_name(folder.name) == _cache_name(source.dataset) for folder in cache.glob("*")):
         return None
     if offline := offline_variable(environment, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         load = f"import datasets; datasets.load_dataset({source.dataset!r}, {source.subset!r})"
@@ -198,7 +198,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
     return ask(wanted, (CARD,), environment).warning
 
 
-def _bare(name: str) -> str:
+def _cache_name(name: str) -> str:
     """Return the name of a dataset's folder in the cache of `datasets`: `org___my_data` for `org/MyData`."""
     return re.sub("[/_]", "", name).lower()
 

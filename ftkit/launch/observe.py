@@ -60,7 +60,7 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
     states: dict[str, Observation] = {}
     warnings = []
     for run in runs:
-        known = _read_final(run) or _completed_by_its_files(run)
+        known = _read_final(run) or _completed_from_files(run)
         if known:
             states[run.id] = known
     for name in ("local", "slurm"):
@@ -102,8 +102,8 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
             waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
             return replace(seen, state=RunState.STOPPED, reason=waits)
         return seen
-    last = seen or _by_its_files(run, stopped_at)
-    if holder := _still_trains(run, seen):
+    last = seen or _state_from_files(run, stopped_at)
+    if holder := _find_trainer(run, seen):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
     if last.is_final and run.layout.cancelled.exists():
@@ -135,7 +135,7 @@ def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | N
     return Observation(RunState.FAILED, is_final=True, reason=reason, exit_code=code, ended=last.ended)
 
 
-def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
+def _find_trainer(run: SubmittedRun, seen: Observation | None) -> Holder | None:
     """Return the process that trains in the run's folder although its job has ended; None if there is none.
 
     When Slurm reports that a job has ended, it has also ended the processes, unless it lost a node with them.
@@ -146,7 +146,7 @@ def _still_trains(run: SubmittedRun, seen: Observation | None) -> Holder | None:
     return holder
 
 
-def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
+def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
     """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
     if exit_code is not None or stopped_at:
@@ -159,7 +159,7 @@ def _by_its_files(run: SubmittedRun, stopped_at: str) -> Observation:
     return _read_final(run, even_if_old=True) or lost
 
 
-def _completed_by_its_files(run: SubmittedRun) -> Observation | None:
+def _completed_from_files(run: SubmittedRun) -> Observation | None:
     """Recognize a completed run by its files, without asking the scheduler, and record that."""
     if _exit_code(run) != 0:
         return None

@@ -127,7 +127,7 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
     ]
 
 
-def what_is_repeated(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
+def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's entry for the original run: its id, its data, and the parts that may differ."""
     starts = original.manifest.get("starts") or [{}]
     return {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}

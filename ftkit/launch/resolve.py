@@ -82,9 +82,9 @@ def _as_problems(error: FtkitError) -> list[Problem]:
     return [Problem("", "", f"{what};", error.fix)]
 
 
-def read_settings(words: RunArgs, ctx: Context) -> LoadedSettings:
+def read_settings(args: RunArgs, ctx: Context) -> LoadedSettings:
     """Read the settings, with `--cluster` and `--image` as the last layer."""
-    typed = {key: value for key, value in (("cluster", words.cluster), ("image", words.image)) if value}
+    typed = {key: value for key, value in (("cluster", args.cluster), ("image", args.image)) if value}
     return load_settings(ctx, Layers(dict(typed), {(key,): COMMAND_LINE for key in typed}))
 
 
@@ -97,9 +97,9 @@ class Place:
     image: AnyImage | None
 
 
-def load_place(words: RunArgs, ctx: Context) -> Place:
+def load_place(args: RunArgs, ctx: Context) -> Place:
     """Load the cluster and the image that the options and the settings select. Raises as `resolve` does."""
-    loaded = read_settings(words, ctx)
+    loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(loaded, ctx)
     return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
 
@@ -112,9 +112,9 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """
     if ("cluster",) in loaded.layers.origins:
         return
-    from ftkit.health.site import answering_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
+    from ftkit.health.site import list_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
 
-    partitions = list(dict.fromkeys(each.name for each in answering_partitions(ctx.environment)))
+    partitions = list(dict.fromkeys(each.name for each in list_partitions(ctx.environment)))
     if partitions:
         raise ConfigError(
             [Problem("", "cluster", f"none is set, and this machine has Slurm (partitions {', '.join(partitions)}).",
@@ -123,27 +123,27 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
         )  # fmt: skip
 
 
-def resolve(words: RunArgs, ctx: Context) -> RunPlan:
+def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     """Make a plan from the arguments.
 
     Raises:
         NotFoundError: a selected recipe, cluster, image, or file does not exist.
         ConfigError: with every problem of recipe, cluster and image, or every reason why they are incompatible.
     """
-    loaded = read_settings(words, ctx)
+    loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(loaded, ctx)
-    assumed = _assumed_cluster(words, loaded)
+    assumed = _assumed_cluster(args, loaded)
     problems = _Problems()
     site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, ctx))
     cluster = site.spec if site else None
-    uses_image = words.image is not None or cluster is None or cluster.runtime != "none"
+    uses_image = args.image is not None or cluster is None or cluster.runtime != "none"
     wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
     image = problems.collect(lambda: _load_defined(wanted, ctx))
-    name = words.recipe or (image.default_recipe if image else None)
+    name = args.recipe or (image.default_recipe if image else None)
     if name is None:
         problems.raise_if_any()
         raise _no_recipe(wanted)
-    read = problems.collect(lambda: read_recipe(name, ctx, words.overrides))
+    read = problems.collect(lambda: read_recipe(name, ctx, args.overrides))
     recipe = read.spec if read else None
     if recipe and recipe.image and wanted is None and cluster and cluster.runtime != "none":
         wanted = parse_image(recipe.image, ctx.project)
@@ -157,18 +157,18 @@ def resolve(words: RunArgs, ctx: Context) -> RunPlan:
         model = resolve_model(read.spec.model, ctx.environment, workspace)
     except ConfigError as error:
         raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
-    request = build_request(words, read.spec, model, wanted, workspace, origins)
+    request = build_request(args, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
-    plan = replace(plan, code=words.code)
+    plan = replace(plan, code=args.code)
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
 
 
-def recipe_name(words: RunArgs, ctx: Context) -> str | None:
+def recipe_name(args: RunArgs, ctx: Context) -> str | None:
     """Return the recipe that the arguments select, by name or by the image's default; None if nothing does."""
-    if words.recipe:
-        return words.recipe
-    image = _load_defined(_image_of(read_settings(words, ctx)), ctx)
+    if args.recipe:
+        return args.recipe
+    image = _load_defined(_image_of(read_settings(args, ctx)), ctx)
     return image.default_recipe if image else None
 
 
@@ -182,9 +182,9 @@ def resolve_image_link(plan: PlanT) -> PlanT:
     return replace(plan, container_image=str(file))
 
 
-def _assumed_cluster(words: RunArgs, loaded: LoadedSettings) -> str | None:
+def _assumed_cluster(args: RunArgs, loaded: LoadedSettings) -> str | None:
     """Return the profile to use with `--image` if no cluster is set, since the default profile has no containers."""
-    return _ANY_SLURM if words.image and ("cluster",) not in loaded.layers.origins else None
+    return _ANY_SLURM if args.image and ("cluster",) not in loaded.layers.origins else None
 
 
 def _assumption(cluster: ClusterProfile) -> str:
@@ -231,7 +231,7 @@ def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
 
 
 def build_request(
-    words: RunArgs,
+    args: RunArgs,
     recipe: RecipeSpec,
     model: ModelPlan,
     image: AnyImage | None,
@@ -242,11 +242,11 @@ def build_request(
     stamp = data_stamp(recipe)
     data = DataLayout(workspace.data / fingerprint(recipe, model, stamp))
     return RunRequest(
-        name=words.name,
-        num_nodes=words.num_nodes,
-        gpus_per_node=words.gpus_per_node,
+        name=args.name,
+        num_nodes=args.num_nodes,
+        gpus_per_node=args.gpus_per_node,
         image=image,
-        image_is_explicit=words.image is not None,
+        image_is_explicit=args.image is not None,
         workspace=workspace.root,
         python=sys.executable,
         created=datetime.now(UTC),

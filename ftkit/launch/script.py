@@ -63,7 +63,7 @@ class _OnlyResources(Spec):
 
 
 def resolve_script(
-    args: ScriptArgs, words: RunArgs, copies: Sequence[CodeCopy], ctx: Context
+    args: ScriptArgs, run_args: RunArgs, copies: Sequence[CodeCopy], ctx: Context
 ) -> tuple[ScriptPlan, list[CodeCopy]]:
     """Make the plan of a script, and copy its folder.
 
@@ -71,7 +71,7 @@ def resolve_script(
 
     Args:
         args: the script.
-        words: the recipe, if any, and where to run.
+        run_args: the recipe, if any, and where to run.
         copies: copies of other code; also the script's if another machine sent it.
         ctx: where recipes, profiles and settings are searched for.
 
@@ -79,11 +79,11 @@ def resolve_script(
         NotFoundError: the script, the recipe, the cluster or the image does not exist.
         ConfigError: with every problem of the arguments.
     """
-    base = resolve(words, ctx) if words.recipe else None
+    base = resolve(run_args, ctx) if run_args.recipe else None
     if base and args.accelerate_config:
         problem = Problem(COMMAND_LINE, "--accelerate-config", "the configuration already comes from the recipe.")
         raise ConfigError([replace(problem, fix="Omit one of the two.")])
-    workspace = Workspace(read_settings(words, ctx).workspace_folder(ctx))
+    workspace = Workspace(read_settings(run_args, ctx).workspace_folder(ctx))
     sent = next((copy for copy in copies if copy.plan.name == SCRIPT_CODE), None)
     own = sent or copy_script(args.path, workspace)
     everything = [own, *(copy for copy in copies if copy is not sent)]
@@ -94,11 +94,11 @@ def resolve_script(
         accelerate=accelerate_config(base) if base else _read_config(args.accelerate_config),
         stop_signal=args.stop_signal,
         can_restart=args.can_restart,
-        resources=base.resources if base else _resources(words.overrides),
+        resources=base.resources if base else _resources(run_args.overrides),
         recipe=base.recipe.name if base else None,
     )
     plans = tuple(copy.plan for copy in everything)
-    plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, words, ctx)
+    plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, run_args, ctx)
     if sent:  # the folder where the command was typed is on another machine
         plan = replace(plan, script=replace(script, folder=str(plan.layout.code / SCRIPT_CODE)))
     return resolve_image_link(plan), everything
@@ -126,17 +126,17 @@ def _of_recipe(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPl
     return ScriptPlan(**place | {"notes": (), "code": code}, script=script)
 
 
-def _without_recipe(script: Script, code: tuple[Any, ...], words: RunArgs, ctx: Context) -> ScriptPlan:
-    place = load_place(words, ctx)
+def _without_recipe(script: Script, code: tuple[Any, ...], run_args: RunArgs, ctx: Context) -> ScriptPlan:
+    place = load_place(run_args, ctx)
     image = place.image
     if isinstance(image, NamedImage) and place.cluster.runtime != "none":
         load_image(image.reference, ctx)  # raises an error if it is not defined
     request = RunRequest(
-        name=words.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script",
-        num_nodes=words.num_nodes,
-        gpus_per_node=words.gpus_per_node,
+        name=run_args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script",
+        num_nodes=run_args.num_nodes,
+        gpus_per_node=run_args.gpus_per_node,
         image=image,
-        image_is_explicit=words.image is not None,
+        image_is_explicit=run_args.image is not None,
         workspace=Workspace(place.settings.workspace_folder(ctx)).root,
         python=sys.executable,
         created=datetime.now(UTC),

@@ -90,7 +90,7 @@ def plan_serving(
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
         raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
-    words = [*serve_words(folder, plan, num_gpus), *args.words]
+    words = [*serve_command(folder, plan, num_gpus), *args.words]
     log, address_file = plan.layout.logs / "serving.log", plan.layout.root / "serving"
     job = SideJob("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
     script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=args.port, address_file=address_file)
@@ -125,7 +125,7 @@ def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
     return num_gpus
 
 
-def serve_words(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
+def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
     """Return the command line of vLLM's server for an export, without the port.
 
     Adapters are served by their run's name, on their base model. Tokenizer, chat template and end tokens are those of

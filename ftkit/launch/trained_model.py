@@ -155,7 +155,9 @@ def continue_adapters(model: ModelSpec) -> Continued:
     """
     folder = Path(model.weights)
     stored = _read_adapter_config(folder)
-    problems = [Problem(str(folder / ADAPTER_CONFIG), key, what, fix) for key, what, fix in _not_trained(stored)]
+    problems = [
+        Problem(str(folder / ADAPTER_CONFIG), key, what, fix) for key, what, fix in _unsupported_options(stored)
+    ]
     base = stored.get("base_model_name_or_path")
     if not isinstance(base, str) or not base or base == "random":
         fix = "Set it to the hub id or the folder of the model that the adapters were trained on."
@@ -182,7 +184,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def _not_trained(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield peft options that ftkit does not support: key, problem, fix."""
     merge = "Merge the adapters into their model with peft, and give model.weights that folder."
     if stored.get("peft_type") != "LORA":

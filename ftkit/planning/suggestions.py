@@ -65,11 +65,11 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
                 return found
             if any(earlier <= set(chosen) for earlier in used):
                 continue  # a milder value suffices
-            strongest = _together(knobs[index][-1] for index in chosen)
+            strongest = _merge_changes(knobs[index][-1] for index in chosen)
             if run.predict(strongest) > room_gib:
                 continue  # milder values don't fit either
             for changes in product(*(knobs[index] for index in chosen)):
-                change = _together(changes)
+                change = _merge_changes(changes)
                 total = run.predict(change)
                 if total <= room_gib:
                     found.append(Suggestion(_typed(change), total))
@@ -78,7 +78,7 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
     return found
 
 
-def _together(changes: Iterable[Change]) -> Change:
+def _merge_changes(changes: Iterable[Change]) -> Change:
     return {field: value for each in changes for field, value in each.items()}
 
 

@@ -24,7 +24,7 @@ from ftkit.evaluate.measure import MeasureSettings, measure_target
 from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
 from ftkit.evaluate.vllm import load_with_vllm
-from ftkit.launch.serving import serve_words
+from ftkit.launch.serving import serve_command
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import ADAPTER_FILE
@@ -146,7 +146,7 @@ def test_the_server_accepts_the_arguments_of_the_serving_job(method: str, runs: 
     arguments: Any = import_module("vllm.utils.argparse_utils")
     entry: Any = import_module("vllm.entrypoints.launchers.cli_args")
     run = runs[method]
-    words = serve_words(run.layout.export, run.plan, 1)
+    words = serve_command(run.layout.export, run.plan, 1)
     assert words[:2] == ["vllm", "serve"]
     parser = entry.make_arg_parser(arguments.FlexibleArgumentParser())
     parsed = parser.parse_args([*words[2:], "--port", "8000"])

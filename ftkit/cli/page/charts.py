@@ -167,10 +167,10 @@ def _draw_line(axes: Axes, line: Line, color: str) -> None:
     if line.has_points:
         axes.plot(x, y, color=color, marker="o", markersize=6, label=line.name, linewidth=1.2, linestyle=":")
     elif line.is_raw and len(y) >= _SMOOTH_FROM:
-        axes.plot(*_thinned(x, y), color=color, alpha=0.35, linewidth=0.9)
-        axes.plot(*_thinned(x, _smooth(y)), color=color, label=line.name)
+        axes.plot(*_downsampled(x, y), color=color, alpha=0.35, linewidth=0.9)
+        axes.plot(*_downsampled(x, _smooth(y)), color=color, label=line.name)
     else:
-        axes.plot(*_thinned(x, y), color=color, label=line.name)
+        axes.plot(*_downsampled(x, y), color=color, label=line.name)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -183,7 +183,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return found
 
 
-def _thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+def _downsampled(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Downsample to the lowest and highest value of each part, in order, so that peaks remain visible."""
     if len(x) <= MAX_POINTS:
         return list(x), list(y)

@@ -97,3 +97,14 @@ def test_variables_of_dotenv_are_set_and_config_shows_only_their_names(
     assert "hf_abc" not in ftkit("run", "demo", "--dry-run", "--cluster", "local").out
     Path(".env").write_text("HF_TOKEN\n")
     assert ftkit("config").code == 3
+
+
+def test_init_asks_before_it_changes_existing_files(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ftkit.yaml").write_text("# mine\n")
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("click.confirm", lambda text, **_: asked.append(text))
+    assert ftkit("init").code == 0
+    assert asked == ["Change existing ftkit.yaml?"]

@@ -13,7 +13,7 @@ from ftkit.health.expected import all_gather_bus_bandwidth, all_reduce_bus_bandw
 from ftkit.health.findings import failures
 from ftkit.health.machine import Expectation, check_machine
 from ftkit.health.measure import find_transport
-from ftkit.health.node import judge_beside_others, pair_rounds
+from ftkit.health.node import compare_with_others, pair_rounds
 from ftkit.health.nvml import Nvml, visible_indices
 
 if TYPE_CHECKING:
@@ -149,14 +149,14 @@ def numbers(**changes: Any) -> dict[str, Any]:
 )
 def test_the_node_that_differs_from_the_others_is_the_faulty_one(changes: dict[str, Any], check: str) -> None:
     nodes = {"n1": numbers(), "n2": numbers(**changes), "n3": numbers()}
-    findings = {host: [each.check for each in judge_beside_others(host, "cuda", nodes)] for host in nodes}
+    findings = {host: [each.check for each in compare_with_others(host, "cuda", nodes)] for host in nodes}
     assert findings == {"n1": [], "n2": [check], "n3": []}
 
 
 def test_the_slower_of_two_nodes_is_excluded() -> None:
     nodes = {"n1": numbers(), "n2": numbers(matmul=[300.0, 310.0])}
-    assert [each.gpu for each in judge_beside_others("n2", "cuda", nodes)] == [0, 1]
-    assert judge_beside_others("n1", "cuda", nodes) == []
+    assert [each.gpu for each in compare_with_others("n2", "cuda", nodes)] == [0, 1]
+    assert compare_with_others("n1", "cuda", nodes) == []
 
 
 def test_bus_bandwidths_match_nccl_tests() -> None:

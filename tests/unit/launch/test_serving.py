@@ -14,7 +14,7 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.launch.resolve import RunArgs, resolve
-from ftkit.launch.serving import ServeArgs, plan_serving, serve_words, tunnel
+from ftkit.launch.serving import ServeArgs, plan_serving, serve_command, tunnel
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
@@ -41,7 +41,7 @@ def test_adapters_are_served_on_their_base_with_the_tokenizer_and_end_tokens_of_
     slurm_plan: RunPlan, tmp_path: Path
 ) -> None:
     folder = adapters(tmp_path / "a,b=c")
-    words = serve_words(folder, with_base(slurm_plan, "org/base"), 4)
+    words = serve_command(folder, with_base(slurm_plan, "org/base"), 4)
     assert words[:3] == ["vllm", "serve", "org/base"]
     given = dict(pairwise(words))
     assert given["--tokenizer"] == given["--generation-config"] == str(folder)
@@ -55,7 +55,7 @@ def test_adapters_that_vllm_cannot_serve_are_rejected_before_submission(
     weights: str, config: dict[str, Any], slurm_plan: RunPlan, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"ftkit export .* --merge"):
-        serve_words(adapters(tmp_path / "export", **config), with_base(slurm_plan, weights), 1)
+        serve_command(adapters(tmp_path / "export", **config), with_base(slurm_plan, weights), 1)
 
 
 def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:

@@ -97,10 +97,14 @@ def test_a_started_but_missing_resource_needs_no_removal(made: Path) -> None:
     assert things(made) == set()
 
 
-def test_nothing_is_created_after_a_failed_check(made: Path, tmp_path: Path) -> None:
-    (made / "fail").write_text("auth list", encoding="utf-8")
+@pytest.mark.parametrize("check", ["auth list", "machine-types"])
+def test_nothing_is_created_after_a_failed_check_and_so_nothing_is_to_be_destroyed(
+    check: str, made: Path, tmp_path: Path
+) -> None:
+    (made / "fail").write_text(check, encoding="utf-8")
     failed = run("create", "small", "--kind", "gcp-vm-l4", *WORDS, "--yes")
     assert isinstance(failed.exception, ProvisionError)
+    assert "destroy" not in str(failed.exception)
     assert not (tmp_path / "state").exists()
 
 

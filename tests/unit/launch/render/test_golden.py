@@ -18,7 +18,7 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_job, render_preparation, render_side_job
-from ftkit.launch.serving import serve_words
+from ftkit.launch.serving import serve_command
 from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config
 
@@ -101,7 +101,7 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
     if plan.container_image:
         plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
     job = SideJob("serve", 2, plan.layout.logs / "serving.log", environment=("VLLM_API_KEY",))
-    words = serve_words(plan.layout.export, plan, 2)
+    words = serve_command(plan.layout.export, plan, 2)
     port = 8000 if cluster == "dev" else None
     address_file = plan.layout.root / "serving"
     script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=port, address_file=address_file)
