@@ -1,11 +1,12 @@
 """Adapters under tensor parallelism: of a colwise linear layer, `lora_B` is divided; of a rowwise one, `lora_A`.
 
-The other matrix is whole on each rank, as in Megatron, and so takes no exchange of its own: what it computes joins the
-base layer's output before that is summed over the ranks, and its gradients are summed with those of norms.
+The other matrix is unsharded on each rank, as in Megatron, and its gradients are summed over the ranks like those of
+norms. Adapters exchange no activations of their own: their outputs join the base layer's before these are summed.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from ftkit.config.training import LoraSpec
 
 
-class DividedAdapter(nn.Module):
+class DividedAdapter(nn.Module, ABC):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
-    Dropout is that of an undivided layer if all ranks of a mesh have the same seed: they draw equal masks for inputs
-    that all of them have; for divided inputs, they draw the mask of the whole, and use their part of it.
+    All ranks of the mesh must have the same seed. Dropout is then that of an undivided layer: ranks draw equal masks
+    for inputs that all of them have; of divided inputs, each draws the mask of all features, and uses its part.
     """
 
     def __init__(self, adapted: nn.Module, lora: LoraSpec, mesh: DeviceMesh) -> None:
@@ -43,11 +44,12 @@ class DividedAdapter(nn.Module):
         _distribute(self.lora_B, self._mesh, lambda _: up)
         _distribute(self.lora_magnitude_vector, self._mesh, lambda _: outputs)
 
-    def _product(self, inputs: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+    def _product(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs, or its summands of them, without the bias.
 
         As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales.
         """
+        dropped = self._drop(inputs, self._lora.dropout) if self.training and self._lora.dropout else inputs
         base, down, up = (_local(_only(part)) for part in (self.base_layer, self.lora_A, self.lora_B))
         product = functional.linear(inputs, base)
         adapted = self._lora.scaling * functional.linear(functional.linear(dropped, down), up)
@@ -64,9 +66,13 @@ class DividedAdapter(nn.Module):
             squares = torch.addmm(base.float(), up, down, alpha=self._lora.scaling).square().sum(dim=1)
         return self._sum(squares).sqrt()
 
+    @abstractmethod
+    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
+        """Return this rank's inputs with dropout."""
+
+    @abstractmethod
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sums over a row of the weight; each rank has those over its part."""
-        raise NotImplementedError
+        """Return the sums over whole rows of the weight, from those over this rank's part of each."""
 
 
 class ColwiseAdapter(DividedAdapter):
@@ -78,9 +84,11 @@ class ColwiseAdapter(DividedAdapter):
 
     def forward(self, inputs: DTensor) -> torch.Tensor:
         """Return this rank's features, [B, T, outputs / ranks], for inputs [B, T, inputs]."""
-        own = inputs.to_local(grad_placements=[Partial()])
-        product = self._product(own, functional.dropout(own, self._lora.dropout) if self.training else own)
+        product = self._product(inputs.to_local(grad_placements=[Partial()]))
         return product if self.base_layer.bias is None else product + _local(self.base_layer.bias)
+
+    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
+        return functional.dropout(inputs, probability)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         return squares
@@ -95,18 +103,15 @@ class RowwiseAdapter(DividedAdapter):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens, [B, T / ranks, outputs], for inputs [B, T, inputs / ranks]."""
-        product = self._product(inputs, self._drop(inputs) if self.training else inputs)
-        summed = DTensor.from_local(product, self._mesh, [Partial()], run_check=False)
-        own = summed.redistribute(placements=[Shard(1)]).to_local()
-        return own if self.base_layer.bias is None else own + _local(self.base_layer.bias)
+        summed = DTensor.from_local(self._product(inputs), self._mesh, [Partial()], run_check=False)
+        outputs = summed.redistribute(placements=[Shard(1)]).to_local()
+        return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
 
-    def _drop(self, inputs: torch.Tensor) -> torch.Tensor:
-        dropout, features = self._lora.dropout, inputs.shape[-1]
-        if not dropout:
-            return inputs
-        whole = torch.empty(*inputs.shape[:-1], self._mesh.size() * features, dtype=torch.bool, device=inputs.device)
-        kept = whole.bernoulli_(1 - dropout).narrow(-1, self._mesh.get_local_rank() * features, features)
-        return inputs * kept.to(inputs.dtype) / (1 - dropout)
+    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
+        *tokens, features = inputs.shape
+        mask = torch.empty(*tokens, self._mesh.size() * features, dtype=torch.bool, device=inputs.device)
+        kept = mask.bernoulli_(1 - probability).narrow(-1, self._mesh.get_local_rank() * features, features)
+        return inputs * kept.to(inputs.dtype) / (1 - probability)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AttentionInterface
 
-from ftkit.config.execution import indivisible_sizes
+from ftkit.config.execution import ROWWISE, indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.train.distributed.divided_adapters import ColwiseAdapter, RowwiseAdapter
@@ -117,7 +117,8 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
         styles = norms | _attention_styles(family) | _mlp_styles()
         if adapters is not None:
             for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
-                kind = RowwiseAdapter if isinstance(styles.pop(name), RowwiseParallel) else ColwiseAdapter
+                del styles[name]
+                kind = RowwiseAdapter if name.rpartition(".")[2] in ROWWISE else ColwiseAdapter
                 layer.set_submodule(name, kind(layer.get_submodule(name), adapters, mesh))
         is_trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
         parallelize_module(layer, mesh, styles)

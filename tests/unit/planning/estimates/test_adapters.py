@@ -57,6 +57,14 @@ def test_frozen_weights_take_two_bytes_per_parameter_and_4_bit_ones_a_quarter() 
     assert 0.25 < qlora.parameters / lora.parameters < 0.3
 
 
+def test_each_gpu_that_divides_a_layer_has_one_matrix_of_its_adapters() -> None:
+    shape = architecture("llama3-8b")
+    one, two = (predict_memory(Setup(shape, training(method="lora", tensor_parallel=size), 8)) for size in (1, 2))
+    hidden_sizes = 32 * 7 * 16 * 4096  # each of seven projections has the hidden size at one side
+    assert (two.parameters - one.parameters) * GIB * 8 == pytest.approx(4 * hidden_sizes)
+    assert (two.optimizer - one.optimizer) * GIB * 8 == pytest.approx(8 * hidden_sizes)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_offloaded_states_are_not_on_the_gpu(engine: Any) -> None:
     shape = architecture("olmo3-7b")
