@@ -89,11 +89,11 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
         yield seen
         if seen.is_final:
             return
-        asked = time.monotonic()
+        polled = time.monotonic()
         if seen.state is not RunState.UNKNOWN or overview.warnings:
-            last_known = asked
-        elif asked - last_known > _LOST_SECONDS:
+            last_known = polled
+        elif polled - last_known > _LOST_SECONDS:
             raise RunFailedError(f"lost track of {run.id}: {seen.reason}", fix=f"read its log: ftkit logs {run.id}")
-        while time.monotonic() < asked + pause:
+        while time.monotonic() < polled + pause:
             time.sleep(_READ_SECONDS)
             yield None

@@ -43,20 +43,20 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
     return [each for each in findings if each.status == "failed"]
 
 
-def start_all(works: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
+def start_all(functions: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
     """Start functions concurrently, and return their futures.
 
     They run in daemon threads, which don't keep the process alive: a name server or a file system that never responds
     can't be interrupted, but the caller can stop waiting for it.
     """
 
-    def run(work: Callable[[], ResultT], result: Future[ResultT]) -> None:
+    def run(function: Callable[[], ResultT], result: Future[ResultT]) -> None:
         try:
-            result.set_result(work())
+            result.set_result(function())
         except BaseException as error:  # noqa: BLE001 - raised where the result is read
             result.set_exception(error)
 
-    results = [Future[ResultT]() for _ in works]
-    for work, result in zip(works, results, strict=True):
-        threading.Thread(target=run, args=(work, result), name="check", daemon=True).start()
+    results = [Future[ResultT]() for _ in functions]
+    for function, result in zip(functions, results, strict=True):
+        threading.Thread(target=run, args=(function, result), name="check", daemon=True).start()
     return results

@@ -118,12 +118,12 @@ def _pinned(model: ModelPlan, environment: Mapping[str, str], home: Path) -> Mod
 
 
 def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[str, str]) -> ModelPlan:
-    shape, asked = model.architecture, None
+    shape, query = model.architecture, None
     if config is not None:
-        asked = None if family_of(str(text_part(config).get("model_type"))).has_formula else {"config": config}
+        query = None if family_of(str(text_part(config).get("model_type"))).has_formula else {"config": config}
     elif model.weights == "random" and not family_of(str(shape.family)).has_formula:
-        asked = {"architecture": shape.model_dump(mode="json")}
-    counted = None if asked is None else _count(asked, environment)
+        query = {"architecture": shape.model_dump(mode="json")}
+    counted = None if query is None else _count(query, environment)
     if counted is None:
         return plan_model(model, config)
     return plan_model(model, None if config is None else counted.config, counted.counts)
@@ -182,7 +182,7 @@ def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
     return shipped_config(model.weights) if model.revision is None else None
 
 
-def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:
+def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:
     """Return the counting program's result; None if it can't run here or can't build the model.
 
     Raises:
@@ -190,7 +190,7 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     """
     if not all(find_spec(package) for package in NEEDED):
         return None
-    text = json.dumps(asked, sort_keys=True)
+    text = json.dumps(query, sort_keys=True)
     cache = _cache_file(text, environment)
     if (known := read_json_if_valid(cache, CountedModel)) is not None:
         return known
@@ -204,9 +204,9 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     except FtkitError:
         return None
     if done.returncode == NO_CAUSAL_CLASS:
-        raise ConfigError([_no_causal_class(asked)])
+        raise ConfigError([_no_causal_class(query)])
     if done.returncode == UNKNOWN_FAMILY:
-        raise ConfigError([_unknown_family(asked["config"])])
+        raise ConfigError([_unknown_family(query["config"])])
     if done.returncode != 0:
         return None
     try:
@@ -221,8 +221,8 @@ def _count(asked: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     return counted
 
 
-def _no_causal_class(asked: dict[str, Any]) -> Problem:
-    family = asked["config"]["model_type"] if "config" in asked else asked["architecture"]["family"]
+def _no_causal_class(query: dict[str, Any]) -> Problem:
+    family = query["config"]["model_type"] if "config" in query else query["architecture"]["family"]
     return Problem(
         "",
         "model.weights",

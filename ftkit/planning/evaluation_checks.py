@@ -18,48 +18,50 @@ if TYPE_CHECKING:
 def check_evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
     """Yield the problems of a recipe's evaluation."""
     evaluation, where = recipe.evaluation, f"recipe {recipe.name}"
-    without = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
+    no_split = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
     if evaluation.every_steps is not None and not recipe.data.has_validation:
-        yield Problem(where, "evaluation.every_steps", *without)
-    asked = evaluation.completions
-    if asked is not None:
+        yield Problem(where, "evaluation.every_steps", *no_split)
+    generation = evaluation.completions
+    if generation is not None:
         key = "generation" if evaluation.sql_execution is None else "sql_execution"
-        yield from _completions(recipe, asked, f"evaluation.{key}", without)
+        yield from _completions(recipe, generation, f"evaluation.{key}", no_split)
     if evaluation.selection is not None:
-        yield from _selection(recipe, evaluation.selection.metric, asked)
+        yield from _selection(recipe, evaluation.selection.metric, generation)
 
 
-def _completions(recipe: RecipeSpec, asked: GenerationSpec, key: str, without: tuple[str, str]) -> Iterator[Problem]:
+def _completions(
+    recipe: RecipeSpec, generation: GenerationSpec, key: str, no_split: tuple[str, str]
+) -> Iterator[Problem]:
     source, where, num_rows = recipe.data.source, f"recipe {recipe.name}", recipe.data.num_validation_rows
     is_short = key.endswith("sql_execution")
     if is_short and recipe.data.format.kind != "prompt-completion":
         yield Problem(where, key, "needs data.format.kind 'prompt-completion'.")
     if recipe.data.format.kind == "text":
         yield Problem(where, key, "plain text has no turns to complete.", "Omit it; every_steps measures the loss.")
-    if "sql" in asked.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
+    if "sql" in generation.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
         yield Problem(where, key, f"generator '{source.generator}' generates no SQL.")
     if not recipe.data.has_validation:
-        yield Problem(where, key, *without)
-    elif num_rows is not None and asked.num_rows > num_rows and is_short:
+        yield Problem(where, key, *no_split)
+    elif num_rows is not None and generation.num_rows > num_rows and is_short:
         yield Problem(
             where, f"{key}.num_questions",
-            f"{asked.num_rows} questions requested, the validation split has {num_rows} rows.",
+            f"{generation.num_rows} questions requested, the validation split has {num_rows} rows.",
         )  # fmt: skip
 
 
-def _selection(recipe: RecipeSpec, metric: str, asked: GenerationSpec | None) -> Iterator[Problem]:
+def _selection(recipe: RecipeSpec, metric: str, generation: GenerationSpec | None) -> Iterator[Problem]:
     """Check that each evaluation during training measures the metric that selects the best one."""
     where, key = f"recipe {recipe.name}", "evaluation.best.metric"
     names = [source.name for source in recipe.data.sources]
     names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
     losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
-    chosen = SCORES if asked is None or not asked.metrics else asked.metrics
+    chosen = SCORES if generation is None or not generation.metrics else generation.metrics
     scores = [score for name in chosen for score in SCORES[name]]
     if metric in losses:
         return
     if metric not in scores:
         yield Problem(where, key, f"'{metric}' is not measured.", f"Use one of {', '.join([*losses, *scores])}.")
-    elif asked is None or not asked.num_rows_during:
+    elif generation is None or not generation.num_rows_during:
         yield Problem(
             where, key, f"'{metric}' is not measured during training.",
             f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}].",

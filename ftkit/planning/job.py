@@ -93,8 +93,8 @@ class JobPlan(ABC):
     @property
     def has_preflight(self) -> bool:
         """Whether the nodes are checked before the run starts."""
-        asked, place = self.resources.preflight, self.placement
-        return place.num_nodes > 1 and place.device == "cuda" if asked is None else asked
+        setting, place = self.resources.preflight, self.placement
+        return place.num_nodes > 1 and place.device == "cuda" if setting is None else setting
 
     def cost_of(self, seconds: float) -> float | None:
         """Return the cost of all GPUs for this time, in the profile's currency; None if the price is unknown."""

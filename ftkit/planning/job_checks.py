@@ -35,8 +35,8 @@ def check_placement(
             COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Omit it."
         )
     elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
-        asked = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
-        yield Problem(where, nodes, f"{asked} requested, the cluster has {cluster.max_nodes}.")
+        requested = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
+        yield Problem(where, nodes, f"{requested} requested, the cluster has {cluster.max_nodes}.")
     if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
         yield Problem(
             where, gpus,
