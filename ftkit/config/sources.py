@@ -180,7 +180,7 @@ class FilesSource(_SampledSource):
     """A file, a folder or a pattern (`data/*.parquet`), relative to the recipe's folder; or an address (`s3://…`,
     `gs://…`, `hf://…`). The suffix selects the format; files with an unknown suffix are JSON Lines."""
     heldout: DataPath | None = None
-    """Files whose rows are the validation split; without it, `num_heldout` rows of `train` are."""
+    """Files whose rows are the validation split. If null, `num_heldout` rows of `train` are the validation split."""
 
     @property
     def name(self) -> str:
