@@ -158,7 +158,7 @@ def _check_workspace(node: LoginNode) -> list[Finding]:
         fix = "nodes must have it at the same path; 'ftkit doctor --nodes all' checks this"
         findings.append(Finding("shared", "unknown", f"{root} is not on a network file system known to ftkit", fix))
     is_small = free_gib < _FEW_GIB
-    fix = "a 7B model's checkpoint in full training is about 90 GiB: make room, or set another 'workspace:'"
+    fix = "a checkpoint of a 7B model in full training is about 90 GiB: free up space, or set another 'workspace:'"
     findings.append(
         Finding("disk", "warning" if is_small else "ok", f"{free_gib:,.0f} GiB free", fix if is_small else "")
     )

@@ -206,7 +206,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
         size = micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
         mode = "none" if is_mode_open else resolved.activation_checkpointing
         return TrainingPlan.of(training, size, mode), ExecutionPlan(
-            chosen, f"at most {CPU_TOKENS:,} tokens at a time and nothing recomputed, as there is no GPU"
+            chosen, f"at most {CPU_TOKENS:,} tokens per micro-batch and nothing recomputed, because there is no GPU"
         )
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
@@ -217,9 +217,9 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     if best is None:
         return resolved, ExecutionPlan(chosen, f"the least memory: no choice leaves {1 - room:.0%} of the GPU free")
     speedup = predict_option(lightest, gpu).step_seconds / best.step_seconds
-    gain = f", {speedup:.1f} times as fast as what takes the least memory" if speedup >= WORTHWHILE else ""
+    gain = f", {speedup:.1f} times as fast as with the least memory" if speedup >= WORTHWHILE else ""
     return best.training, ExecutionPlan(
-        chosen, f"the fastest by prediction that leaves {1 - room:.0%} of the GPU's memory free{gain}"
+        chosen, f"predicted to be the fastest that leaves {1 - room:.0%} of the GPU's memory free{gain}"
     )
 
 
