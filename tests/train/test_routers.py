@@ -195,5 +195,11 @@ def test_a_resumed_run_balances_its_routers_as_one_without_a_break(make_run: Cal
 
 
 def test_models_without_a_load_balancing_loss_are_refused(world: World) -> None:
-    with pytest.raises(TrainingError, match="can't be computed for 'llama'"):
-        make_engine(build("llama"), world)
+    unusual = build("qwen3_moe")
+    unusual.config.num_experts = EXPERTS - 1  # as of routers that may also choose no expert
+    for model in (build("llama"), unusual):
+        with pytest.raises(TrainingError, match=f"can't be computed for '{model.config.model_type}'"):
+            make_engine(model, world)
+    engine = make_engine(unusual, world, router_aux_loss_coef=None)
+    engine.forward(to_micro_batch(packs_of(LENGTH), world.device))
+    assert stats_of(engine.model.routers.take(), 1) is None

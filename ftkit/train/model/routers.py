@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ftkit.errors import TrainingError
+from ftkit.planning.estimates.parameters import read_experts
 from ftkit.runs.records import RouterStats
 from ftkit.train.model.build import find_decoder, find_decoder_layers
 from ftkit.train.private_apis.transformers import router_classes
@@ -45,16 +46,18 @@ class Routers:
     def __init__(
         self,
         routers: Sequence[nn.Module],
+        num_experts: int,
         *,
         coefficient: float,
         has_loss: bool,
         context: ContextGroup,
         device: torch.device,
     ) -> None:
-        """Register the hooks, before an engine divides the routers' parameters.
+        """Register the hooks.
 
         Args:
             routers: modules that return logits [N, E], the weights of the chosen experts, and their indices [N, k].
+            num_experts: E.
             coefficient: weight of the load-balancing loss.
             has_loss: whether the family has such a loss; without, its logits may mean something else.
             context: the ranks that have the other tokens of the same packs.
@@ -63,28 +66,28 @@ class Routers:
         self.coefficient = coefficient
         self._has_loss = has_loss
         self._context = context
-        self._num_experts = _count_experts(routers[0]) if routers else 0
+        self._num_experts = num_experts
         self._taps = [_Tap(adds_gradient=coefficient > 0) for _ in routers]
         for router, tap in zip(routers, self._taps, strict=True):
             router.register_forward_hook(tap)
         self._sums = torch.zeros(0, device=device)
         self._gradient = torch.zeros(0, device=device)
-        self._step = RouterSums(len(routers), self._num_experts, has_loss=has_loss, device=device)
+        self._step = RouterSums(len(routers), num_experts, has_loss=has_loss, device=device)
 
     @classmethod
     def none(cls) -> Routers:
         """Return those of a dense model."""
-        return cls((), coefficient=0.0, has_loss=False, context=ContextGroup(), device=torch.device("cpu"))
+        return cls((), 0, coefficient=0.0, has_loss=False, context=ContextGroup(), device=torch.device("cpu"))
 
     @classmethod
     def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
-        """Find the routers of a transformers model.
+        """Find the routers of a transformers model, before an engine partitions its parameters.
 
         Raises:
             TrainingError: a load-balancing loss is asked for, and can't be computed.
         """
-        kinds, config = router_classes(type(find_decoder(hf_model))), hf_model.config
-        routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
+        config = hf_model.config
+        routers, num_experts = _find_routers(hf_model)
         has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")
         coefficient = _coefficient(config, training)
         if coefficient and not has_loss:
@@ -95,7 +98,9 @@ class Routers:
                 "is), or transformers is older than 5",
                 fix="set training.router_aux_loss_coef=0",
             )
-        return cls(routers, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device)
+        return cls(
+            routers, num_experts, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device
+        )
 
     def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None, *, is_packed: bool) -> None:
         """Prepare for a forward pass over a micro-batch.
@@ -162,8 +167,14 @@ def _coefficient(config: Any, training: TrainingSpec) -> float:
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_on else 0.0
 
 
-def _count_experts(router: nn.Module) -> int:
-    return max(parameter.shape[0] for parameter in router.parameters() if parameter.ndim > 1)
+def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
+    """Return the routers, and their number of experts; none if they choose among others too, as Zaya's."""
+    kinds, experts = router_classes(type(find_decoder(hf_model))), read_experts(hf_model.config.to_dict())
+    if experts is None:
+        return [], 0
+    routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
+    rows = [{parameter.shape[0] for parameter in router.parameters() if parameter.ndim > 1} for router in routers]
+    return (routers, experts.num) if all(experts.num in each for each in rows) else ([], 0)
 
 
 _SUMS = ("chosen", "probability", "entropy")
