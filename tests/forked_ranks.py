@@ -32,8 +32,9 @@ _GRACE_SECONDS = 30
 
 @dataclass(frozen=True)
 class Job:
-    """Processes that train: `python -m ftkit.train PLAN` in each."""
+    """Processes that train: `python -m ftkit.train PLAN` in each, or `python PROGRAM ARGUMENT... PLAN`."""
 
+    program: tuple[str, ...]
     plan: str
     num_ranks: int
     port: int
@@ -60,13 +61,13 @@ class ForkedRanks:
         with self._server:
             self._server.kill()
 
-    def run(self, plan: Path, num_ranks: int, output: Path, *, timeout: float) -> int:
+    def run(self, plan: Path, num_ranks: int, output: Path, *program: str, timeout: float) -> int:
         """Run a job; return its exit code. The output of the ranks goes to `output`."""
         output.unlink(missing_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        job = Job(str(plan), num_ranks, port, str(output), {**os.environ, "OMP_NUM_THREADS": "1"})
+        job = Job(program, str(plan), num_ranks, port, str(output), {**os.environ, "OMP_NUM_THREADS": "1"})
         questions, answers = self._server.stdin, self._server.stdout
         assert questions is not None
         assert answers is not None
@@ -147,8 +148,11 @@ def _start(job: Job, rank: int) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(job.port),
         }
-        sys.argv[1:] = [job.plan]
-        runpy.run_module("ftkit.train", run_name="__main__", alter_sys=True)  # ends this process
+        sys.argv[1:] = [*job.program[1:], job.plan]
+        if job.program:
+            runpy.run_path(job.program[0], run_name="__main__")
+        else:
+            runpy.run_module("ftkit.train", run_name="__main__", alter_sys=True)  # ends this process
     except BaseException:  # noqa: BLE001 - nothing may return to the caller's loop
         traceback.print_exc()
     finally:

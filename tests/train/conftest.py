@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -59,12 +58,12 @@ class Run:
     def layout(self) -> RunLayout:
         return self.plan.layout
 
-    def train(self, *, expect: int = 0) -> str:
+    def train(self, *program: str, expect: int = 0) -> str:
         """Train in forked ranks, which have torch imported already; return what they printed."""
-        output = self._write_plan().with_name("output")
-        code = self.ranks.run(self.layout.plan, self.plan.placement.world_size, output, timeout=PATIENCE_SECONDS)
+        output, size = self._write_plan().with_name("output"), self.plan.placement.world_size
+        code = self.ranks.run(self.layout.plan, size, output, *program, timeout=PATIENCE_SECONDS)
         printed = output.read_text()
-        assert (code != 0) == (expect != 0), printed
+        assert code == expect, printed
         return printed
 
     def train_here(self, world: World) -> None:
@@ -73,19 +72,6 @@ class Run:
 
         self._write_plan()
         run_training(self.plan, world)
-
-    def launch(self, *program: str, expect: int = 0) -> str:
-        """Start the ranks as a job script does; return what they and torchrun printed."""
-        self._write_plan()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={self.plan.placement.world_size}", *(program or ("-m", "ftkit.train"))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command += [str(self.layout.plan)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS, check=False
-        )
-        assert (done.returncode != 0) == (expect != 0), done.stdout + done.stderr
-        return done.stdout + done.stderr
 
     def _write_plan(self) -> Path:
         self.layout.root.mkdir(parents=True, exist_ok=True)
@@ -158,7 +144,7 @@ def make_run(workspace: Path, ranks: ForkedRanks) -> Callable[..., Run]:
 def finished_run(make_run: Callable[..., Run]) -> Run:
     """A finished run of 20 steps on two processes. Tests copy it instead of changing it."""
     run = make_run("finished")
-    run.launch()
+    run.train()
     return run
 
 

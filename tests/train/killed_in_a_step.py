@@ -1,4 +1,4 @@
-"""A rank that is killed, or fails, at the start of a step; torchrun starts it as the trainer.
+"""A rank that is killed, or fails, at the start of a step; it is started as the trainer.
 
 Arguments: the step; `behind` for a device that runs asynchronously, as GPUs do; another word to fail, or `nan` for a
 NaN loss on the last rank; the plan.
@@ -37,4 +37,4 @@ train_step = TrainingLoop._train_step
 TrainingLoop._train_step = train_step_or_die  # type: ignore[method-assign]
 if sys.argv[2] == "behind":
     TrainingLoop._syncs_with_step = waits_for_step  # type: ignore[method-assign]
-sys.exit(main(Path(sys.argv[-1])))
+os._exit(main(Path(sys.argv[-1])))  # as the trainer does

@@ -1,8 +1,9 @@
-"""Whole runs of the trainer, on processes that torchrun starts."""
+"""Whole runs of the trainer."""
 
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,8 +159,7 @@ def test_a_stop_request_writes_a_checkpoint_from_which_the_run_resumes(
 @pytest.mark.parametrize("device", ["at once", "behind"])
 def test_a_run_killed_in_a_step_has_recorded_the_previous_step(device: str, make_run: Callable[..., Any]) -> None:
     run = make_run(f"killed {device}", "evaluation.sql_execution=null", processes=1)
-    printed = run.launch(str(KILLED), "11", device, expect=-9)
-    assert "SIGKILL" in printed
+    run.train(str(KILLED), "11", device, expect=-signal.SIGKILL)
     assert sorted(run.losses()) == list(range(1, 11))
     events = [type(record) for record in read_records(run.layout.metrics)]
     assert events[-2:] == [StepRecord, CheckpointRecord]
@@ -167,7 +167,7 @@ def test_a_run_killed_in_a_step_has_recorded_the_previous_step(device: str, make
 
 def test_a_run_that_fails_in_a_step_has_recorded_the_previous_step(make_run: Callable[..., Any]) -> None:
     run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
-    run.launch(str(KILLED), "6", "behind", "by an error", expect=1)
+    run.train(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
 
 
@@ -176,7 +176,7 @@ def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(
 ) -> None:
     options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
     run = make_run("not-finite-20260102T030405Z-ab12", *options)
-    run.launch(str(KILLED), "6", "behind", "nan")
+    run.train(str(KILLED), "6", "behind", "nan")
     assert [step for step, (_, norm) in run.losses().items() if not math.isfinite(norm)] == [6]
     assert sorted(run.losses()) == list(range(1, 9))
     (anomaly,) = run.records(AnomalyRecord)
