@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -164,6 +165,12 @@ def _verifier(terminal: Terminal) -> Callable[[Path], None]:
         done = process.run_stoppable(
             [sys.executable, "-m", "ftkit", "verify-export", str(folder)], timeout_seconds=_VERIFICATION_SECONDS
         )
+        if done.returncode == -signal.SIGKILL:
+            raise TrainingError(
+                "the process that verified the export was killed, and the export was removed",
+                meaning="usually the machine ran out of memory: the check loads the whole model, in fp32",
+                fix="export on a machine with more memory, or without the check: --no-verify",
+            )
         if done.returncode:
             what = done.stderr.strip() or EXIT_CODES.get(done.returncode, f"it ended with status {done.returncode}")
             raise _failed(what)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.training import Precision
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.errors import NotFoundError, TrainingError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_folder
 from ftkit.model_folder import EXPORT_RECORD, check_folder
@@ -18,6 +18,7 @@ from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
+from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def export_run(
 
     Raises:
         NotFoundError: there is no such checkpoint, or the base model can't be found.
+        PrerequisiteError: this machine has too little memory to verify the export.
         TrainingError: a checkpoint is damaged, or belongs to another model.
     """
     plan = read_plan(layout)
@@ -71,6 +73,8 @@ def export_run(
     _check_checkpoint(checkpoint, step)
     parts = _load_parts(plan)
     model = build_export_model(parts)
+    if verify is not None:
+        _check_memory(sum(parameter.numel() for parameter in model.parameters()))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
         trained = CheckpointTensors(checkpoint, shapes)
@@ -118,6 +122,17 @@ def _check_replaceable(folder: Path) -> None:
 def _check_checkpoint(folder: Path, step: int) -> None:
     if damage := describe_damage(folder, step):
         raise _damaged(folder, damage)
+
+
+def _check_memory(num_parameters: int) -> None:
+    """Check that the verification, which loads the model in fp32, has enough memory."""
+    needed, available = 4 * num_parameters, available_bytes()
+    if 0 < available < needed:
+        raise PrerequisiteError(
+            f"verifying this export takes {needed / 2**30:.0f} GiB of memory, and {available / 2**30:.1f} GiB are free",
+            meaning="the export itself needs little memory, but the check loads the whole model, in fp32",
+            fix="export on a machine with more memory, or without the check: --no-verify",
+        )
 
 
 def _damaged(folder: Path, damage: str) -> TrainingError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
-from ftkit.errors import NotFoundError, TrainingError
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
@@ -50,6 +52,16 @@ def test_exporting_the_last_checkpoint_gives_the_trainers_export_and_passes_veri
     name = "model.safetensors"
     assert (exported / name).read_bytes() == (finished_run.layout.export / name).read_bytes()
     assert read_record(exported).trained == read_record(finished_run.layout.export).trained
+
+
+def test_an_export_that_can_t_be_verified_for_want_of_memory_is_refused_before_it_is_written(
+    finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.evaluate.export.available_bytes", lambda: 1000)
+    with pytest.raises(PrerequisiteError, match=r"takes \d+ GiB of memory, and 0.0 GiB are free"):
+        export(finished_run, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+    export_run(finished_run.layout, ExportRequest("last", False, None, tmp_path / "export"), None, quiet)
 
 
 def refresh_digests(folder: Path) -> None:
@@ -158,6 +170,13 @@ def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
     assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
     with pytest.raises(NotFoundError, match="its steps: 3;"):
         choose_checkpoint(run.layout, "2")
+
+    killed = subprocess.CompletedProcess((), -signal.SIGKILL, "", "")
+    monkeypatch.setattr("ftkit.process.run_stoppable", lambda *_, **__: killed)
+    done = CliRunner().invoke(cli, ["export", "zero3-export", "--to", str(tmp_path / "unverified")])
+    assert done.exit_code == TrainingError.exit_code
+    assert "the process that verified the export was killed" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["of-zero3"]
 
 
 def test_a_failed_export_after_training_names_the_checkpoint_and_the_command_that_exports_it(
