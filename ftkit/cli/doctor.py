@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
 
 
-class _NumNodes(click.ParamType[int | str]):
+class _NumNodes(click.ParamType):  # type: ignore[type-arg] # click 8.2 has no type argument
     """A number of nodes, or `all`."""
 
     name = "nodes"
