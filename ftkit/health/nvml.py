@@ -98,7 +98,7 @@ class Nvml:
         return [self._health(index, handle) for index, handle in self._handles.items()]
 
     def samples(self) -> list[GpuSample]:
-        """Return the load of all GPUs, which takes some hundred microseconds per GPU."""
+        """Return the load of all GPUs, which takes a few hundred microseconds per GPU."""
         return [self._sample(index, handle) for index, handle in self._handles.items()]
 
     def _health(self, index: int, handle: Any) -> GpuHealth:
@@ -151,7 +151,10 @@ class Nvml:
         """Return the percentage of busy SMs since the last call; None at first, and before Hopper."""
         support = self._ask("nvmlGpmQueryDeviceSupport", handle)
         new = self._ask("nvmlGpmSampleAlloc") if support and support.isSupportedDevice else None
-        if new is None or self._ask("nvmlGpmSampleGet", handle, new) is None:
+        if new is None:
+            return None
+        if self._ask("nvmlGpmSampleGet", handle, new) is None:
+            self._ask("nvmlGpmSampleFree", new)
             return None
         old, self._gpm[index] = self._gpm.get(index), new
         if old is None:

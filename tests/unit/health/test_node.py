@@ -71,6 +71,20 @@ def test_healthy_gpus_pass(tmp_path: Path) -> None:
     assert found(tmp_path) == {}
 
 
+def test_a_performance_sample_that_cannot_be_read_is_freed() -> None:
+    gpu = library(
+        nvmlDeviceGetMemoryInfo=SimpleNamespace(used=2**30),
+        nvmlGpmQueryDeviceSupport=SimpleNamespace(isSupportedDevice=1),
+        nvmlGpmSampleAlloc="sample",
+        nvmlGpmSampleGet=NvmlError(),
+    )
+    freed: list[str] = []
+    gpu.nvmlGpmSampleFree = freed.append
+    [sample] = Nvml(gpu, [0]).samples()
+    assert sample.sm_activity is None
+    assert freed == ["sample"]
+
+
 @pytest.mark.parametrize(
     ("answers", "check", "value"),
     [
