@@ -53,7 +53,7 @@ _MAX_SHOWN = 300
 
     --harness runs tasks of lm-evaluation-harness instead (pip install 'ftkit[harness]'); most come from the hub.
 
-    Intervals are 95 % intervals of the change, by a paired bootstrap over the rows.
+    Intervals are 95% intervals of the change, by a paired bootstrap over the rows.
 
     {MODEL_HELP}
     """,
@@ -238,7 +238,7 @@ def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit
 
 def _show(results: Sequence[Result], terminal: Terminal) -> None:
     has_before = any(result.before is not None for result in results)
-    titles = ["metric", "cases", *(["before", "after", "change"] if has_before else ["value"]), "95 % interval"]
+    titles = ["metric", "cases", *(["before", "after", "change"] if has_before else ["value"]), "95% interval"]
     columns = [Column(title, is_number=title != "metric", can_shrink=title == "metric") for title in titles]
     rows = []
     for result in results:
@@ -258,7 +258,7 @@ def _show(results: Sequence[Result], terminal: Terminal) -> None:
 
 
 def _number(value: float, result: Result, sign: str = "") -> str:
-    return f"{value * 100:{sign}.1f} %" if result.is_part else f"{value:{sign}.4g}"
+    return f"{value * 100:{sign}.1f}%" if result.is_part else f"{value:{sign}.4g}"
 
 
 def _show_examples(title: str, examples: Sequence[Example], terminal: Terminal) -> None:

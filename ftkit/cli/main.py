@@ -130,7 +130,7 @@ def cli(*, cluster: str | None) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
-    # Modules and schemas stay alive: scanning them takes 3 % of a dry run, and 10 % when the interpreter exits.
+    # Modules and schemas stay alive: scanning them takes 3% of a dry run, and 10% when the interpreter exits.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     # Otherwise pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         "ftkit rerun demo --dry-run",
     ),
     help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
-    should be equal, bit for bit; on other devices a difference of up to 1 % passes. Each difference is listed;
+    should be equal, bit for bit; on other devices a difference of up to 1% passes. Each difference is listed;
     different data or a different image is refused. At the end, the losses are compared with the original's.
 
     RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit bundle', or the

@@ -390,7 +390,7 @@ class ResourcesSpec(Spec):
     """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
     ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
     exclude_stragglers: bool = False
-    """Exclude the slowest node when the job is requeued, if it computes at least 10 % more slowly than the others
+    """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
     (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more

@@ -27,8 +27,8 @@ _SHARDED: dict[Method, str] = {
     "qlora": "4-bit weights and adapters",
 }
 SPARE = 0.8
-"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6 %, and by up to
-12 % before the worst of them were corrected."""
+"""Fraction of a GPU's usable memory up to which layers stay unsharded: predictions were off by up to 6%, and by up to
+12% before the worst of them were corrected."""
 
 
 @dataclass(frozen=True)

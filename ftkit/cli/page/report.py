@@ -208,8 +208,8 @@ def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
         return []
     tiles = []
     if summary.utilization is not None:
-        active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f} % of the SMs"
-        tiles.append(Tile("GPU utilization", f"{summary.utilization:.0f} %", active))
+        active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f}% of the SMs"
+        tiles.append(Tile("GPU utilization", f"{summary.utilization:.0f}%", active))
     if summary.power is not None:
         hottest = "" if summary.peak_temperature is None else f", peak {summary.peak_temperature:.0f}\u00a0°C"
         tiles.append(Tile("GPU power", f"{summary.power:,.0f} W", f"mean per GPU{hottest}"))

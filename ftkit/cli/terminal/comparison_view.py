@@ -117,7 +117,7 @@ def _result(run: ComparedRun) -> dict[str, str]:
         "peak memory, measured": show(found.measured_gib, gib),
         "training time": show(found.training_seconds, duration),
         "time with start-up": show(found.held_seconds, duration),
-        "GPU utilization": show(found.gpu_utilization, "{:.0f} %".format),
+        "GPU utilization": show(found.gpu_utilization, "{:.0f}%".format),
         "GPU power": show(found.gpu_power, "{:,.0f} W".format),
         "energy": show(found.energy_kwh, energy),
         "cost": show(found.cost, "{:,.2f}".format),

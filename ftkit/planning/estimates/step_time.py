@@ -119,7 +119,7 @@ ACCUMULATE_BYTES = 6
 """Bytes read and written per trained parameter in a micro-batch whose gradients are only added to earlier ones."""
 COPY_OUT_PASSES = 2.5
 """Time to copy all-gathered frozen weights out of FSDP2's buffer, relative to reading them once: each byte is read and
-written, at 80 % of the memory's bandwidth (63 ms a step in a profile of Qwen3-30B-A3B on two H200)."""
+written, at 80% of the memory's bandwidth (63 ms a step in a profile of Qwen3-30B-A3B on two H200)."""
 EXPERT_EFFICIENCY = 0.73
 """Rate of the experts' grouped matmuls with randomly routed tokens, relative to a dense matmul of their size: 505 to
 565 against 676 to 779 TFLOP/s on an H200."""
@@ -132,7 +132,7 @@ NETWORK_EFFICIENCY = 0.75
 """Fraction of a link's bandwidth that collectives reach."""
 NCCL_SLOWDOWN = 0.28
 """Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to
-39 % longer; with copy engines, they do not (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Assumed
+39% longer; with copy engines, they do not (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Assumed
 proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
 """Fraction of the time of ZeRO-3's collectives that does not overlap with computation."""

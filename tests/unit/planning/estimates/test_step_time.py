@@ -35,7 +35,7 @@ def test_full_training_takes_six_flops_per_weight_and_token(architecture: Shapes
 
 
 def test_mfu_matches_a_published_value(architecture: Shapes, training: Specs) -> None:
-    # Llama 3 8B at 8,192: 9,558 tokens a second are 49.7 % of 989 TFLOP/s.
+    # Llama 3 8B at 8,192: 9,558 tokens a second are 49.7% of 989 TFLOP/s.
     shape = architecture("llama3-8b")
     flops = token_flops(shape, training(), mean_visible_keys(8192, None), 0)
     assert 9558 * flops.total / 989e12 == pytest.approx(0.497, rel=0.005)
