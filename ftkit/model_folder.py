@@ -98,7 +98,7 @@ def _check_tensors(folder: Path) -> None:
         dtype, _ = tensor.kind
         if name.endswith(".weight") and not (dtype in _FLOATS or (dtype in _SCALED and f"{name}_scale_inv" in tensors)):
             raise NotFoundError(
-                f"model.weights: {folder} has '{name}' as {dtype} without scales that ftkit knows",
+                f"model.weights: {folder} has '{name}' as {dtype} without scales that ftkit supports",
                 meaning="the weights are quantized, but config.json does not say so",
                 fix="use the unquantized version of the model",
             )

@@ -332,7 +332,8 @@ def _only_row(batch: Any) -> Any:
 
 @contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
-    import pyarrow as pa  # noqa: PLC0415 - heavy
+    """Convert an error of pyarrow to a DataError about a truncated or damaged file."""
+    import pyarrow as pa  # noqa: PLC0415 - slow to import
 
     try:
         yield

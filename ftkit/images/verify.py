@@ -114,7 +114,7 @@ def require_intact(result: VerifyResult) -> None:
     if result.differences:
         raise ImageError(
             "\n    ".join((f"{result.file} differs from its manifest:", *result.differences)),
-            meaning="the disk or a copy of it is faulty, or somebody changed it",
+            meaning="the disk is faulty, copying damaged it, or somebody changed it",
             fix=f"import it again: ftkit import {result.manifest.reference} --force",
         )
 

@@ -84,7 +84,7 @@ class Holder:
         return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time(), start)
 
     def is_replaced_by(self, other: Holder) -> bool:
-        """Whether `other` is from a later start of the same job."""
+        """Tell whether `other` is from a later start of the same job."""
         return bool(self.job_id) and self.job_id == other.job_id and self.start < other.start
 
     def __str__(self) -> str:

@@ -196,7 +196,7 @@ def test_a_hanging_tracker_does_not_delay_the_run(
     monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Hanging())
     monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
     send(plan_with("tensorboard"), world, BEGINNING + REST)
-    assert "did not take all records in time" in caplog.text
+    assert "did not accept all records in time" in caplog.text
     answer.set()
 
 

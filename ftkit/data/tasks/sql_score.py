@@ -59,6 +59,7 @@ class ExecutionMatch:
 
     @property
     def matched(self) -> bool:
+        """Whether the prediction returned the reference's rows."""
         return self.outcome is Outcome.MATCH
 
 

@@ -35,6 +35,7 @@ class Column:
 
     @property
     def sql_type(self) -> str:
+        """The column's type in SQL."""
         return "TEXT" if self.kind in TEXTS else "INTEGER"
 
 
@@ -51,14 +52,17 @@ class Table:
 
     @property
     def create_sql(self) -> str:
+        """The statement that creates the table."""
         columns = ", ".join(f"{column.name} {column.sql_type}" for column in self.columns)
         return f"CREATE TABLE {self.name} ({columns});"
 
     def insert_sql(self, rows: Sequence[Row]) -> str:
+        """Return the statement that inserts rows."""
         values = (f"({', '.join(_literal(row[column]) for column in self.columns)})" for row in rows)
         return f"INSERT INTO {self.name} VALUES {', '.join(values)};"  # noqa: S608 our own words, on purpose
 
     def columns_of(self, *kinds: Kind) -> list[Column]:
+        """Return the columns of some kinds."""
         return [column for column in self.columns if column.kind in kinds]
 
 
@@ -71,17 +75,20 @@ class Schema:
 
     @property
     def tables(self) -> tuple[Table, ...]:
+        """All tables of the schema."""
         return (self.table, self.parent) if self.parent else (self.table,)
 
     @property
     def create_sql(self) -> str:
+        """The statements that create the tables."""
         return " ".join(table.create_sql for table in self.tables)
 
     def columns_of(self, *kinds: Kind) -> list[Column]:
+        """Return the columns of some kinds in all tables."""
         return [column for table in self.tables for column in table.columns_of(*kinds)]
 
     def similar_columns(self, column: Column) -> list[Column]:
-        """The columns that could be mistaken for this one."""
+        """Return the columns that could be mistaken for this one."""
         kinds = TEXTS if column.kind in TEXTS else (Kind.QUANTITY,)
         return [other for other in self.columns_of(*kinds) if other.table == column.table and other != column]
 
@@ -114,6 +121,7 @@ class Query:
 
     @property
     def sql(self) -> str:
+        """The query in SQL."""
         parts = ["SELECT", *(["DISTINCT"] if self.is_distinct else []), self._selected, "FROM", self._source]
         if self.conditions:
             tests = (f"{self._name(c.column)} {c.operator} {_literal(c.value)}" for c in self.conditions)
@@ -147,7 +155,7 @@ class Query:
         return f"{column.table}.{column.name}" if self._is_joined else column.name
 
     def near_misses(self) -> Iterator["Query"]:
-        """The queries with one mistake."""
+        """Yield the query with one mistake: another column, function, operator or limit, or a missing clause."""
         if self.column:
             yield from (replace(self, column=c) for c in self.schema.similar_columns(self.column))
         if self.function in AGGREGATES:

@@ -284,7 +284,7 @@ class Connection:
         except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
             raise self.connection_lost(_last_reason(error)) from error
         except (self._library.exceptions.RequestException, ValueError) as error:
-            raise self.protocol_error(f"can't be requested: {_last_reason(error)}") from error
+            raise self.protocol_error(f"can't be queried: {_last_reason(error)}") from error
 
     def _explain(self, response: requests.Response, accepted: Sequence[int] = _READ_STATUSES) -> None:
         code, host = response.status_code, self._reference.host

@@ -156,7 +156,7 @@ class Checkpointer:
             failure = TrainingError(
                 f"the checkpoint of step {save.step} can't be written: {error}",
                 meaning="the file system is full, over quota or unreachable; older checkpoints are unchanged",
-                fix=f"make room in {folder.parent}, then: ftkit resume {self._plan.id}",
+                fix=f"free space in {folder.parent}, then: ftkit resume {self._plan.id}",
             )
             if not save.may_fail or self._num_failed > self._plan.recipe.training.max_failed_checkpoints:
                 raise failure from error

@@ -35,7 +35,7 @@ def check_profile(spec: ProfileSpec, num_steps: int) -> None:
     if spec.enabled and spec.num_steps > num_steps:
         raise TrainingError(
             f"the profile takes {spec.num_steps} steps, the run has {num_steps}",
-            fix="take fewer profile.wait_steps, warmup_steps, active_steps or cycles, or a longer run",
+            fix="lower profile.wait_steps, warmup_steps, active_steps or cycles, or train for more steps",
         )
 
 

@@ -134,7 +134,7 @@ class ReduceScatter:
         del group, async_op
         if op != dist.ReduceOp.AVG or output_tensor.dtype != self._averaged_in:
             raise TrainingError(
-                f"FSDP2 of torch {torch.__version__} reduces gradients in a way that ftkit's copy engines don't know",
+                f"FSDP2 of torch {torch.__version__} reduces gradients in a way that ftkit's collectives don't support",
                 fix="set training.collectives=nccl",
             )
         memory, dtype = self._memory, input_tensor.dtype

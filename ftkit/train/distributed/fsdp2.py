@@ -231,7 +231,7 @@ def _check_precisions(model: nn.Module) -> None:
     if len(precisions) > 1 and TORCH < (2, 8):
         raise TrainingError(
             f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't shard frozen weights in bf16 together with adapters in fp32",
-            meaning="torch can from version 2.8 on",
+            meaning="torch supports this from version 2.8 on",
             fix="use an image with torch 2.8 or newer, or set training.engine=zero3",
         )
 

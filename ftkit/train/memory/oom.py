@@ -102,6 +102,6 @@ def _advice(plan: RunPlan, capacity: float) -> str:
     predicted, usable = plan.memory.total, USABLE_MEMORY * capacity
     suggestions = suggest_changes(plan.setup, plan.cluster, usable if predicted > usable else _TOO_LOW * predicted)
     if not suggestions:
-        return "no change of the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
+        return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)
     return f"run it again with one of these, predicted to fit (GiB per process in parentheses):\n{lines}"

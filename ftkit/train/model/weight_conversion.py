@@ -219,7 +219,7 @@ def _block_size(height: int, blocks: int, width: int, columns: int) -> int:
             return size
     raise TrainingError(
         f"the scales of a matrix in FP8 are [{blocks}, {columns}], which fit no square blocks of [{height}, {width}]",
-        meaning="these weights are quantized in a way that ftkit does not know",
+        meaning="these weights are quantized in a way that ftkit does not support",
         fix="use the unquantized version of the model",
     )
 

@@ -364,7 +364,7 @@ def test_a_response_with_an_unexpected_status_is_an_error(internet: Internet, st
 )  # fmt: skip
 def test_an_invalid_or_circular_redirect_is_an_error(internet: Internet, store: ImageStore, location: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (307, {"Location": location}, b"")
-    with pytest.raises(ImageError, match=r"redirects|can't be requested") as caught:
+    with pytest.raises(ImageError, match=r"redirects|can't be queried") as caught:
         fetch(store)
     assert caught.value.what.isprintable()
     assert {url.split("/")[2] for url, _ in internet.asked} == {"registry.example.com"}

@@ -124,7 +124,7 @@ class TrackerWorker:
         """Wait until the tracker has taken all records, at most `seconds`."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("tracker %s did not take all records in time: metrics.jsonl has them", self._name)
+            log.warning("tracker %s did not accept all records in time: metrics.jsonl has them", self._name)
 
     def _work(self) -> None:
         while (record := self._records.get()) is not None:
