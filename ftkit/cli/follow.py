@@ -33,7 +33,7 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         tail: reader of its records; from the first one if null.
 
     Raises:
-        RunFailedError: it failed or was cancelled.
+        RunFailedError: it failed or was canceled.
         KeyboardInterrupt: the user stops following; the run continues.
     """
     from ftkit.cli.terminal.follow_views import view_for
