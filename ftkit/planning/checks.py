@@ -19,7 +19,6 @@ from ftkit.planning.setup import GPUS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.config.data import Packing
     from ftkit.config.image import ImageSpec
     from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
@@ -331,15 +330,15 @@ _ESTIMATED: dict[CountSource, str] = {
 
 
 def find_notes(
-    model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, packing: Packing, padding: float | None
+    recipe: RecipeSpec, model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, padding: float | None
 ) -> Iterator[str]:
     """Yield notes on added tokens, and on parts of the plan that are uncertain or slow."""
-    shape, rows = model.architecture, model.vocab_size_of_weights
+    shape, rows, training = model.architecture, model.vocab_size_of_weights, recipe.training
     if rows is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {shape.vocab_size:,} rows"
     elif model.new_tokens:
         yield f"model.added_tokens: {len(model.new_tokens)} new tokens use free rows of the embedding"
-    if packing == "off":
+    if recipe.data.packing == "off":
         known = "as counted in the prepared data" if padding else "assumed until the data is prepared"
         yield (
             f"data.packing is 'off': each document is a padded row, which takes {padding or PADDING:.2f} times the "
@@ -354,6 +353,12 @@ def find_notes(
     if shape.is_measured:
         return
     counts = count_model(shape)
+    quantized = "fp8" if training.precision == "fp8" else training.quantization
+    if counts.experts_per_token and quantized != "none":
+        yield (
+            f"the experts of '{shape.family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are "
+            "not linear layers"
+        )
     yield (
         f"'{shape.family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can "
         "be trained is checked when the job starts"

@@ -84,7 +84,7 @@ def plan_run(
         num_steps=count_steps(chosen, request.num_packs),
         notes=(
             *_notes(setup, cluster, memory),
-            *find_notes(model, cluster, image, recipe.data.packing, request.padding),
+            *find_notes(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
     )

@@ -226,6 +226,19 @@ def test_a_load_balancing_loss_is_rejected_for_a_dense_model() -> None:
     assert plan(demo(asked, "model.architecture.family=mixtral")).num_parameters
 
 
+def test_the_plan_notes_that_experts_are_not_quantized() -> None:
+    for family, changes in {"mixtral": True, "phi3": False}.items():
+        for quantized in ("training.precision=fp8", "training.method=qlora"):
+            recipe = demo(
+                "training.precision=bf16",
+                quantized,
+                f"model.architecture.family={family}",
+                "training.global_batch_size=32",
+            )
+            notes = plan(recipe, A4, IMAGE, replace(REQUEST, image=OLMO3)).notes
+            assert any("compute and stay in bf16, not in" in note for note in notes) == changes
+
+
 @pytest.mark.parametrize(
     ("linears", "num_experts", "expected"),
     [
