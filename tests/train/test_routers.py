@@ -67,8 +67,8 @@ def make_engine(model: Any, world: World, **changes: Any) -> Fsdp2Engine:
 
 
 def packs_of(*lengths: int) -> NDArray[np.int32]:
-    """Return packs of one document each, with padding behind it; the last label of each is one that doesn't count."""
-    rng, packs = np.random.default_rng(3), np.zeros((len(lengths), 3, LENGTH), np.int32)
+    """Return packs of one document each, with padding behind it by a token whose embedding is not zero."""
+    rng, packs = np.random.default_rng(3), np.full((len(lengths), 3, LENGTH), 9, np.int32)
     packs[:, 1] = IGNORED
     for pack, length in zip(packs, lengths, strict=True):
         pack[0, :length] = rng.integers(1, 320, length)
