@@ -32,7 +32,7 @@ def command(kind: str) -> None:
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.strict import Spec
 
-    for spec in _below(Spec):
+    for spec in _subclasses(Spec):
         spec.model_rebuild()  # pydantic 2.12 writes a default only if the validator of its class is built
     specs: dict[str, type[Spec]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
     schema = _without_required(specs[kind].model_json_schema())
@@ -48,8 +48,8 @@ def command(kind: str) -> None:
     Terminal().json({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
 
 
-def _below(spec: type[Spec]) -> list[type[Spec]]:
-    return [each for child in spec.__subclasses__() for each in (child, *_below(child))]
+def _subclasses(spec: type[Spec]) -> list[type[Spec]]:
+    return [each for child in spec.__subclasses__() for each in (child, *_subclasses(child))]
 
 
 def _without_required(schema: Any) -> Any:
