@@ -64,14 +64,14 @@ def command(  # noqa: PLR0913 - its options
     with ProgressView(terminal) as view:
         request = BaseRequest(base, repin=repin, from_docker=allow_unpinned)
         built = build(definition, request, no_cache=no_cache, report=view.report)
-    _say(built, reference, time.monotonic() - started, terminal)
+    _print_result(built, reference, time.monotonic() - started, terminal)
     if target:
         push_and_report(reference, target, None, terminal)
     else:
         terminal.data(f"{built.image.id}\n")
 
 
-def _say(built: BuildResult, reference: str, seconds: float, terminal: Terminal) -> None:
+def _print_result(built: BuildResult, reference: str, seconds: float, terminal: Terminal) -> None:
     from ftkit.images.status import is_unpinned
 
     size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")

@@ -57,7 +57,7 @@ def read_recipe(name: str, ctx: Context, overrides: Iterable[str] = ()) -> Loade
         names_model = names_model or isinstance(one.values.get("model"), str)
         typed = _with_weights(one).over(_with_weights(typed))
     below = _read_extended("recipe", path, ctx)
-    layers = _over(typed, below.without(("model",)) if names_model else below)
+    layers = _merge_over(typed, below.without(("model",)) if names_model else below)
     return Loaded(_with_absolute_paths(validate(RecipeSpec, layers), layers), layers)
 
 
@@ -70,7 +70,7 @@ def override_recipe(recipe: Mapping[str, Any], overrides: Iterable[str]) -> Load
     typed = Layers()
     for override in overrides:
         typed = _model_over(parse_override(override), typed)
-    layers = _over(typed, Layers(dict(recipe)))
+    layers = _merge_over(typed, Layers(dict(recipe)))
     return Loaded(validate(RecipeSpec, layers), layers)
 
 
@@ -192,10 +192,10 @@ def _read_extended(kind: str, path: Path, ctx: Context, seen: tuple[Path, ...] =
         raise ConfigError(
             [Problem(layers.origin(("extends",)), "extends", f"'{parent}' extends itself, directly or through others.")]
         )
-    return _over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))
+    return _merge_over(layers.without(("extends",)), _read_extended(kind, parent_path, ctx, (*seen, path)))
 
 
-def _over(above: Layers, below: Layers) -> Layers:
+def _merge_over(above: Layers, below: Layers) -> Layers:
     """Merge one layer into another. `max_steps` or `num_epochs` of the upper one replaces either of the lower."""
     given = [path for path in _LENGTHS if above.value(path) is not None]
     if len(given) == 1:

@@ -283,7 +283,7 @@ class ModelSpec(Spec):
 
     @field_validator("architecture", mode="after")
     @classmethod
-    def _is_whole_where_it_can_be(cls, fields: ArchitectureFields) -> ArchitectureFields:
+    def _complete_if_possible(cls, fields: ArchitectureFields) -> ArchitectureFields:
         if isinstance(fields, ArchitectureSpec) or _missing(fields):
             return fields
         given = {name: value for name in fields.model_fields_set if (value := getattr(fields, name)) is not None}

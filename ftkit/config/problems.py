@@ -110,7 +110,7 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
 def _problem(  # noqa: PLR0911 - one for each form of message
     model: type[BaseModel], layers: Layers, detail: ErrorDetails
 ) -> Problem:
-    path, owner = _walk(model, detail["loc"])
+    path, owner = _follow_location(model, detail["loc"])
     where, key = layers.origin(path), ".".join(path)
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
@@ -215,7 +215,7 @@ def _kinds(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
     return [kind for model in models if (kind := _tag(model))]
 
 
-def _walk(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
+def _follow_location(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
     """Follow an error's location: the user's key path (no union tags, no indices), and the model that owns its end."""
     path: list[str] = []
     owner: type[BaseModel] | None = model

@@ -112,7 +112,7 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     }
     deadline = time.monotonic() + _SITE_SECONDS
     answers = start_all([partial(_ask, words, environment) for words in commands.values()])
-    outputs = {name: _in_time(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
+    outputs = {name: _output_before(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
     partitions = parse_partitions(outputs["sinfo"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
     mounts = _read(root / "proc/mounts")
@@ -152,7 +152,7 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _in_time(answer: Future[str], deadline: float) -> str:
+def _output_before(answer: Future[str], deadline: float) -> str:
     """Return a program's output; empty if it hangs: a program on a dead file system can't even be killed."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))

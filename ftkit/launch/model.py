@@ -94,7 +94,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)
     if folder is not None and not is_path(model.weights):
-        plan = _pinned(plan, environment, home)
+        plan = _pin_revision(plan, environment, home)
     return plan
 
 
@@ -104,11 +104,11 @@ def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
     If the hub does not respond, the plan does not change. Raises as `resolve_model` does.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
-    pinned = _pinned(model, {**environment, **plan.cluster.environment}, home)
+    pinned = _pin_revision(model, {**environment, **plan.cluster.environment}, home)
     return replace(plan, recipe=plan.recipe.model_copy(update={"model": pinned}))
 
 
-def _pinned(model: ModelPlan, environment: Mapping[str, str], home: Path) -> ModelPlan:
+def _pin_revision(model: ModelPlan, environment: Mapping[str, str], home: Path) -> ModelPlan:
     from ftkit.hub.access import find_commit  # noqa: PLC0415 - the hub's client
 
     commit = find_commit(model, environment, home)

@@ -98,7 +98,7 @@ def resolve_script(
         recipe=base.recipe.name if base else None,
     )
     plans = tuple(copy.plan for copy in everything)
-    plan = _of_recipe(base, script, plans) if base else _without_recipe(script, plans, run_args, ctx)
+    plan = _plan_script(base, script, plans) if base else _without_recipe(script, plans, run_args, ctx)
     if sent:  # the folder where the command was typed is on another machine
         plan = replace(plan, script=replace(script, folder=str(plan.layout.code / SCRIPT_CODE)))
     return resolve_image_link(plan), everything
@@ -118,7 +118,7 @@ def copy_script(path: Path, workspace: Workspace) -> CodeCopy:
     return copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, exclude=made)
 
 
-def _of_recipe(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
+def _plan_script(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
     """Plan a script with the placement of the recipe's plan. Raises ConfigError if its folder can't be mounted."""
     if problems := list(check_mounts(base.cluster, base.workspace, [(COMMAND_LINE, "--script", script.folder)])):
         raise ConfigError(problems)

@@ -72,7 +72,7 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
                 change = _merge_changes(changes)
                 total = run.predict(change)
                 if total <= room_gib:
-                    found.append(Suggestion(_typed(change), total))
+                    found.append(Suggestion(_format_override(change), total))
                     used.append(set(chosen))
                     break
     return found
@@ -110,7 +110,7 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
     changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
-    return FasterSuggestion(_typed(changed), now / best.step_seconds, best.total_gib)
+    return FasterSuggestion(_format_override(changed), now / best.step_seconds, best.total_gib)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _halves(length: int) -> list[int]:
     return halves
 
 
-def _typed(change: Change) -> str:
+def _format_override(change: Change) -> str:
     """Format a change as an override."""
     words = {field: "true" if value is True else value for field, value in change.items()}
     return " ".join(

@@ -129,7 +129,7 @@ def pack_run(
     local_files = tuple(dict.fromkeys(file for files in roots.values() for file in files))
     if is_shipped:
         return Parcel((recipe, *overrides), "", "", local_files)
-    text = _to_yaml(_moved(plain.layers.values, (), plain.layers.folder, moved))
+    text = _to_yaml(_replace_paths(plain.layers.values, (), plain.layers.folder, moved))
     name = f"sent/{plain.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     return Parcel((name, *overrides), name, text, local_files)
 
@@ -183,14 +183,14 @@ def _local_files(key: str, path: str) -> list[Path]:
     return files
 
 
-def _moved(
+def _replace_paths(
     value: Any, key: tuple[str, ...], folder: Callable[[tuple[str, ...]], Path], moved: Mapping[str, str]
 ) -> Any:
     """Return a value of a recipe with the paths of the login node."""
     if isinstance(value, dict):
-        return {name: _moved(each, (*key, name), folder, moved) for name, each in value.items()}
+        return {name: _replace_paths(each, (*key, name), folder, moved) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_moved(each, key, folder, moved) for each in value]
+        return [_replace_paths(each, key, folder, moved) for each in value]
     if isinstance(value, str) and key and key[0] in _WITH_PATHS:
         return moved.get(_absolute(value, folder(key)), value)
     return value
@@ -209,11 +209,11 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
     here: Callable[[tuple[str, ...]], Path] = lambda _: Path.cwd()  # noqa: E731
     path = tuple(key.split("."))
     parsed = parse_override(word).value(path)
-    changed = _moved(parsed, path, here, moved)
+    changed = _replace_paths(parsed, path, here, moved)
     if changed != parsed:
         return f"{key}={changed if isinstance(changed, str) else json.dumps(changed)}"
     if isinstance(parsed, str) and "," in parsed:  # a sweep
-        return f"{key}={','.join(_moved(part, path, here, moved) for part in value.split(','))}"
+        return f"{key}={','.join(_replace_paths(part, path, here, moved) for part in value.split(','))}"
     return word
 
 

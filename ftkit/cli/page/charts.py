@@ -146,7 +146,7 @@ def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
             axes.legend(loc=place, frameon=False, fontsize=10, ncols=min(3, len(lines) + 1), labelcolor=INK)
 
     if is_wide:
-        return _both(chart.name, chart.description, draw)
+        return _wide_and_narrow(chart.name, chart.description, draw)
     return _svg(chart.name, chart.description, draw, _NARROW, max(chart.height, _HEIGHT - 40))
 
 
@@ -155,7 +155,7 @@ def _spans_decades(values: Sequence[float]) -> bool:
     return min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)
 
 
-def _both(name: str, description: str, draw: Callable[[Axes], None], height: int = _HEIGHT) -> str:
+def _wide_and_narrow(name: str, description: str, draw: Callable[[Axes], None], height: int = _HEIGHT) -> str:
     wide = _svg(f"{name}-wide", description, draw, _WIDE, height + 30)
     return f'<div class="wide">{wide}</div><div class="narrow">{_svg(name, description, draw, _NARROW, height)}</div>'
 
@@ -239,7 +239,7 @@ def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
         axes.set_yticks([])
         _format_time(axes, end - begin)
 
-    return _both(name, description, draw, 70)
+    return _wide_and_narrow(name, description, draw, 70)
 
 
 def _format_time(axes: Axes, total: float) -> None:
