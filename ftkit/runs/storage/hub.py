@@ -72,7 +72,10 @@ def _hub() -> Any:
 
 
 def _is_same(path: Path, info: Any) -> bool:
-    """Compare a file with the digest that the hub has: SHA-256 of large files, git's SHA-1 of others."""
+    """Compare a file with the digest in the hub's commit: SHA-256 of large files, git's SHA-1 of others.
+
+    For a large file it is the digest that huggingface_hub committed: computed by itself, or by hf_xet while it uploads.
+    """
     if info is None or info.size != path.stat().st_size:
         return False
     with path.open("rb") as file:
