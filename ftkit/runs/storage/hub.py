@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PATHS_PER_REQUEST = 100
+_XET_RETRIES = ("HF_XET_CLIENT_RETRY_MAX_DURATION", "60s")
+"""How long hf_xet repeats a request that fails. Its own default is longer than 2 minutes, and it reports nothing."""
 
 
 def check_hub_access(address: str) -> str:
@@ -66,6 +68,7 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
 
 
 def _hub() -> Any:
+    os.environ.setdefault(*_XET_RETRIES)
     from huggingface_hub import HfApi  # noqa: PLC0415 - heavy, and only copies to the hub need it
 
     return HfApi(endpoint=endpoint_of(os.environ), token=read_token(os.environ))
@@ -96,5 +99,6 @@ def _errors(address: str) -> Iterator[None]:
         raise PrerequisiteError(
             f"can't write to {address}: {one_line(error)}",
             meaning="the token has no write access, the name is wrong, or the hub is unreachable",
-            fix="see 'hf auth whoami'; give HF_TOKEN write access",
+            fix="see 'hf auth whoami'; give HF_TOKEN write access; if only Xet's servers, through which huggingface_hub "
+            "uploads, are unreachable: HF_HUB_DISABLE_XET=1",
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         monkeypatch.setenv("HF_TOKEN", "good")
+        monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_DURATION", "")  # so that it is restored
+        monkeypatch.delenv("HF_XET_CLIENT_RETRY_MAX_DURATION")
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         yield server
         server.shutdown()
@@ -162,6 +165,18 @@ def test_other_content_on_the_hub_is_an_error(hub: Hub, export: Path) -> None:
     hub.damages = "README.md"
     with pytest.raises(PrerequisiteError, match="other content than was uploaded: README"):
         push_to_hub(export, "hf://org/model", quiet)
+
+
+def test_an_upload_through_xet_that_fails_is_given_up(hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hf_xet", reason="huggingface_hub has no Xet client on this machine")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)  # the stand-in has no Xet
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
+    with pytest.raises(PrerequisiteError, match="HF_HUB_DISABLE_XET=1"):
+        push_to_hub(export, "hf://org/model", quiet)
+    assert os.environ["HF_XET_CLIENT_RETRY_MAX_DURATION"] == "60s"
+    assert hub.files == {}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    push_to_hub(export, "hf://org/model", quiet)
 
 
 @pytest.mark.parametrize(("token", "message"), [("bad", "can't write to"), (None, "there is no token")])
