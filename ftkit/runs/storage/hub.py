@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _PATHS_PER_REQUEST = 100
 _XET_RETRIES = ("HF_XET_CLIENT_RETRY_MAX_DURATION", "60s")
-"""How long hf_xet repeats a request that fails. Its own default is longer than 2 minutes, and it reports nothing."""
+"""How long hf_xet repeats a request that fails. By default it is silent for 4 minutes."""
 
 
 def check_hub_access(address: str) -> str:
@@ -99,6 +99,6 @@ def _errors(address: str) -> Iterator[None]:
         raise PrerequisiteError(
             f"can't write to {address}: {one_line(error)}",
             meaning="the token has no write access, the name is wrong, or the hub is unreachable",
-            fix="see 'hf auth whoami'; give HF_TOKEN write access; if only Xet's servers, through which huggingface_hub "
-            "uploads, are unreachable: HF_HUB_DISABLE_XET=1",
+            fix="see 'hf auth whoami'; give HF_TOKEN write access; if only Xet's servers, through which "
+            "huggingface_hub uploads, are unreachable: HF_HUB_DISABLE_XET=1",
         ) from error
