@@ -153,12 +153,16 @@ def checkpointing(family: str, engine: EngineName) -> ActivationCheckpointing:
 def batch(step: int, number: int, world: World) -> MicroBatch:
     """Return a micro-batch of a step; those of all ranks are the same, whoever has them."""
     accumulation, rank = divmod(number * world.data_size + world.data_rank, world.size)
+    return packs_of(step, accumulation, rank, world.context)
+
+
+def packs_of(step: int, accumulation: int, rank: int, context: ContextGroup) -> MicroBatch:
     generator = torch.Generator().manual_seed(100 * step + 10 * accumulation + rank)
     tokens = torch.randint(0, VOCABULARY, (2 * LENGTH,), generator=generator)
     labels = torch.cat([tokens[1:], torch.tensor([IGNORED])])
     positions = torch.arange(LENGTH).remainder(15).repeat(2)  # two documents in each pack
     packs = torch.stack([part.view(2, LENGTH) for part in (tokens, labels, positions)], dim=1)
-    return to_micro_batch(packs.int().numpy(), world.device, context=world.context)
+    return to_micro_batch(packs.int().numpy(), torch.device("cpu"), context=context)
 
 
 @contextmanager
@@ -184,21 +188,13 @@ def build(family: str, **options: Any) -> Any:
     return model
 
 
-class EveryPack(ContextGroup):
-    """The context of a process that has all packs, and these as a whole."""
-
-    def part(self, length: int) -> slice:
-        return slice(length)
-
-
 def first_step_of_transformers(world: World) -> dict[str, float]:
     """Return the loss, balance and gradient norm of the first step of the mixture by transformers alone."""
     model = build("qwen3_moe").train()
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
-    everyone = EveryPack(size=world.size)
     entropy = balance = 0.0
-    for number in range(ACCUMULATION * world.size):
-        whole = batch(0, number, replace(world, context=everyone))
+    for accumulation, rank in product(range(ACCUMULATION), range(world.size)):
+        whole = packs_of(0, accumulation, rank, ContextGroup())
         for pack in range(2):
             is_own = whole.label_index // LENGTH == pack
             positions = whole.position_ids[pack : pack + 1]
