@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.workers import num_usable_cpus
 from ftkit.errors import TrainingError, one_line
-from ftkit.files import atomic_folder, mode_of_new_files, write_json
+from ftkit.files import atomic_folder, write_json
 from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.runs.card import read_license, write_card
 from ftkit.train.components.export_record import ExportRecord, make_prompts, streamed_logits
@@ -106,7 +106,7 @@ def build_export_model(parts: ExportedParts) -> PreTrainedModel:
 
 
 class Exporter:
-    """Writes the trained weights of a run, one shard at a time, and records their logits.
+    """Writes the trained weights of a run, one tensor at a time, and records their logits.
 
     Merged adapters go into the unquantized base in fp32 and are rounded once.
     """
@@ -171,7 +171,6 @@ class Exporter:
         known = None if self._parts.pretrained is None else read_license(self._parts.pretrained)
         write_card(folder, layout, self._parts.recipe, record.step, record.kind, known)
         write_json(folder / EXPORT_RECORD, replace(record, files=files))
-        _let_others_read(folder)
 
     def _write_model(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `AutoModelForCausalLM.from_pretrained`; of a multimodal model, its text model.
@@ -326,11 +325,3 @@ class _RoundedTensors(LazyTensors):
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _let_others_read(folder: Path) -> None:
-    """Give all files the mode that the umask gives new files: safetensors makes its files private."""
-    mode = mode_of_new_files(folder)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
