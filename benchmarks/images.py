@@ -162,7 +162,7 @@ def show(rounds: list[list[Row]], peak: float) -> bool:
     times, longer = enroot.seconds / ours.seconds, gzip.seconds / ours.seconds
     larger = 100 * (ours.size / dense.size - 1)
     print(f"{times:.1f} x faster than enroot's defaults (wanted: 3), {longer:.1f} x than gzip (wanted: 5)")
-    print(f"{larger:+.1f} % larger than zstd-15 (wanted: at most 5), peak memory {peak:.0f} MiB (wanted: under 1024)")
+    print(f"{larger:+.1f}% larger than zstd-15 (wanted: at most 5), peak memory {peak:.0f} MiB (wanted: under 1024)")
     return times >= 3 and longer >= 5 and larger <= 5 and peak < 1024  # noqa: PLR2004
 
 

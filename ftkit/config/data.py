@@ -255,7 +255,7 @@ class DataSpec(Spec):
     @model_validator(mode="after")
     def _validation_is_set_once(self) -> Self:
         if self.validation is not None and any(source.num_heldout or _heldout_file(source) for source in self.sources):
-            raise ValueError("validation, and the source's num_heldout or heldout, set the same: keep one")
+            raise ValueError("validation, and the source's num_heldout or heldout, set the same thing: keep one")
         return self
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ftkit.data.readers import RawRow
 
 MAX_FILES: Final = 100_000
-"""Maximum entries of a data set's folder; walking through that many takes seconds."""
+"""Maximum entries of a dataset's folder; walking through that many takes seconds."""
 _BUFFER = 1 << 20
 _OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
-"""Prefixes of files and folders that are not for training, as in data sets of the hub."""
+"""Prefixes of files and folders that are not for training, as in datasets of the hub."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that `datasets` writes."""
 
@@ -61,7 +61,7 @@ def find_files(place: str, key: str) -> list[str]:
 
 
 def walk(folder: Path, key: str) -> list[Path]:
-    """Return all files of a data set's folder.
+    """Return all files of a dataset's folder.
 
     Raises:
         NotFoundError: there are so many that it is probably another folder.
@@ -74,8 +74,8 @@ def walk(folder: Path, key: str) -> list[Path]:
         if num_seen > MAX_FILES:
             raise NotFoundError(
                 f"{key}: there are more than {MAX_FILES:,} files and folders in {folder}",
-                meaning="it is probably a parent of the data set's folder",
-                fix=f"give the data set's own folder: {key}=PATH",
+                meaning="it is probably a parent of the dataset's folder",
+                fix=f"give the dataset's own folder: {key}=PATH",
             )
     return files
 
@@ -147,8 +147,8 @@ def _find_remote(place: str, key: str) -> list[str]:
             found = [place] if system.exists(place) else []
     if not found:
         fix = "check the address, and your permissions"
-        if scheme == "hf":  # which answers so for private data sets, too
-            fix = f"check the address; if the data set is private or gated: {ADVICE['hf']}"
+        if scheme == "hf":  # which answers so for private datasets, too
+            fix = f"check the address; if the dataset is private or gated: {ADVICE['hf']}"
         raise NotFoundError(f"{key}: there is nothing at {place}", fix=fix)
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 

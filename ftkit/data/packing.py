@@ -24,7 +24,7 @@ _MIN_PACKS_OF_WINDOW = 128
 _FULL = 0.995
 """Minimum fill ratio; the documents of an emptier pack wait for the next window."""
 _MAX_WAITING = 0.5
-"""Fraction of a window that may wait. With documents as long as a pack, a quarter would waste 0.3 % of the tokens."""
+"""Fraction of a window that may wait. With documents as long as a pack, a quarter would waste 0.3% of the tokens."""
 
 MIN_WIDTH = 128
 """Minimum width of padded rows. Flex attention has no training kernel for fewer tokens."""

@@ -36,7 +36,7 @@ class RawRow:
 
     Attributes:
         separator: text between the file's name and the number.
-        number: line or row, counted from 1, or as the data set counts.
+        number: line or row, counted from 1, or as the dataset counts.
         content: JSON text that is not parsed yet, the columns, or the row's error.
     """
 

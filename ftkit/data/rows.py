@@ -41,7 +41,7 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The columns of one example, and its place: `FILE:LINE`, or its number in a data set."""
+    """The columns of one example, and its place: `FILE:LINE`, or its number in a dataset."""
 
     columns: Columns
     where: str

@@ -163,13 +163,13 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """The rows of a data set on the hub."""
+    """The rows of a dataset on the hub."""
 
     source: HubSource
 
     def read(self) -> Iterator[RawRow]:
         """Yield all rows."""
-        name = f"data set '{self.source.dataset}', split {self.source.split}"
+        name = f"dataset '{self.source.dataset}', split {self.source.split}"
         for number, columns in enumerate(_load(self.source)):
             yield RawRow(name, ", row ", number, dict(columns))
 
@@ -186,7 +186,7 @@ def _load(source: HubSource) -> Any:
         return datasets.load_dataset(source.dataset, source.subset, split=source.split, revision=source.revision)
     except Exception as error:  # the library passes on any error of its back ends
         raise DataError(
-            f"can't load the data set '{source.dataset}': {one_line(error)}",
+            f"can't load the dataset '{source.dataset}': {one_line(error)}",
             meaning="it does not exist, is gated, or this machine can't reach the hub",
             fix="check the name; set HF_TOKEN for a gated one; on a node without network, prepare the data elsewhere",
         ) from error

@@ -43,7 +43,7 @@ def paired_interval(
     seed: int,
     num_resamples: int = NUM_RESAMPLES,
 ) -> Interval:
-    """Return the 95 % interval of a function of ratios over the same rows, by percentiles.
+    """Return the 95% interval of a function of ratios over the same rows, by percentiles.
 
     The rows of a resample are the same for all ratios, so the difficulty of a row cancels in the difference of two
     models (Efron and Tibshirani 1993, chapter 13).

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ftkit.evaluate.load import LoadedModel
 
 _QUANTILE = 1.96
-"""Standard errors of a 95 % interval of the normal distribution."""
+"""Standard errors of a 95% interval of the normal distribution."""
 
 
 class Harness:

@@ -83,7 +83,7 @@ class Result:
 
     Attributes:
         source: source of the rows; empty for all rows.
-        interval: 95 % confidence interval of the change; of `after` if there is no `before`.
+        interval: 95% confidence interval of the change; of `after` if there is no `before`.
         num_cases: number of rows for losses, of completions for other metrics.
     """
 

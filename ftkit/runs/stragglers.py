@@ -62,7 +62,7 @@ class Straggler:
     def reason(self) -> str:
         """How much slower the host is, as text."""
         shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN])) + (", …" if len(self.ranks) > _MAX_SHOWN else "")
-        return f"{100 * self.slowdown:.0f} % slower than the others (rank{'s' if len(self.ranks) > 1 else ''} {shown})"
+        return f"{100 * self.slowdown:.0f}% slower than the others (rank{'s' if len(self.ranks) > 1 else ''} {shown})"
 
 
 def read_timings(layout: RunLayout) -> list[RankTiming]:

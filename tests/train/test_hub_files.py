@@ -49,6 +49,6 @@ def test_missing_and_private_data_sets_are_reported_with_a_fix(monkeypatch: pyte
     with hub_server(FILES, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "bad")
         with pytest.raises(
-            NotFoundError, match="if the data set is private or gated: run 'hf auth login', or set HF_TOKEN"
+            NotFoundError, match="if the dataset is private or gated: run 'hf auth login', or set HF_TOKEN"
         ):
             find_files(PLACE, "data.source")

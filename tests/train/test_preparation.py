@@ -152,7 +152,7 @@ def test_a_row_of_a_data_set_is_reported_by_split_and_index(
     rest = source_of(folder)[1:]
     source = json.dumps({"kind": "hub", "dataset": str(folder)})
     printed = refused(plan_for(tmp_path, f"data.source={source}", *rest), capsys)
-    assert f"error: data set '{folder}', split train, row 1: turn 2: an assistant turn is blank" in printed
+    assert f"error: dataset '{folder}', split train, row 1: turn 2: an assistant turn is blank" in printed
 
 
 def test_any_number_of_workers_gives_the_same_packs_and_counts_per_source(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows in the formats of the reference systems' data sets, encoded with the shipped recipes."""
+"""Rows in the formats of the reference systems' datasets, encoded with the shipped recipes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ each other."""
 
 _KERNEL_TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
-4.0.0b36 on an H200 computed gradients that were off by 70 to 90 % with heads of 16 and 48."""
+4.0.0b36 on an H200 computed gradients that were off by 70 to 90% with heads of 16 and 48."""
 
 FLEX_MINIMUM = 128
 """Minimum number of tokens for flex attention's training kernel. For fewer queries torch uses a decoding kernel without

@@ -66,7 +66,7 @@ def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMake
     for rank, seconds in enumerate((1.0, 1.0, 1.14, 1.0)):
         timing = RankTiming(rank, f"h{16 + rank // 2}", 400, 100, 2.0, 0.0, seconds, 0.1)
         write_json(run.layout.rank_timing(rank), timing)
-    assert "node h17 is 14 % slower than the others (rank 2)" in ftkit("status", run.id).out
+    assert "node h17 is 14% slower than the others (rank 2)" in ftkit("status", run.id).out
     (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]
     assert (found["host"], found["ranks"]) == ("h17", [2])
 

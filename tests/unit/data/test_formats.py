@@ -380,7 +380,7 @@ def test_an_invalid_chat_template_is_rejected(template: str) -> None:
         data(chat_template=template)
 
 
-# --- The reference systems' data sets ------------------------------------------------------------
+# --- The reference systems' datasets ------------------------------------------------------------
 
 REFERENCE_ROWS: list[tuple[object, dict[str, Any], list[str]]] = [
     (

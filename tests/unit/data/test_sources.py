@@ -190,5 +190,5 @@ def test_the_hash_of_a_row_determines_its_split_in_any_position_and_file_format(
 def test_conflicting_definitions_of_a_validation_split_are_rejected(given: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"give one of count, fraction and file|by: hash requires fraction"):
         ValidationSpec.model_validate(given)
-    with pytest.raises(ValidationError, match="set the same: keep one"):
+    with pytest.raises(ValidationError, match="set the same thing: keep one"):
         spec({"kind": "files", "train": "a.jsonl", "num_heldout": 3}, validation={"count": 1})

@@ -57,4 +57,4 @@ def test_damaged_files_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert Straggler("h1", tuple(range(8)), 0.2).reason == "20 % slower than the others (ranks 0, 1, 2, 3, …)"
+    assert Straggler("h1", tuple(range(8)), 0.2).reason == "20% slower than the others (ranks 0, 1, 2, 3, …)"

@@ -137,7 +137,7 @@ def test_a_requeued_job_excludes_the_straggler_found_by_the_trainer(
     resources = make_plan.recipe.resources.model_copy(update={"exclude_stragglers": True})
     make_plan.recipe = make_plan.recipe.model_copy(update={"resources": resources})
     plan = make_plan("dev", 2, node_local_dir=machine.local_disk)
-    name = "printf 'h17\\t14 %% slower than the others (rank 3)\\n' >stragglers.tsv; " if is_named else ""
+    name = "printf 'h17\\t14%% slower than the others (rank 3)\\n' >stragglers.tsv; " if is_named else ""
     machine.environment = {
         "FAKE_TRAINER": name + WAIT_FOR_REQUEST + _end("stopped"),
         "FAKE_JOB": "   ReqNodeList=(null) ExcNodeList=h3",
@@ -146,7 +146,7 @@ def test_a_requeued_job_excludes_the_straggler_found_by_the_trainer(
     said = [call.words for call in machine.calls("scontrol")]
     assert said[-1] == (["update", "jobid=12345", "ExcNodeList=h3,h17"] if is_named else ["requeue", "12345"])
     assert list(excluded_nodes(plan.layout).items()) == (
-        [("h17", "14 % slower than the others (rank 3)")] if is_named else []
+        [("h17", "14% slower than the others (rank 3)")] if is_named else []
     )
 
 
