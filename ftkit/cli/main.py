@@ -20,7 +20,7 @@ from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color
 from ftkit.config.context import Context
 from ftkit.config.dotenv import load_dotenv
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, as_disk_full, redact
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_disk_full, redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,6 +125,12 @@ def cli(*, cluster: str | None) -> None:
     Start with: ftkit run demo
     """
     del cluster  # read by `ftkit.cli.commands.current_context`
+    if sys.platform != "linux":
+        raise PrerequisiteError(
+            f"ftkit runs on Linux, and this is {sys.platform}",
+            meaning="it starts containers and Slurm jobs, and follows processes in /proc",
+            fix="use a Linux container or virtual machine (on Windows: WSL 2), or the cluster's login node",
+        )
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from ftkit import assets
 from ftkit.cli.main import _SECTIONS, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.request import Settings
-from ftkit.errors import EXIT_CODES, FtkitError
+from ftkit.errors import EXIT_CODES, FtkitError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +48,16 @@ def test_the_help_lists_every_exit_code_and_the_variable_of_every_setting(ftkit:
         assert re.search(rf"^ +FTKIT_{setting.upper()} +\w", result.out, re.MULTILINE)
     for code, meaning in EXIT_CODES.items():
         assert re.search(rf"^ +{code} +{re.escape(meaning)}$", result.out, re.MULTILINE)
+
+
+def test_another_operating_system_than_linux_is_refused_with_what_to_use(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    result = ftkit("plan", "demo")
+    assert (result.code, result.out) == (PrerequisiteError.exit_code, "")
+    assert "ftkit runs on Linux, and this is darwin" in result.err
+    assert ftkit("--version").code == 0
 
 
 LIST_MODULES = """
