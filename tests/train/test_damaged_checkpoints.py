@@ -126,7 +126,7 @@ def test_the_previous_checkpoint_is_loaded_whatever_the_damage_to_the_newest(
 def test_a_run_without_an_intact_checkpoint_stops_with_an_error(layout: RunLayout, world: World) -> None:
     for _, folder in layout.list_checkpoints():
         remove(folder)
-    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is not .*step-000009"):
+    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is missing.*step-000009"):
         newest_loaded(layout, world)
 
 
@@ -172,7 +172,7 @@ def test_an_index_with_a_pickled_call_is_rejected_without_calling_it(
     seal(folder, 1_000_000, world)
     assert newest_loaded(layout, world) == 10
     assert not touched.exists()
-    assert f"{INDEX}: it holds a 'pathlib.Path.touch'" in caplog.text
+    assert f"{INDEX}: it contains 'pathlib.Path.touch'" in caplog.text
 
 
 def test_an_object_in_place_of_a_tensor_is_not_unpickled(layout: RunLayout, world: World, tmp_path: Path) -> None:
