@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -110,7 +111,9 @@ def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
             fix="leave --engine out, or try --engine transformers",
             stderr=stderr,
         ) from error
-    return VllmEngine(llm, adapter, stderr)
+    engine = VllmEngine(llm, adapter, stderr)
+    weakref.finalize(engine, stderr.close)  # commands that use it to their end don't close it
+    return engine
 
 
 def _load(folder: Path, base: Path, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -126,7 +126,7 @@ def test_the_previous_checkpoint_is_loaded_whatever_the_damage_to_the_newest(
 def test_a_run_without_an_intact_checkpoint_stops_with_an_error(layout: RunLayout, world: World) -> None:
     for _, folder in layout.list_checkpoints():
         remove(folder)
-    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is missing.*step-000009"):
+    with pytest.raises(TrainingError, match=r"every checkpoint .* step-1000000 \(COMPLETE.json is miss.*step-000009"):
         newest_loaded(layout, world)
 
 

@@ -166,5 +166,5 @@ def test_a_run_uses_the_param_count_of_the_model_class(make_run: Callable[..., A
     printed = run.train()
     (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)
     assert proof.checks["parameters"] == f"{start.num_parameters:,}"
-    estimate = f"the plan's estimate was {run.plan.num_parameters:,}"
-    assert f"the model has {start.num_parameters:,} parameters, {estimate}" in printed
+    estimate = f"(the plan's estimate was {run.plan.num_parameters:,})"
+    assert f"the model has {start.num_parameters:,} parameters {estimate}" in printed

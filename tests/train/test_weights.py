@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("bounds", [(0, 60), (0, 0), (7, 41), (12, 24), (59, 60)])
 def test_a_shard_is_read_a_few_rows_at_a_time(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_shard, "_READ_AT_ONCE", 12)  # three rows of four
+    monkeypatch.setattr(local_shard, "_ELEMENTS_PER_READ", 12)  # three rows of four
     begin, end = bounds
     whole = torch.arange(60.0).view(15, 4)
     part = LocalShard(whole.shape, torch.full((end - begin,), -1.0), begin)
@@ -39,7 +39,7 @@ def test_random_weights_do_not_depend_on_the_sharding(monkeypatch: pytest.Monkey
         family="llama", vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, head_dim=8, max_position_embeddings=8,
     )  # fmt: skip
-    monkeypatch.setattr(local_shard, "_READ_AT_ONCE", 80)  # ten rows
+    monkeypatch.setattr(local_shard, "_ELEMENTS_PER_READ", 80)  # ten rows
 
     def drawn(begin: int, end: int) -> torch.Tensor:
         model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
