@@ -19,10 +19,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
+from ftkit.config.experts import Experts, read_experts
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
-from ftkit.planning.estimates.parameters import Experts, count_attention, read_experts
+from ftkit.planning.estimates.parameters import count_attention
 from ftkit.train.model.build import find_decoder_layers, make_config
 
 if TYPE_CHECKING:

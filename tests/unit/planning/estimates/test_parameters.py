@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.execution import GIB
+from ftkit.config.experts import read_experts
 from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.config.model_config import read_shape
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts, read_experts
+from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.estimates.step_time import token_flops
 from ftkit.planning.plan import plan_from_json, plan_to_json
 from ftkit.planning.planner import plan_for_counts
