@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def in_color(stream: IO[str]) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
 
 
-def _keep(ctx: click.Context, parameter: click.Parameter, value: bool | None) -> None:  # noqa: FBT001 - click's interface
+def _store(ctx: click.Context, parameter: click.Parameter, value: bool | None) -> None:  # noqa: FBT001 - click's interface
     if ctx.resilient_parsing or ctx.get_parameter_source(str(parameter.name)) is ParameterSource.DEFAULT:
         return
     before = ctx.meta.get(_KEY, Output())
@@ -90,26 +91,17 @@ class _Details(logging.Handler):
         click.echo(redact(record.getMessage(), os.environ), err=True)
 
 
+_option = partial(click.Option, expose_value=False, callback=_store)
 OUTPUT_OPTIONS = (
-    click.Option(
-        ["-q", "--quiet"],
-        is_flag=True,
-        expose_value=False,
-        callback=_keep,
-        help="Print only data, warnings and errors.",
-    ),
-    click.Option(
+    _option(["-q", "--quiet"], is_flag=True, help="Print only data, warnings and errors."),
+    _option(
         ["-v", "--verbose"],
         is_flag=True,
-        expose_value=False,
-        callback=_keep,
         help="Print which configuration files are read, and which programs are run.",
     ),
-    click.Option(
+    _option(
         ["--color/--no-color"],
         default=None,
-        expose_value=False,
-        callback=_keep,
         help="Print in color; default: on a terminal, unless FORCE_COLOR or NO_COLOR is set.",
     ),
 )
