@@ -1,0 +1,155 @@
+"""Benchmark what the sampler of GPUs costs: its own CPU time, and training steps with and without it.
+
+    python benchmarks/sampler.py --case olmo3-7b-8layers [--gpus 1] [--rounds 6] [--seconds 30] [key=value …]
+
+The first table is of the sampler alone, run as in a job with a short interval: seconds and CPU seconds of one sample of
+all GPUs, and the fraction of one CPU at the interval of a run. The second table is of one training, on random weights
+and tokens. In each round it takes steps for some seconds without a sampler, with one as in a run, and with one that
+samples a hundred times as often; the order alternates. Columns: mean seconds of a step, and the cost relative to no
+sampler with its standard error over the rounds; the last one is the cost for the rate of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from save_stall import SIMPLE, make_model, make_work
+from train import CASES, make_plan
+
+from ftkit.health.sampler import INTERVAL_SECONDS
+from ftkit.planning.setup import GPUS
+from ftkit.train.world import World, init_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHECKOUT = Path(__file__).parent.parent
+OFTEN = 100
+COLUMNS = "{:<28} {:>8} {:>12} {:>10} {:>10} {:>12}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to take steps: with a sampler at an interval in seconds, or without one."""
+
+    title: str
+    interval: float | None
+
+
+WAYS = (
+    Way("no sampler", None),
+    Way(f"every {INTERVAL_SECONDS:g} s, as in a run", INTERVAL_SECONDS),
+    Way(f"every {INTERVAL_SECONDS / OFTEN:g} s", INTERVAL_SECONDS / OFTEN),
+)
+
+
+def sampler(folder: Path, interval: float, *options: str) -> list[str]:
+    """Return the command of the sampler."""
+    arguments = [str(folder / "samples.jsonl"), f"--interval={interval}", *options]
+    return [sys.executable, "-m", "ftkit.health.sampler", *arguments]
+
+
+@contextmanager
+def sampled(interval: float | None, folder: Path) -> Iterator[None]:
+    """Run the sampler during the block, on one rank of the node."""
+    if interval is None:
+        yield
+        return
+    with subprocess.Popen(sampler(folder, interval)) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def measure_sampler(folder: Path, num_samples: int) -> None:
+    """Print what one sample costs: a long run of the sampler less one of a single sample, which is its start."""
+    times = []
+    for count in (1, 1 + num_samples):
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(sampler(folder, 0.0, f"--count={count}"), check=True, stderr=subprocess.PIPE, text=True)
+        if done.stderr:
+            print(done.stderr.strip())
+            return
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        times.append((time.perf_counter() - began, cpu))
+    elapsed, cpu = ((long - short) / num_samples for short, long in zip(*times, strict=True))
+    print(f"one sample: {1e3 * elapsed:.2f} ms, {1e3 * cpu:.2f} ms of CPU time (mean of {num_samples:,}); "
+          f"every {INTERVAL_SECONDS:g} s: {cpu / INTERVAL_SECONDS:.4%} of one CPU; "
+          f"start: {times[0][0]:.2f} s", flush=True)  # fmt: skip
+
+
+def mean_step(work: Callable[[], None], world: World, duration: float) -> tuple[float, int]:
+    """Take steps for some seconds; return the mean seconds of a step, and how many were taken by all ranks."""
+    world.barrier()
+    began, num_steps = time.perf_counter(), 0
+    while True:
+        work()
+        num_steps += 1
+        if num_steps % 10 == 0 and world.sum([float(time.perf_counter() - began > duration)])[0]:
+            return (time.perf_counter() - began) / num_steps, num_steps
+
+
+def measure_steps(work: Callable[[], None], world: World, options: argparse.Namespace) -> None:
+    """Print the table of steps with and without the sampler."""
+    mean_step(work, world, options.seconds / 2)
+    seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
+    num_steps = dict.fromkeys(WAYS, 0)
+    for number in range(options.rounds):
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            with sampled(way.interval if world.is_first else None, options.folder):
+                taken = mean_step(work, world, options.seconds)
+            seconds[way].append(taken[0])
+            num_steps[way] += taken[1]
+    if not world.is_first:
+        return
+    print(COLUMNS.format("sampler", "steps", "mean step, s", "cost", "± s. e.", "in a run"))
+    for way in WAYS:
+        costs = [with_it / without - 1 for with_it, without in zip(seconds[way], seconds[WAYS[0]], strict=True)]
+        cost, error = statistics.mean(costs), statistics.stdev(costs) / len(costs) ** 0.5
+        step = f"{statistics.mean(seconds[way]):.5f}"
+        scaled = "" if way.interval is None else f"{cost * way.interval / INTERVAL_SECONDS:+.4%}"
+        print(COLUMNS.format(way.title, num_steps[way], step, f"{cost:+.3%}", f"{error:.3%}", scaled), flush=True)
+
+
+def main() -> None:
+    """Measure the sampler, start the training processes, or measure in one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=30, help="seconds of steps in each round and way")
+    parser.add_argument("--samples", type=int, default=500, help="samples taken to measure one")
+    parser.add_argument("--folder", type=Path, help="where samples are written (a temporary folder)")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        options.overrides = [*SIMPLE, *options.overrides]
+        plan = make_plan(options.case, CASES[options.case], options, options.folder)
+        with init_world(plan.placement) as world:
+            measure_steps(make_work(make_model(plan, world), plan, world), world, options)
+        os._exit(0)  # as the trainer does: threads of the communication library can abort while the interpreter ends
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        measure_sampler(Path(folder), options.samples)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+        command = [sys.executable, *torchrun, __file__, *sys.argv[1:], f"--folder={folder}"]
+        sys.exit(subprocess.run(command, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
