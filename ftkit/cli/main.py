@@ -141,6 +141,7 @@ def main(args: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     # Otherwise pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale without `×` must not make the command fail
@@ -159,6 +160,19 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - reported
         return _report(error, words)
     return code
+
+
+def _open_standard_streams() -> None:
+    """Connect standard streams that the caller closed (`>&-`) to /dev/null.
+
+    The next files to be opened would get their descriptors, and what programs print would end up in them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keyword
+    os.close(descriptor)
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def _report(error: Exception, words: list[str]) -> int:

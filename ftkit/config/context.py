@@ -14,6 +14,7 @@ from pathlib import Path
 from ftkit import assets
 from ftkit.config.layers import Layers
 from ftkit.config.paths import absolute_path
+from ftkit.errors import NotFoundError
 
 PROJECT_FILE = "ftkit.yaml"
 
@@ -28,8 +29,17 @@ class Context:
 
     @classmethod
     def here(cls) -> Context:
-        """Create the context from the current folder and the process's environment."""
-        current = Path.cwd()
+        """Create the context from the current folder and the process's environment.
+
+        Raises:
+            NotFoundError: the current folder was removed.
+        """
+        try:
+            current = Path.cwd()
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                "the current folder no longer exists", meaning="it was removed or moved", fix="cd to another folder"
+            ) from error
         inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
         xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
         user = Path(xdg).expanduser() / "ftkit"

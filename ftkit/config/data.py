@@ -174,7 +174,7 @@ TrainOn = Literal["assistant", "last", "completion", "all"]
 
 
 def _check_train_on(value: object) -> object:
-    is_list_of_roles = isinstance(value, list) and all(role in get_args(Role) for role in value)
+    is_list_of_roles = isinstance(value, list) and value and all(role in get_args(Role) for role in value)
     if is_list_of_roles or value in get_args(TrainOn):
         return value
     raise ValueError(

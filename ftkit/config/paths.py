@@ -38,9 +38,11 @@ def absolute_path(text: str, folder: Path, where: str = "", key: str = "") -> Pa
         ConfigError: the path is impossible; the message has `where` and `key`.
     """
     problem = path_problem(text)
+    path = folder if problem else (folder / Path(text).expanduser()).absolute()
+    problem = problem or path_problem(str(path))  # the folder can be impossible too: plans and scripts are UTF-8
     if problem:
         raise ConfigError([Problem(where, key, f"{problem}.")])
-    return (folder / Path(text).expanduser()).absolute()
+    return path
 
 
 def is_file(path: Path) -> bool:
@@ -54,7 +56,7 @@ def is_file(path: Path) -> bool:
 def path_problem(text: str) -> str | None:
     """Return why a path is impossible; None if it is possible."""
     if not text or not text.isprintable():
-        return f"a path is one line of printable characters, got {text[:80]!r}"
+        return f"a path is one line of printable characters in UTF-8, got {text[:80]!r}"
     name = max(text.split("/"), key=len)
     if len(os.fsencode(text)) > _LONGEST_PATH or len(os.fsencode(name)) > _LONGEST_NAME:
         return f"a path has at most {_LONGEST_PATH} bytes and each name in it {_LONGEST_NAME}, got {text[:80]}…"

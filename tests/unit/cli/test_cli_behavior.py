@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +19,6 @@ from ftkit.errors import EXIT_CODES, FtkitError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from conftest import FakePrograms, Result, RunMaker
 
@@ -296,6 +296,19 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_streams_are_not_an_error_and_files_do_not_get_their_descriptors(tmp_path: Path) -> None:
+    code = "import sys; from ftkit.cli.main import main; sys.exit(main() or open('/dev/null').fileno() <= 2)"
+    script = f'exec "{sys.executable}" -c "{code}" clusters <&- >&- 2>&-'
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
+    assert subprocess.run(["bash", "-c", script], env=environment, check=False).returncode == 0
+
+
+def test_a_removed_current_folder_is_an_error_with_a_fix(ftkit: Callable[..., Result]) -> None:
+    Path.cwd().rmdir()
+    result = ftkit("recipes")
+    assert (result.code, result.err.partition("\n")[0]) == (4, "error: the current folder no longer exists")
 
 
 @pytest.mark.parametrize("words", [("recipes",), ("clusters",), ("config",), ("plan", "demo"), ("runs",)])

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster, load_image, load_recipe
-from ftkit.config.paths import is_path
+from ftkit.config.paths import absolute_path, is_path
 from ftkit.config.request import load_settings
 from ftkit.config.strict import Spec
 from ftkit.errors import ConfigError, NotFoundError
@@ -303,6 +303,11 @@ def test_an_invalid_path_is_reported_with_its_key(ctx: Context, path: str) -> No
     assert found.startswith("command line: model.weights: ")
 
 
+def test_a_path_below_a_folder_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"printable characters in UTF-8, got .*caf.udce9/data"):
+        absolute_path("data", tmp_path / "caf\udce9", "x.yaml:1", "workspace")
+
+
 @pytest.mark.parametrize(("text", "expected"), [("/a", True), ("./a", True), ("~/a", True), ("org/model", False)])
 def test_folders_are_distinguished_from_hub_ids(text: str, expected: bool) -> None:
     assert is_path(text) is expected
@@ -347,6 +352,7 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
         ("training.attention=flash_attention_2", "or 'eager'. Attention kernel: `flash4` (flash-attn-4"),
         ("data.validation=0.1", "must be a mapping, got 0.1. Its keys are count, fraction, by, file, seed."),
         ("data.train_on=asistant", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
+        ("data.train_on=[]", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
         ("data.template_options={a: [1]}", "data.template_options.a: an option of a template is text, a number, true"),
         ("data.format=openai", "'openai' is not a format: write auto, messages, sharegpt, alpaca"),
         ("training.lr=1", "training.lr: unknown key. Here it is training.learning_rate."),
