@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -150,9 +151,40 @@ class DiskFullError(UnfitMachineError):
     """A disk is full, or a quota is exceeded."""
 
 
-def as_disk_full(error: Exception) -> Exception:
-    """Return a `DiskFullError` if an error or one of its causes is a full disk; else the error."""
-    if isinstance(error, DiskFullError):
+_EXTRAS: Final = {
+    **dict.fromkeys(
+        (
+            *("accelerate", "datasets", "fsspec", "numpy", "peft", "pyarrow", "regex", "safetensors"),
+            *("tokenizers", "torch", "transformers"),
+        ),
+        "train",
+    ),
+    **dict.fromkeys(("docker", "requests", "spython"), "images"),
+    "bitsandbytes": "qlora",
+    "deepspeed": "deepspeed",
+    "matplotlib": "report",
+    "sentencepiece": "gguf",
+}
+"""The extra of ftkit that installs a package, by the name under which the package is imported."""
+
+
+def missing_package_error(names: Sequence[str], meaning: str = "") -> PrerequisiteError:
+    """Return the error that packages of ftkit's extras are not installed."""
+    extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in names))
+    return PrerequisiteError(
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed in this Python environment",
+        meaning=meaning,
+        fix=f"pip install 'ftkit[{extras}]'",
+    )
+
+
+def as_user_error(error: Exception) -> Exception:
+    """Return the error as one that the user can act on, if it is a full disk or a missing package; else as it is.
+
+    A full disk is also found among the errors that led to it, a missing package only among its explicit causes: code
+    that handles an `ImportError` may fail later for another reason.
+    """
+    if isinstance(error, DiskFullError | PrerequisiteError):
         return error
     for cause in _causes(error):
         if _is_disk_full(cause):
@@ -162,6 +194,11 @@ def as_disk_full(error: Exception) -> Exception:
                 meaning=one_line(error),
                 fix="free space ('df -h' and 'quota -s' show where), and try again",
             )
+    direct: BaseException | None = error
+    while direct is not None:
+        if isinstance(direct, ModuleNotFoundError) and direct.name in _EXTRAS:
+            return missing_package_error([direct.name], f"this command needs it: {sys.executable} does not find it")
+        direct = direct.__cause__
     return error
 
 

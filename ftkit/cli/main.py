@@ -20,7 +20,7 @@ from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color
 from ftkit.config.context import Context
 from ftkit.config.dotenv import load_dotenv
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_disk_full, redact
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,7 +182,7 @@ def _report(error: Exception, words: list[str]) -> int:
         return error.exit_code
     if os.environ.get("FTKIT_DEBUG", "") not in ("", "0"):
         raise error
-    error = as_disk_full(error)
+    error = as_user_error(error)
     if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
         first, *_ = [_report(each, words) for each in error.exceptions]
         return first

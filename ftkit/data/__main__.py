@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ftkit.data.prepare import prepare
 from ftkit.data.weights import export_weights, fetch_weights
-from ftkit.errors import FtkitError, as_disk_full, redact
+from ftkit.errors import FtkitError, as_user_error, redact
 from ftkit.hub.access import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
@@ -41,7 +41,7 @@ def main(plan_path: Path) -> int:
         prepare(plan, report)
         fetch_weights(plan, os.environ, report)
     except Exception as error:  # noqa: BLE001 - any error is the reason why the run ends
-        reason = as_disk_full(error)
+        reason = as_user_error(error)
         text = str(reason) if isinstance(reason, FtkitError) else traceback.format_exc()
         sys.stderr.write(f"prepare: error: {redact(text, os.environ)}\n")
         return record_rank_error(reason, layout.rank_error(0), layout.disk_full, rank=0)

@@ -19,7 +19,14 @@ from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
 from ftkit.data.vocabulary import read_vocabulary
-from ftkit.errors import DataError, FtkitError, MemoryExhaustedError, NotFoundError, PrerequisiteError
+from ftkit.errors import (
+    DataError,
+    FtkitError,
+    MemoryExhaustedError,
+    NotFoundError,
+    PrerequisiteError,
+    missing_package_error,
+)
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
 from ftkit.launch.preparation import data_files, local_paths, stat_path
@@ -95,7 +102,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     """Yield the checks. Each raises an error, or returns warnings about what can't be checked from here."""
     yield partial(check_trackers, plan, environment)
     yield from source_checks(plan, environment)
-    yield partial(_check_packages, plan)
+    yield partial(_check_packages, plan, *_packages(plan))
     if plan.recipe.sync is not None:
         yield partial(_check_sync, plan.recipe.sync)
     yield partial(check_memory, plan, host_memory_gib())
@@ -300,14 +307,24 @@ def _check_unseen(key: str, path: Path, cluster: ClusterProfile) -> list[str]:
     )
 
 
-def _check_packages(plan: JobPlan) -> list[str]:
-    """Check the packages of this Python environment, which a run without a container uses."""
-    if plan.cluster.runtime == "none" and plan.cluster.scheduler == "local" and find_spec("torch") is None:
-        raise PrerequisiteError(
-            "torch is not installed in this Python environment",
-            meaning=f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}",
-            fix="pip install 'ftkit[train]', or run in an image with --cluster docker",
-        )
+def _packages(plan: RunPlan) -> list[str]:
+    """Return the packages that the trainer imports for a recipe, besides torch."""
+    training = plan.recipe.training
+    optional = {
+        "peft": training.adapters is not None,
+        "bitsandbytes": training.method == "qlora" or training.optimizer == "adamw8bit",
+        "deepspeed": plan.engine.name == "zero3",
+    }
+    return ["transformers", *(name for name, is_needed in optional.items() if is_needed)]
+
+
+def _check_packages(plan: JobPlan, *names: str) -> list[str]:
+    """Check for torch and other packages in this Python environment, which a run without a container uses."""
+    if plan.cluster.runtime != "none" or plan.cluster.scheduler != "local":
+        return []
+    if missing := [name for name in ("torch", *names) if find_spec(name) is None]:
+        meaning = f"cluster '{plan.cluster.name}' has no container, so the run uses {plan.python}"
+        raise missing_package_error(missing, meaning)
     return []
 
 

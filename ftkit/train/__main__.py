@@ -12,7 +12,7 @@ import warnings
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
-from ftkit.errors import FtkitError, as_disk_full, redact
+from ftkit.errors import FtkitError, as_user_error, redact
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
@@ -61,7 +61,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
     """Log and record the error that ended this rank; return its exit code. If another job has the run, only log it."""
-    reason = as_disk_full(error)
+    reason = as_user_error(error)
     if isinstance(reason, FtkitError):
         log.error("%s", reason)
         _forbid_restart()

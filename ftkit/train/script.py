@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.errors import FtkitError, TrainingError, as_disk_full
+from ftkit.errors import FtkitError, TrainingError, as_user_error
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
@@ -228,7 +228,7 @@ def _set_environment(plan: ScriptPlan) -> None:
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
     """Print and record the error that ended this process; return its exit code."""
-    reason = as_disk_full(error)
+    reason = as_user_error(error)
     if isinstance(reason, FtkitError):
         say(f"error: {reason}")
         if path := os.environ.get("FTKIT_NO_RESTART_FILE"):

@@ -5,7 +5,7 @@ from errno import EACCES, EDQUOT, ENOSPC
 
 import pytest
 
-from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_disk_full
+from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_user_error
 
 
 def caused_by(cause: Exception) -> Exception:
@@ -34,24 +34,39 @@ def test_a_full_disk_is_recognized_in_any_exception(number: int) -> None:
     full = OSError(number, os.strerror(number), "/w/file")
     texts = RuntimeError(f"RANK 0: OSError: {full}\nRANK 1: the same")
     for error in (full, caused_by(full), followed_by(full), texts, ExceptionGroup("two", [ValueError("x"), full])):
-        found = as_disk_full(error)
+        found = as_user_error(error)
         assert isinstance(found, DiskFullError), error
         assert found.can_resume
         assert "free space" in found.fix
-    assert "can't write /w/file" in str(as_disk_full(caused_by(full)))
-    assert "the checkpoint can't be written" in str(as_disk_full(caused_by(full)))
-    assert as_disk_full(found) is found
+    assert "can't write /w/file" in str(as_user_error(caused_by(full)))
+    assert "the checkpoint can't be written" in str(as_user_error(caused_by(full)))
+    assert as_user_error(found) is found
 
 
 def test_a_short_write_is_reported_as_a_full_disk() -> None:
     texts = ("373248 requested and 73696 written", "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     for text in texts:
-        assert isinstance(as_disk_full(OSError(text)), DiskFullError)
+        assert isinstance(as_user_error(OSError(text)), DiskFullError)
+
+
+def test_a_missing_package_is_reported_with_the_extra_that_has_it() -> None:
+    for name, extra in (("peft", "train"), ("docker", "images"), ("deepspeed", "deepspeed")):
+        missing = ModuleNotFoundError(f"No module named '{name}'", name=name)
+        for error in (missing, caused_by(missing)):
+            found = as_user_error(error)
+            assert isinstance(found, PrerequisiteError)
+            assert found.fix == f"pip install 'ftkit[{extra}]'"
+    ours = PrerequisiteError("needs peft", fix="ask")
+    ours.__cause__ = missing
+    handled = ValueError("another reason")
+    handled.__context__ = missing
+    for error in (ours, handled, ModuleNotFoundError("no", name="mine"), ImportError("no", name="peft.x")):
+        assert as_user_error(error) is error
 
 
 def test_other_errors_are_unchanged() -> None:
     for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
-        assert as_disk_full(error) is error
+        assert as_user_error(error) is error
 
 
 def test_only_failures_outside_of_the_plan_can_be_resumed() -> None:

@@ -14,7 +14,7 @@ from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
 from ftkit.cli.terminal.report import choose_samples
-from ftkit.errors import EXIT_CODES, TrainingError, as_disk_full
+from ftkit.errors import EXIT_CODES, TrainingError, as_user_error
 from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, Sample, StageRecord
@@ -191,7 +191,7 @@ def test_a_full_disk_is_reported_even_if_no_error_could_be_written(
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
     run.layout.rank_error(0).symlink_to("/dev/full")
-    error = as_disk_full(TrainingError(f"the checkpoint can't be written: {OSError(28, os.strerror(28))}"))
+    error = as_user_error(TrainingError(f"the checkpoint can't be written: {OSError(28, os.strerror(28))}"))
     assert record_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
     followed = ftkit("status", "last", "--follow")
     assert followed.code == 12

@@ -343,6 +343,19 @@ def test_a_missing_tracker_package_is_reported_without_a_container(
         check_trackers(here, {})
 
 
+def test_all_missing_packages_of_a_recipe_are_reported_without_a_container(
+    plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ftkit.launch.preflight.find_spec", lambda name: None if name in {"peft", "bitsandbytes"} else 1
+    )
+    assert run_checks(plan, {}).errors == ()
+    recipe = plan.recipe.model_copy(update={"training": plan.recipe.training.model_copy(update={"method": "qlora"})})
+    (error,) = run_checks(replace(plan, recipe=recipe), {}).errors
+    assert error.what.startswith("peft, bitsandbytes are not installed")
+    assert error.fix == "pip install 'ftkit[train,qlora]'"
+
+
 def test_everything_missing_is_reported_together(plan: RunPlan, tmp_path: Path) -> None:
     recipe = recipe_with_files(tmp_path)
     (tmp_path / "train.jsonl").unlink()
