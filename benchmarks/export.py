@@ -1,17 +1,21 @@
 """Benchmark merging and exporting adapters of a large model: time and memory, compared with a copy of the files.
 
-    python benchmarks/export.py [--layers 8] [--folder DIR]
+    python benchmarks/export.py [--layers 8] [--folder DIR] [--verify]
 
 Random weights with the shapes of OLMo-3 32B (which has 64 layers) are written to DIR in shards of 2 GiB, and rank-16
 adapters for all linear layers are merged into them. Export and copy start with a cold page cache and end after fsync.
-Memory is the sampled RssAnon of the process; to test a memory limit, run this in a cgroup.
+Memory is the sampled RssAnon of the process; to test a memory limit, run this in a cgroup. With --verify, the record of
+logits is computed too, and another process verifies the export.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -83,10 +87,14 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - cpu_began
 
 
-def export(parts: ExportedParts, base: Path, target: Path) -> tuple[float, float]:
+def make_exporter(parts: ExportedParts) -> Exporter:
     model = build_export_model(parts)
     adapters = {name: torch.randn(each.shape) * 0.01 for name, each in model.named_parameters() if is_adapter(name)}
-    exporter = Exporter(parts, model, adapters)
+    return Exporter(parts, model, adapters)
+
+
+def export(parts: ExportedParts, base: Path, target: Path) -> tuple[float, float]:
+    exporter = make_exporter(parts)
     record = exporter.record("benchmark", 1, "bf16", merges=True)
     target.mkdir()
     forget(base)
@@ -96,11 +104,31 @@ def export(parts: ExportedParts, base: Path, target: Path) -> tuple[float, float
     return time.perf_counter() - began, time.process_time() - cpu_began
 
 
+def verify(parts: ExportedParts, target: Path) -> None:
+    """Compute the logits of an export, write it, and verify it in another process, as `ftkit export` does."""
+    exporter = make_exporter(parts)
+    memory = PeakMemory()
+    memory.start()
+    began = time.perf_counter()
+    record = exporter.with_logits(exporter.record("benchmark", 1, "bf16", merges=True))
+    print(f"logits of trained, exported and base weights: {time.perf_counter() - began:.1f} s, "
+          f"peak {memory.peak / GIB:.2f} GiB", flush=True)  # fmt: skip
+    target.mkdir()
+    exporter.write(record, target, RunLayout(target))
+    forget(target)
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "ftkit", "verify-export", str(target)], check=False)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"verification: exit code {done.returncode}, {time.perf_counter() - began:.1f} s, "
+          f"peak {peak / GIB:.2f} GiB resident, mapped files included")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--verify", action="store_true")
     asked = parser.parse_args()
     config, tokenizer = make_config(asked.layers), learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
     method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.sql_execution=null"]
@@ -112,6 +140,9 @@ def main() -> None:
         size = sum(path.stat().st_size for path in (folder / "base").glob("*.safetensors"))
         print(f"{size / GIB:.2f} GiB of weights, {asked.layers} layers")
         parts = ExportedParts(recipe, TextConfig(config), tokenizer, Generation((2,), {}), folder / "base")
+        if asked.verify:
+            verify(parts, folder / "verified")
+            shutil.rmtree(folder / "verified")
         memory = PeakMemory()
         memory.start()
         for number in range(asked.rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,23 @@ def missing_files(folder: Path) -> list[str]:
         return missing + [file for file in _weights_files(folder) if not (folder / file).is_file()]
     except (ValueError, LookupError, TypeError, AttributeError):
         return [*missing, f"readable {WEIGHTS_INDEX}"]
+
+
+def count_stored_values(folder: Path) -> int:
+    """Return the number of values in a model's weight files, from their headers.
+
+    Raises:
+        NotFoundError: they can't be read.
+    """
+    try:
+        tensors = [tensor for file in _weights_files(folder) for tensor in _stored_tensors(folder / file).values()]
+    except _UNREADABLE as error:
+        raise NotFoundError(
+            f"can't read the weight files in {folder}: {error}",
+            meaning="a copy was interrupted, or this user has no read permission",
+            fix="copy or download it again",
+        ) from error
+    return sum(math.prod(tensor.kind[1]) for tensor in tensors)
 
 
 def _weights_files(folder: Path) -> list[str]:

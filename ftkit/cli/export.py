@@ -71,7 +71,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 )  # fmt: skip
 @click.option(
     "--verify/--no-verify", "verifies", default=True,
-    help="Verify the export (default). Needs 4 bytes of memory per parameter.",
+    help="Verify the export (default). Where less than 4 bytes of memory per parameter are free, it takes longer.",
 )  # fmt: skip
 def command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
@@ -168,7 +168,7 @@ def _verifier(terminal: Terminal) -> Callable[[Path], None]:
         if done.returncode == -signal.SIGKILL:
             raise TrainingError(
                 "the process that verified the export was killed, and the export was removed",
-                meaning="usually the machine ran out of memory: the check loads the whole model, in fp32",
+                meaning="usually the machine ran out of memory: other programs took it while the check ran",
                 fix="export on a machine with more memory, or without the check: --no-verify",
             )
         if done.returncode:

@@ -17,12 +17,15 @@ from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
+from ftkit.train.components.export_record import streamed_bytes
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
@@ -74,7 +77,7 @@ def export_run(
     parts = _load_parts(plan)
     model = build_export_model(parts)
     if verify is not None:
-        _check_memory(sum(parameter.numel() for parameter in model.parameters()))
+        _check_memory(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
         trained = CheckpointTensors(checkpoint, shapes)
@@ -124,13 +127,13 @@ def _check_checkpoint(folder: Path, step: int) -> None:
         raise _damaged(folder, damage)
 
 
-def _check_memory(num_parameters: int) -> None:
-    """Check that the verification, which loads the model in fp32, has enough memory."""
-    needed, available = 4 * num_parameters, available_bytes()
+def _check_memory(model: PreTrainedModel) -> None:
+    """Check that the machine has memory for the largest part of a model whose logits are computed part by part."""
+    needed, available = streamed_bytes(model), available_bytes()
     if 0 < available < needed:
         raise PrerequisiteError(
-            f"verifying this export takes {needed / 2**30:.0f} GiB of memory, and {available / 2**30:.1f} GiB are free",
-            meaning="the export itself needs little memory, but the check loads the whole model, in fp32",
+            f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free",
+            meaning="the check computes logits in fp32 with one decoder layer, or one embedding, at a time",
             fix="export on a machine with more memory, or without the check: --no-verify",
         )
 

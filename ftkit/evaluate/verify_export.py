@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
+from ftkit.evaluate.source import fetch_model
+from ftkit.evaluate.streamed_model import streamed_model
 from ftkit.files import DamagedFileError, read_json
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.model_folder import EXPORT_RECORD, count_stored_values
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits
+from ftkit.train.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 TOLERANCE = 1e-4
@@ -30,7 +31,11 @@ _TOLERANCE_BEFORE_ROUNDING = 5e-2
 """The same for records of earlier versions, which have the logits of the weights before they were rounded to bf16."""
 CLOSER_THAN_BASE = 0.5
 """Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
+_MAX_ERROR_OF_PROBABILITY = 0.01
+"""Largest difference of the end token's probability after a reply."""
 _NUM_TOKENS_BEFORE_END = 3
+_MEMORY_BESIDES_WEIGHTS = 2**30
+"""Bytes of activations, logits, and what loading allocates for a moment."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     checks = [_check_files(folder, record)]
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
-    report("loading the model")
     try:
-        checks += _check_model(folder, record)
+        with _loaded(folder, record, report) as model:
+            checks += _check_model(folder, model, record)
     except FtkitError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged files make transformers, peft and safetensors raise anything
@@ -135,12 +140,60 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
     return [Check("chat template", f"renders {len(record.prompts)} prompts as in training", passed=True)]
 
 
-def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
+@dataclass(frozen=True)
+class _Loaded:
+    """The export in fp32.
+
+    Attributes:
+        is_streamed: whether its weights stay in the files, so that each forward pass reads all of them.
+    """
+
+    hf_model: Any
+    is_streamed: bool
+
+
+@contextmanager
+def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -> Iterator[_Loaded]:
+    """Load an export with transformers, and adapters with peft: whole if there is enough memory, else streamed."""
+    base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
+    num_bytes, free = 4 * count_stored_values(base), available_bytes()
+    is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
+    report(
+        f"loading the model, one module at a time: in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and "
+        f"{free / 2**30:.1f} GiB are free"
+        if is_streamed
+        else "loading the model"
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked below
-        model = _load(folder, record)
-    model.eval()
-    logits, trained = sample_logits(model, record.prompts), record.trained or []
+        warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked later
+        loading = streamed_model(base, adapters, num_bytes) if is_streamed else nullcontext(_load(base, adapters))
+        with loading as hf_model:
+            yield _Loaded(hf_model.eval(), is_streamed)
+
+
+def _load(folder: Path, adapters: Path | None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapters is None:
+        return model
+    from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
+
+    return PeftModel.from_pretrained(model, str(adapters))
+
+
+def _find_base(record: ExportRecord) -> Path:
+    try:
+        return fetch_model(str(record.base), record.revision).folder
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"the base model {record.base} can't be loaded: {error.what}",
+            meaning="adapters need it, and it is not on this machine",
+            fix="copy it to this machine, or set HF_HOME to the cache that has it",
+        ) from error
+
+
+def _check_model(folder: Path, model: _Loaded, record: ExportRecord) -> list[Check]:
+    """Compare logits with the record's, and check where generation stops."""
+    logits, trained = sample_logits(model.hf_model, record), record.trained or []
     error = distance(logits, record.exported or trained)
     is_before_rounding = record.exported is None and record.precision != "fp32"
     tolerance = _TOLERANCE_BEFORE_ROUNDING if is_before_rounding else TOLERANCE
@@ -152,8 +205,8 @@ def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
         text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
         checks.append(Check("logits and the base model's", text, passed=effect > 0 and from_base > error))
         if record.kind == "adapters":
-            with model.disable_adapter():
-                base_error = distance(sample_logits(model, record.prompts), record.untrained)
+            with model.hf_model.disable_adapter():
+                base_error = distance(sample_logits(model.hf_model, record), record.untrained)
             text = f"logits differ by {base_error:.2g} from those of the base of training"
             checks.append(Check("base model", text, passed=base_error <= TOLERANCE))
     if record.exported is not None:
@@ -163,23 +216,7 @@ def _check_model(folder: Path, record: ExportRecord) -> list[Check]:
         checks.append(Check("rounding", text if is_small else f"{text}, training by {effect:.2g}", passed=is_small))
     text = f"differ by {error:.2g}, tolerance {tolerance:.2g}"
     checks.append(Check("logits and the trained model's", text, passed=error <= tolerance))
-    return [*checks, _check_end(folder, model, record)]
-
-
-def _load(folder: Path, record: ExportRecord) -> Any:
-    if record.kind == "model":
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
-
-    try:
-        base = AutoModelForCausalLM.from_pretrained(record.base, revision=record.revision, dtype=torch.float32)
-    except OSError as error:
-        raise NotFoundError(
-            f"the base model {record.base} can't be loaded: {one_line(error)}",
-            meaning="adapters need it, and it is not on this machine",
-            fix="copy it to this machine, or set HF_HOME to the cache that has it",
-        ) from error
-    return PeftModel.from_pretrained(base, str(folder))
+    return [*checks, *_check_reply_end(logits, record), _check_end(folder, model, record)]
 
 
 def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
@@ -195,8 +232,34 @@ def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -
     return distance if distance == distance else float("inf")  # noqa: PLR0124 - NaN
 
 
-def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
-    """Generate with the exported settings; a completion must end at each end token."""
+def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
+    """Compare the probability of the end token where a reply of the prompts ends."""
+    expected, found = (_end_probability(rows, record) for rows in (record.exported or record.trained or [], logits))
+    if expected is None or found is None:
+        return []
+    text = f"token {record.end_tokens[0]} has probability {found:.2g} there, as trained: {expected:.2g}"
+    return [Check("end of a reply", text, passed=abs(found - expected) <= _MAX_ERROR_OF_PROBABILITY)]
+
+
+def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
+    """Return the trained end token's probability at the end of the last reply; None if the prompts have no such end."""
+    end = next(iter(record.end_tokens), None)
+    if end is None or record.columns is None or end not in record.columns:
+        return None
+    for prompt, rows in zip(reversed(record.prompts), reversed(logits), strict=True):
+        places = [number for number, token in enumerate(prompt.tokens) if token == end]
+        if prompt.turns and not prompt.asks and places and places[-1]:
+            row = rows[places[-1] - 1]
+            return math.exp(row[record.columns.index(end)] - row[-1])
+    return None
+
+
+def _check_end(folder: Path, model: _Loaded, record: ExportRecord) -> Check:
+    """Generate with the exported settings; a completion must end at each end token.
+
+    All tokens are forced, so the logits don't matter. A streamed model would read its weights for each token: then, a
+    small model generates.
+    """
     if not record.end_tokens:
         return Check("end of turn", "no token ends a completion, as in training", passed=True)
     settings = GenerationConfig.from_pretrained(folder)
@@ -208,8 +271,9 @@ def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
     other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
     written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     missed = [str(end) for end in record.end_tokens if end not in written]
+    generating = _small_model(model.hf_model.config) if model.is_streamed else model.hf_model
     for end in () if missed else record.end_tokens:
-        done = model.generate(
+        done = generating.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=settings,
@@ -219,4 +283,13 @@ def _check_end(folder: Path, model: Any, record: ExportRecord) -> Check:
         missed += [] if done.shape[1] == length + 1 else [str(end)]
     if missed:
         return Check("end of turn", f"generation does not stop at token {', '.join(missed)}", passed=False)
-    return Check("end of turn", f"generation stops at {', '.join(map(str, record.end_tokens))}", passed=True)
+    text = f"generation stops at {', '.join(map(str, record.end_tokens))}"
+    if model.is_streamed:
+        text += ", by the exported settings; the model itself generated nothing, for want of memory"
+    return Check("end of turn", text, passed=True)
+
+
+def _small_model(config: Any) -> LlamaForCausalLM:
+    """Return a model with the same vocabulary."""
+    vocab_size, tiny = config.get_text_config().vocab_size, {"num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, **tiny)).eval()

@@ -11,7 +11,6 @@ from ftkit.errors import NotFoundError, one_line
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
 from ftkit.evaluate.vllm_engine import VllmEngine, VllmError, start_engine
-from ftkit.train.components.export_record import sample_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +80,7 @@ def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> _Rows:
     """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
     from vllm import SamplingParams  # noqa: PLC0415 - see ftkit.evaluate.vllm
 
-    columns = sample_columns(engine.llm.llm_engine.model_config.get_vocab_size()).tolist()
+    columns = record.columns_of(engine.llm.llm_engine.model_config.get_vocab_size())
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     found = []
     for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token

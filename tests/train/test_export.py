@@ -58,7 +58,7 @@ def test_an_export_that_can_t_be_verified_for_want_of_memory_is_refused_before_i
     finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftkit.evaluate.export.available_bytes", lambda: 1000)
-    with pytest.raises(PrerequisiteError, match=r"takes \d+ GiB of memory, and 0.0 GiB are free"):
+    with pytest.raises(PrerequisiteError, match=r"takes 0\.\d GiB of memory, and 0.0 GiB are free"):
         export(finished_run, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
     export_run(finished_run.layout, ExportRequest("last", False, None, tmp_path / "export"), None, quiet)
@@ -94,6 +94,24 @@ def test_adapters_and_the_model_merged_with_them_are_verified(adapted: Any, tmp_
     assert model.config.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["full", "adapters"])
+def test_a_model_larger_than_memory_is_verified_one_module_at_a_time(
+    kind: str, finished_run: Any, adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {"full": finished_run, "adapters": adapted}[kind]
+    folder = tmp_path / "export"
+    shutil.copytree(run.layout.export, folder)
+    whole = {check.name: check.found for check in verify_export(folder, quiet)}
+    monkeypatch.setattr("ftkit.evaluate.verify_export.available_bytes", lambda: 2**20)
+    said: list[str] = []
+    streamed = {check.name: check.found for check in verify_export(folder, said.append)}
+    assert any("one module at a time" in line for line in said)
+    assert {name for name, found in streamed.items() if found != whole[name]} == {"end of turn"}
+    assert streamed["end of turn"].startswith(f"{whole['end of turn']}, by the exported settings")
+    assert "probability" in streamed["end of a reply"]
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
 def rename_prefix(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     tensors = {name.replace("base_model.model.model.", "base_model.model."): it for name, it in load_file(path).items()}
@@ -123,18 +141,22 @@ def cut_short(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutate", "check"),
+    ("mutate", "check", "free_bytes"),
     [
-        (rename_prefix, "logits and the base model's"),
-        (zero_adapters, "logits and the trained model's"),
-        (swap_template, "chat template"),
-        (drop_end_token, "end of turn"),
-        (cut_short, "loads in transformers"),
+        (rename_prefix, "logits and the base model's", 2**40),
+        (rename_prefix, "logits and the trained model's", 2**20),
+        (zero_adapters, "logits and the trained model's", 2**40),
+        (zero_adapters, "logits and the base model's", 2**20),
+        (swap_template, "chat template", 2**40),
+        (drop_end_token, "end of turn", 2**20),
+        (cut_short, "loads in transformers", 2**40),
     ],
 )
 def test_a_modified_export_fails_verification_by_its_output(
-    mutate: Callable[[Path], None], check: str, adapted: Any, tmp_path: Path
-) -> None:
+    mutate: Callable[[Path], None], check: str, free_bytes: int, adapted: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ftkit.evaluate.verify_export.available_bytes", lambda: free_bytes)
     folder = tmp_path / "changed"
     shutil.copytree(adapted.layout.export, folder)
     mutate(folder)

@@ -21,7 +21,7 @@ from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
 from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.runs.card import read_license, write_card
-from ftkit.train.components.export_record import ExportRecord, make_prompts, streamed_logits
+from ftkit.train.components.export_record import ExportRecord, make_prompts, sample_columns, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
@@ -130,6 +130,7 @@ class Exporter:
         """Return the record of an export, without logits and files."""
         source = self._parts.recipe.model
         is_adapters = self._parts.recipe.training.adapters is not None and not merges
+        vocab_size = len(cast("torch.nn.Embedding", self._plain.get_output_embeddings()).weight)
         return ExportRecord(
             run=run,
             step=step,
@@ -142,6 +143,7 @@ class Exporter:
             trained=None,
             untrained=None,
             files={},
+            columns=sample_columns(vocab_size, self._parts.generation.end_tokens),
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
@@ -149,15 +151,15 @@ class Exporter:
 
         def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
             if self._parts.recipe.training.adapters is None:
-                return streamed_logits(self._model, self._with_untrained(weights), record.prompts)
-            return streamed_logits(self._model, AdaptedTensors(self._required_base(), weights), record.prompts)
+                return streamed_logits(self._model, self._with_untrained(weights), record)
+            return streamed_logits(self._model, AdaptedTensors(self._required_base(), weights), record)
 
         exported, dtype = None, DTYPES[record.precision]
         if dtype is not torch.float32 and record.kind == "adapters":
             exported = of_trained(_RoundedTensors(self._trained, dtype))
         elif dtype is not torch.float32:
-            exported = streamed_logits(self._plain, _RoundedTensors(self._full_weights(dtype), dtype), record.prompts)
-        untrained = None if self._base is None else streamed_logits(self._plain, self._base, record.prompts)
+            exported = streamed_logits(self._plain, _RoundedTensors(self._full_weights(dtype), dtype), record)
+        untrained = None if self._base is None else streamed_logits(self._plain, self._base, record)
         return replace(record, trained=of_trained(self._trained), exported=exported, untrained=untrained)
 
     def write(self, record: ExportRecord, folder: Path, layout: RunLayout) -> None:

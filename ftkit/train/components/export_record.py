@@ -17,7 +17,7 @@ from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.build import find_decoder_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,6 +76,8 @@ class ExportRecord:
         files: the weight files.
         exported: the same for the trained weights rounded to `precision`; None if that changes nothing, and in records
             of earlier versions.
+        columns: tokens of the vocabulary whose logits are recorded; those of `sample_columns` without end tokens if
+            None, as in records of earlier versions.
     """
 
     run: str
@@ -90,6 +92,11 @@ class ExportRecord:
     untrained: list[list[list[float]]] | None
     files: dict[str, SavedFile]
     exported: list[list[list[float]]] | None = None
+    columns: tuple[int, ...] | None = None
+
+    def columns_of(self, vocab_size: int) -> tuple[int, ...]:
+        """Return the recorded tokens, of a vocabulary of this size."""
+        return self.columns or sample_columns(vocab_size)
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
@@ -111,71 +118,94 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
 
 
 @torch.no_grad()
-def sample_logits(model: Any, prompts: Sequence[Prompt]) -> list[list[list[float]]]:
-    """Compute the logits of prompts in one batch, and return a sample that depends on the full vocabulary.
+def sample_logits(model: Any, record: ExportRecord) -> list[list[list[float]]]:
+    """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
 
     Rows are padded on their right without a mask: in a causal model no token sees what follows.
 
     Returns:
-        Per prompt and token: logits of evenly spaced tokens of the vocabulary, then the log-sum-exp of all.
+        Per prompt and token: logits of the record's columns, then the log-sum-exp of all.
     """
+    prompts = record.prompts
     longest = max(len(prompt.tokens) for prompt in prompts)
     rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
     logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-    kept = torch.cat([logits[..., sample_columns(logits.shape[-1])], logits.logsumexp(-1, keepdim=True)], -1).tolist()
+    columns = list(record.columns_of(logits.shape[-1]))
+    kept = torch.cat([logits[..., columns], logits.logsumexp(-1, keepdim=True)], -1).tolist()
     return [
         [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
         for row, prompt in zip(kept, prompts, strict=True)
     ]
 
 
-def sample_columns(vocab_size: int) -> torch.Tensor:
-    """Return the tokens whose logits are kept."""
-    return torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long()
+def sample_columns(vocab_size: int, end_tokens: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the tokens whose logits are kept: evenly spaced ones, and end tokens."""
+    evenly_spaced = torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long().tolist()
+    return tuple(sorted({*evenly_spaced, *(token for token in end_tokens if token < vocab_size)}))
 
 
 def streamed_logits(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], prompts: Sequence[Prompt]
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord
 ) -> list[list[list[float]]]:
-    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer at a time in memory.
+    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
     Args:
         model: a transformers model on the meta device, with adapters or without.
         tensors: its parameters, and the buffers that are in files, by its names.
-        prompts: the inputs.
+        record: has the inputs.
     """
-    layers = find_decoder_layers(model)
-    prefixes = {name: module for name, module in model.named_modules() if any(module is layer for layer in layers)}
-    names: dict[str, list[str]] = {prefix: [] for prefix in ("", *prefixes)}
-    for name, _ in model.named_parameters():  # lists a tied parameter once
-        names[next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), "")].append(name)
+    resident, units = _units(model)
     for name, buffer in model.named_buffers():
         if name in tensors:
             buffer.copy_(tensors[name])
     hooks = []
-    for prefix, layer in prefixes.items():
-        own = names[prefix]
-        hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: _fill(model, tensors, own)))
-        hooks.append(layer.register_forward_hook(lambda *_, own=own: _empty(model, own)))
+    for prefix, own in units.items():
+        module = model.get_submodule(prefix)
+        hooks.append(module.register_forward_pre_hook(lambda *_, own=own: _fill(model, tensors, own)))
+        hooks.append(module.register_forward_hook(lambda *_, own=own: _empty(model, own)))
     model.eval()
     try:
-        _fill(model, tensors, names[""])
-        cast("PreTrainedModel", model).tie_weights()
-        return sample_logits(model, prompts)
+        _fill(model, tensors, resident)
+        return sample_logits(model, record)
     finally:
         for hook in hooks:
             hook.remove()
-        for own in names.values():
+        for own in (resident, *units.values()):
             _empty(model, own)
         cast("PreTrainedModel", model).tie_weights()
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-    for name in names:
-        _set(model, name, tensors[name].float())
+def streamed_bytes(model: nn.Module) -> int:
+    """Return the bytes of the most weights that `streamed_logits` holds at a time."""
+    resident, units = _units(model)
+    held = [sum(model.get_parameter(name).numel() for name in own) for own in units.values()]
+    return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))
 
 
-def _empty(model: nn.Module, names: Sequence[str]) -> None:
+def _units(model: nn.Module) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Group parameters: those that stay in memory, and those of each decoder layer and of each table of tokens.
+
+    Each name comes with the first name of its parameter: tables may be tied, and layers may share parameters.
+    """
+    first_names: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
+    causal_lm = cast("PreTrainedModel", model)
+    owners = [*find_decoder_layers(model), causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    prefixes = [prefix for prefix, module in model.named_modules() if any(module is owner for owner in owners)]
+    units = {
+        prefix: {name: first for name, first in names.items() if name.startswith(f"{prefix}.")} for prefix in prefixes
+    }
+    resident = {name: first for name, first in names.items() if not any(name in own for own in units.values())}
+    return resident, units
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    for name, source in names.items():
+        _set(model, name, tensors[source].float())
+
+
+def _empty(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         _set(model, name, torch.empty_like(model.get_parameter(name), device="meta"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -35,17 +36,43 @@ def reset_peak(proc: Path = PROC) -> None:
         return
 
 
+@dataclass(frozen=True)
+class _Version:
+    """The names of a version of cgroups.
+
+    Attributes:
+        key: what `/proc/self/cgroup` lists a process's group under, between colons.
+        mount: folder of the groups.
+    """
+
+    key: str
+    mount: str
+    limit: str
+    used: str
+    cached: tuple[str, str]
+
+
+_VERSIONS = (
+    _Version("", "", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    _Version(
+        "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)  # fmt: skip
+
+
 def _free_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
-    """Return the free memory of each cgroup (version 2) that limits this process; its file cache counts as free."""
-    paths = [line.removeprefix("0::/") for line in _lines(proc / "self" / "cgroup") if line.startswith("0::/")]
-    folders = [folder for path in paths for folder in (Path(path), *Path(path).parents)]
+    """Return the free memory of each cgroup that limits this process; its file cache counts as free."""
+    own = [line.split(":", 2) for line in _lines(proc / "self" / "cgroup")]
     left = []
-    for folder in {cgroups / folder for folder in folders}:
-        limit = "".join(_lines(folder / "memory.max"))
-        if limit.isdigit():
-            used = int("".join(_lines(folder / "memory.current")) or 0)
-            cached = sum(_field(folder / "memory.stat", name) for name in ("inactive_file", "active_file"))
-            left.append(max(0, int(limit) - used + cached))
+    for version in _VERSIONS:
+        paths = [Path(path.lstrip("/")) for _, key, path in own if version.key in key.split(",")]
+        for folder in {cgroups / version.mount / folder for path in paths for folder in (path, *path.parents)}:
+            limit = "".join(_lines(folder / version.limit))
+            if limit.isdigit():
+                used = int("".join(_lines(folder / version.used)) or 0)
+                cached = sum(_field(folder / "memory.stat", name) for name in version.cached)
+                left.append(max(0, int(limit) - used + cached))
     return left
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
 
 def accelerate_environment(config: Path) -> dict[str, str]:
     """Return the variables that `accelerate launch` would set for a configuration file.
@@ -24,3 +26,17 @@ def accelerate_environment(config: Path) -> dict[str, str]:
     args.num_machines, args.machine_rank, args.deepspeed_multinode_launcher = 2, 1, "standard"
     found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
     return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+
+
+def load_offloaded(module: nn.Module) -> None:
+    """Load the weights of a module that accelerate keeps on the disk, as its forward would.
+
+    `_hf_hook`, accelerate 1.0 to 1.15; transformers' `force_accelerate_hooks` uses it too. If it goes: refuse DoRA in
+    `ftkit.evaluate.streamed_model`, the only caller.
+    """
+    module._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]  # noqa: SLF001
+
+
+def free_offloaded(module: nn.Module) -> None:
+    """Free the weights of `load_offloaded`."""
+    module._hf_hook.post_forward(module, ())  # type: ignore[operator, union-attr]  # noqa: SLF001
