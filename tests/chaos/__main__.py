@@ -2,6 +2,7 @@
 
     scripts/dev-cluster up --nodes 3
     scripts/chaos [--faults N] [--minutes N] [--seed S] [--only KIND ...]     as root
+    scripts/chaos --clusters 8 --faults 200     starts clusters of its own, and stops them at the end
 
 A run without faults is the reference. Then faults are injected into other runs while they train: processes, nodes and
 daemons are killed, jobs are requeued and cancelled, checkpoints are interrupted and damaged, the file system is full or
@@ -13,16 +14,44 @@ incomplete checkpoint was loaded. Exit code 1 if anything differs. The seed dete
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 
-from chaos.campaign import Campaign
-from chaos.cluster import SlurmSite
+from chaos.campaign import Campaign, Results
+from chaos.cluster import DevCluster, SlurmSite, own_clusters
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a campaign on one cluster; the deadline is by `time.time`."""
+
+    seed: str
+    name: str
+    faults: int
+    nodes: int
+    steps: int
+    deadline: float
+    kinds: list[str]
+
+
+def inject(cluster: DevCluster, options: Options) -> Results:
+    """Run a campaign on a cluster."""
+    with SlurmSite(options.nodes, options.steps, cluster) as site:
+        deadline = options.deadline - time.time() + time.monotonic()
+        campaign = Campaign(site, random.Random(options.seed), options.faults, deadline, options.name)
+        try:
+            campaign.run(options.kinds)
+        except (TimeoutError, RuntimeError, OSError) as error:
+            campaign.results.wrong.append(f"{options.name}ended early: {error}")
+    return campaign.results
 
 
 def main() -> int:
-    """Run a campaign on the cluster."""
+    """Run a campaign on each cluster."""
     parser = argparse.ArgumentParser(
         prog="scripts/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,18 +61,29 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="steps of each run (1000)")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of each run, with one process each (2)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="inject no fault after this many minutes")
+    parser.add_argument("--clusters", type=int, default=None, metavar="N", help="start N clusters, and use all at once")
     parser.add_argument("--only", nargs="*", choices=kinds, default=kinds, metavar="KIND")
     asked = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
-    with SlurmSite(asked.nodes, asked.steps) as site:
-        campaign = Campaign(site, random.Random(seed), asked.faults, asked.minutes * 60 + time.monotonic())
+    deadline = asked.minutes * 60 + time.time()
+    results = Results()
+    with (
+        own_clusters(asked.clusters) as clusters,
+        ProcessPoolExecutor(len(clusters), multiprocessing.get_context("spawn")) as processes,
+    ):
+        campaigns = []
+        for number, cluster in enumerate(clusters):
+            faults = (number + 1) * asked.faults // len(clusters) - number * asked.faults // len(clusters)
+            name = f"{cluster.name}: " if asked.clusters else ""
+            options = Options(f"{seed}, {number}", name, faults, asked.nodes, asked.steps, deadline, asked.only)
+            campaigns.append(processes.submit(inject, cluster, options))
         try:
-            campaign.run(asked.only)
+            for campaign in as_completed(campaigns):
+                results.add(campaign.result())
         finally:
-            print(f"\nseed {seed}\n{campaign.report()}", flush=True)
-    print("\n".join(campaign.wrong) or "all runs are equal to the reference")
-    return int(not campaign.is_passed)
+            print(f"\nseed {seed}\n{results.report()}", flush=True)
+    return int(not results.is_passed)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,56 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
 
 
+@dataclass
+class Results:
+    """Results of one campaign or of several.
+
+    Attributes:
+        tallies: by kind of fault.
+        wrong: differences from the undisturbed run, and why a campaign ended early.
+        num_equal: completed runs that equal the undisturbed one.
+    """
+
+    tallies: defaultdict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    wrong: list[str] = field(default_factory=list)
+    num_equal: int = 0
+
+    @property
+    def num_faults(self) -> int:
+        return sum(tally.faults for tally in self.tallies.values())
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the runs survived all faults and equal the undisturbed one."""
+        return not self.wrong and all(len(tally.lost) == tally.faults for tally in self.tallies.values())
+
+    def add(self, others: Results) -> None:
+        """Add the results of another campaign."""
+        for kind, theirs in others.tallies.items():
+            tally = self.tallies[kind]
+            tally.faults += theirs.faults
+            tally.lost += theirs.lost
+            tally.seconds += theirs.seconds
+        self.wrong += others.wrong
+        self.num_equal += others.num_equal
+
+    def report(self) -> str:
+        """Return a table."""
+        lines = [
+            "| fault | faults | survived | steps lost (mean, most) | s to the next step (median, most) |",
+            "|---|---|---|---|---|",
+        ]
+        for kind, tally in sorted(self.tallies.items()):
+            lost, seconds = tally.lost or [0], sorted(tally.seconds) or [0.0]
+            lines.append(
+                f"| {kind} | {tally.faults} | {len(tally.lost)} | {sum(lost) / len(lost):.1f}, {max(lost)} "
+                f"| {seconds[len(seconds) // 2]:.0f}, {seconds[-1]:.0f} |"
+            )
+        survived = sum(len(tally.lost) for tally in self.tallies.values())
+        verdict = f"{self.num_equal} completed runs equal their reference, {len(self.wrong)} differences"
+        return "\n".join([*lines, f"| all | {self.num_faults} | {survived} | | |", "", verdict, *self.wrong])
+
+
 def shuffled_forever(kinds: list[str], chance: Random) -> Iterator[str]:
     """Yield all kinds in random order, again and again."""
     while True:
@@ -46,29 +96,22 @@ class Campaign:
         chance: determines the faults and their steps.
         num_faults: limit of their number.
         deadline: no fault is injected later, by `time.monotonic`.
+        name: precedes each line of the output.
         output: gets a line for each fault.
-        tallies: the results, by kind.
-        wrong: differences from the undisturbed run.
+        results: of the faults so far.
     """
 
     site: Site
     chance: Random
     num_faults: int
     deadline: float = float("inf")
+    name: str = ""
     output: TextIO = sys.stdout
-    tallies: defaultdict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    wrong: list[str] = field(default_factory=list)
+    results: Results = field(default_factory=Results)
 
     @property
     def is_enough(self) -> bool:
-        return sum(tally.faults for tally in self.tallies.values()) >= self.num_faults or (
-            time.monotonic() > self.deadline
-        )
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether the runs survived all faults and equal the undisturbed one."""
-        return not self.wrong and all(len(tally.lost) == tally.faults for tally in self.tallies.values())
+        return self.results.num_faults >= self.num_faults or time.monotonic() > self.deadline
 
     def run(self, kinds: list[str]) -> None:
         """Train the reference, and other runs with faults of these kinds until the limit is reached."""
@@ -84,7 +127,8 @@ class Campaign:
             run = self.site.start(f"disturbed-{number}")
             self._disturb_until_completed(run, source)
             found = differences(run, reference, tolerance=tolerance)
-            self.wrong += [f"{run.folder.name}: {each}" for each in found]
+            self.results.wrong += [f"{self.name}{run.folder.name}: {each}" for each in found]
+            self.results.num_equal += not found
             self._tell(f"{run.folder.name}: {'; '.join(found) or 'equal to the reference'}")
 
     def _disturb_until_completed(self, run: Run, kinds: Iterator[str]) -> None:
@@ -108,7 +152,7 @@ class Campaign:
         """Inject a fault into a run; wait until it trains again."""
         before, begun, num_starts = run.step(), time.time(), len(run.records("start"))
         self._tell(f"{time.strftime('%H:%M:%S')}  {run.folder.name}  step {before:4}  {kind}")
-        tally = self.tallies[kind]
+        tally = self.results.tallies[kind]
         tally.faults += 1
         self.site.faults[kind](run, self.chance)
         before = max(before, run.step()) if len(run.records("start")) == num_starts else before
@@ -130,25 +174,7 @@ class Campaign:
         tally.seconds.append(found[0]["time"] - begun if has_lost else 0.0)
 
     def _tell(self, line: str) -> None:
-        print(line, file=self.output, flush=True)
-
-    def report(self) -> str:
-        """Return a table of the faults so far."""
-        lines = [
-            "| fault | faults | survived | steps lost (mean, most) | s to the next step (median, most) |",
-            "|---|---|---|---|---|",
-        ]
-        for kind in self.site.faults:
-            if kind in self.tallies:
-                tally = self.tallies[kind]
-                lost, seconds = tally.lost or [0], sorted(tally.seconds) or [0.0]
-                lines.append(
-                    f"| {kind} | {tally.faults} | {len(tally.lost)} | {sum(lost) / len(lost):.1f}, {max(lost)} "
-                    f"| {seconds[len(seconds) // 2]:.0f}, {seconds[-1]:.0f} |"
-                )
-        faults = sum(tally.faults for tally in self.tallies.values())
-        survived = sum(len(tally.lost) for tally in self.tallies.values())
-        return "\n".join([*lines, f"| all | {faults} | {survived} | | |"])
+        print(self.name + line, file=self.output, flush=True)
 
 
 def _steps_since(run: Run, num_starts: int, begun: float, before: int) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,12 @@ from chaos.faults import FAULTS, kill
 from chaos.runs import Run, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
 ROOT = Path(__file__).resolve().parents[2]
-STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
-WORKSPACE = STATE / "shared" / "chaos"
+DEFAULT_STATE = Path(os.environ.get("FTKIT_DEV_CLUSTER_DIR", "/var/lib/ftkit-dev-cluster"))
+DEFAULT_USER = os.environ.get("FTKIT_DEV_CLUSTER_USER", "ftkit-dev")
 WORKSPACE_MIB = 128
 OPTIONS = (
     "training.global_batch_size=12", "training.micro_batch_size=1",
@@ -33,55 +34,88 @@ OPTIONS = (
 )  # fmt: skip
 SIZES = ((1, 1), (2, 1), (3, 1), (2, 2))
 """Number of nodes, and processes per node."""
+MOST_NODES = max(nodes for nodes, _ in SIZES)
 ACTIVE = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED"}
 
 
-def cluster(*arguments: str, check: bool = True) -> str:
-    """Call scripts/dev-cluster; return what it printed."""
-    environment = os.environ | {"FTKIT_WORKSPACE": str(WORKSPACE)}
-    command = [str(ROOT / "scripts" / "dev-cluster"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}")
-    return done.stdout
+@dataclass(frozen=True)
+class DevCluster:
+    """A cluster of scripts/dev-cluster, given by its state folder and its user."""
+
+    state: Path = DEFAULT_STATE
+    user: str = DEFAULT_USER
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def workspace(self) -> Path:
+        """A file system of limited size, shared by all machines."""
+        return self.state / "shared" / "chaos"
+
+    def call(self, *arguments: str, check: bool = True) -> str:
+        """Call scripts/dev-cluster; return what it printed."""
+        environment = os.environ | {
+            "FTKIT_DEV_CLUSTER_DIR": str(self.state),
+            "FTKIT_DEV_CLUSTER_USER": self.user,
+            "FTKIT_WORKSPACE": str(self.workspace),
+        }
+        command = [str(ROOT / "scripts" / "dev-cluster"), *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def slurm(self, *command: str, check: bool = False) -> str:
+        """Run a command on the login node."""
+        return self.call("exec", "--", *command, check=check)
+
+    def ftkit(self, *arguments: str) -> str:
+        """Run ftkit on the login node."""
+        return self.slurm(str(ROOT / ".venv" / "bin" / "ftkit"), *arguments, check=True)
+
+    def mount_workspace(self, machine: str | None = None) -> None:
+        """Mount the workspace on the host and in the machines, whose namespaces do not see later mounts of the host."""
+        if machine is None:
+            self.workspace.mkdir(parents=True, exist_ok=True)
+            options = f"size={WORKSPACE_MIB}m,mode=1777"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "chaos", str(self.workspace)], check=True)
+        machines = [machine] if machine else [path.stem for path in (self.state / "run").glob("*.pid")]
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name in machines:
+            if (child := os.fork()) == 0:
+                # open_tree(AT_FDCWD, …, OPEN_TREE_CLONE)
+                tree = libc.syscall(428, -100, os.fsencode(self.workspace), 1)
+                pid = (self.state / "run" / f"{name}.pid").read_text().strip()
+                is_in = libc.setns(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY), 0) == 0
+                # move_mount(…, MOVE_MOUNT_F_EMPTY_PATH)
+                moved = libc.syscall(429, tree, b"", -100, os.fsencode(self.workspace), 4)
+                os._exit(0 if is_in and moved == 0 else 1)
+            if os.waitpid(child, 0)[1]:
+                raise OSError(f"the workspace can't be mounted into {name}")
+
+    def unmount_workspace(self) -> None:
+        """Unmount the workspace on the host; the machines keep theirs until they end."""
+        subprocess.run(["umount", "--lazy", str(self.workspace)], check=False, capture_output=True)
 
 
-def slurm(*command: str, check: bool = False) -> str:
-    """Run a command on the login node."""
-    return cluster("exec", "--", *command, check=check)
-
-
-def ftkit(*arguments: str) -> str:
-    """Run ftkit on the login node."""
-    return slurm(str(ROOT / ".venv" / "bin" / "ftkit"), *arguments, check=True)
-
-
-# --- A file system of limited size, shared by all machines ----------------------------------------
-
-
-def mount_workspace(machine: str | None = None) -> None:
-    """Mount the workspace on the host and in the machines, whose namespaces do not see later mounts of the host."""
-    if machine is None:
-        WORKSPACE.mkdir(parents=True, exist_ok=True)
-        options = f"size={WORKSPACE_MIB}m,mode=1777"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "chaos", str(WORKSPACE)], check=True)
-    machines = [machine] if machine else [path.stem for path in (STATE / "run").glob("*.pid")]
-    libc = ctypes.CDLL(None, use_errno=True)
-    for name in machines:
-        if (child := os.fork()) == 0:
-            tree = libc.syscall(428, -100, os.fsencode(WORKSPACE), 1)  # open_tree(AT_FDCWD, …, OPEN_TREE_CLONE)
-            pid = (STATE / "run" / f"{name}.pid").read_text().strip()
-            is_in = libc.setns(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY), 0) == 0
-            # move_mount(…, MOVE_MOUNT_F_EMPTY_PATH)
-            moved = libc.syscall(429, tree, b"", -100, os.fsencode(WORKSPACE), 4)
-            os._exit(0 if is_in and moved == 0 else 1)
-        if os.waitpid(child, 0)[1]:
-            raise OSError(f"the workspace can't be mounted into {name}")
-
-
-def unmount_workspace() -> None:
-    """Unmount the workspace on the host; the machines keep theirs until they end."""
-    subprocess.run(["umount", "--lazy", str(WORKSPACE)], check=False, capture_output=True)
+@contextmanager
+def own_clusters(number: int | None) -> Iterator[list[DevCluster]]:
+    """Start clusters within the context, all at once; without a number, use the one that is up."""
+    if number is None:
+        yield [DevCluster()]
+        return
+    # Each in a folder of its own, which dev-cluster locks.
+    clusters = [
+        DevCluster(Path(f"{DEFAULT_STATE}-{each}") / f"c{each}", f"{DEFAULT_USER}-{each}") for each in range(number)
+    ]
+    with ThreadPoolExecutor(number) as threads:
+        try:
+            list(threads.map(lambda cluster: cluster.call("up", "--nodes", str(MOST_NODES)), clusters))
+            yield clusters
+        finally:
+            list(threads.map(lambda cluster: cluster.call("down", check=False), clusters))
 
 
 # --- Runs ----------------------------------------------------------------------------------------
@@ -92,9 +126,11 @@ class SlurmRun(Run):
     """A run on the cluster.
 
     Attributes:
+        cluster: where it runs.
         hurried: jobs, with their restart counts, that were started without Slurm's delay.
     """
 
+    cluster: DevCluster
     hurried: set[tuple[str, str]] = field(default_factory=set)
     _asked: float = float("-inf")
     _is_over: bool = False
@@ -119,10 +155,10 @@ class SlurmRun(Run):
     def _ask(self) -> bool:
         job = self.job
         fields = "--Format=State: ,RestartCnt: ,Reason"
-        answer = slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
+        answer = self.cluster.slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
         if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:
             # Later: slurmd rejects a new credential of a job in the second in which it revoked the previous one.
-            slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
+            self.cluster.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
             self.hurried.add((job, answer[1]))
         return not answer or answer[0] not in ACTIVE
 
@@ -136,8 +172,8 @@ class SlurmRun(Run):
         return sorted(self._processes("launcher").values())
 
     def nodes(self) -> list[str]:
-        listed = slurm("squeue", "--noheader", "--jobs", self.job, "--format=%N").strip()
-        return slurm("scontrol", "show", "hostnames", listed).split()
+        listed = self.cluster.slurm("squeue", "--noheader", "--jobs", self.job, "--format=%N").strip()
+        return self.cluster.slurm("scontrol", "show", "hostnames", listed).split()
 
     def _processes(self, kind: str) -> dict[str, int]:
         """Return this run's processes by rank, or its launchers by process id."""
@@ -166,30 +202,31 @@ class SlurmSite:
 
     nodes: int
     steps: int
+    cluster: DevCluster = field(default_factory=DevCluster)
     dead: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        unmount_workspace()
-        mount_workspace()
+        self.cluster.unmount_workspace()
+        self.cluster.mount_workspace()
         return self
 
     def __exit__(self, *_: object) -> None:
-        unmount_workspace()
+        self.cluster.unmount_workspace()
 
     def start(self, name: str) -> SlurmRun:
         size = ("--nodes", str(self.nodes), "--gpus-per-node", "1")
-        said = ftkit("run", str(ROOT / "tests/train/tiny.yaml"), "--cluster", "dev", *size, "--name", name,
-                     "--no-follow", *OPTIONS, f"training.max_steps={self.steps}")  # fmt: skip
-        return SlurmRun(WORKSPACE / "runs" / said.split()[-1], self.steps)
+        said = self.cluster.ftkit("run", str(ROOT / "tests/train/tiny.yaml"), "--cluster", "dev", *size, "--name", name,
+                                  "--no-follow", *OPTIONS, f"training.max_steps={self.steps}")  # fmt: skip
+        return SlurmRun(self.cluster.workspace / "runs" / said.split()[-1], self.steps, self.cluster)
 
     def resume(self, run: Run) -> None:
-        ftkit("resume", run.folder.name, "--no-follow")
+        self.cluster.ftkit("resume", run.folder.name, "--no-follow")
 
     def repair(self) -> None:
         while self.dead:
             node = self.dead.pop()
-            cluster("revive-node", node)
-            mount_workspace(node)
+            self.cluster.call("revive-node", node)
+            self.cluster.mount_workspace(node)
 
     @property
     def faults(self) -> dict[str, Callable[[SlurmRun, Random], None]]:
@@ -197,8 +234,8 @@ class SlurmSite:
             "kill -9 of a launcher": lambda run, chance: kill([chance.choice(run.launchers())]),
             "kill -9 of slurmd": kill_slurmd,
             "power cut of a node": self._kill_node,
-            "scontrol requeue": lambda run, _: slurm("scontrol", "requeue", run.job),
-            "time limit": lambda run, _: slurm("scancel", "--batch", "--signal=USR1", run.job),
+            "scontrol requeue": lambda run, _: self.cluster.slurm("scontrol", "requeue", run.job),
+            "time limit": lambda run, _: self.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job),
             "scancel, ftkit resume": partial(self._cancel, changes_size=False),
             "disk full": fill_disk,
             RESIZED: partial(self._cancel, changes_size=True),
@@ -206,29 +243,29 @@ class SlurmSite:
 
     def _kill_node(self, run: SlurmRun, chance: Random) -> None:
         node = chance.choice(run.nodes())
-        cluster("kill-node", node)
-        slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
+        self.cluster.call("kill-node", node)
+        self.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
         self.dead.append(node)
 
     def _cancel(self, run: SlurmRun, chance: Random, *, changes_size: bool) -> None:
-        slurm("scancel", run.job)
+        self.cluster.slurm("scancel", run.job)
         wait_for(run, run.is_over)
         nodes, processes = chance.choice(SIZES)
         size = ("--nodes", str(nodes), "--gpus-per-node", str(processes)) if changes_size else ()
-        ftkit("resume", run.id, *size, "--no-follow")
+        self.cluster.ftkit("resume", run.id, *size, "--no-follow")
 
 
 def kill_slurmd(run: SlurmRun, chance: Random) -> None:
     """Kill a node's slurmd, and start it again before or after Slurm notices (SlurmdTimeout is 10 s)."""
     node = chance.choice(run.nodes())
-    cluster("node", node, "--", "pkill", "-KILL", "-x", "slurmd")
+    run.cluster.call("node", node, "--", "pkill", "-KILL", "-x", "slurmd")
     time.sleep(chance.choice([3, 25]))
-    cluster("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
+    run.cluster.call("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
 
 
 def fill_disk(run: SlurmRun, chance: Random) -> None:
     """Fill the workspace for some steps."""
-    ballast = WORKSPACE / "ballast"
+    ballast = run.cluster.workspace / "ballast"
     with suppress(OSError), ballast.open("wb") as file:
         while True:
             file.write(bytes(2**16))
