@@ -19,35 +19,10 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 
-from chaos.campaign import Campaign, Results
-from chaos.cluster import DevCluster, SlurmSite, own_clusters
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a campaign on one cluster; the deadline is by `time.time`."""
-
-    seed: str
-    name: str
-    faults: int
-    nodes: int
-    steps: int
-    deadline: float
-    kinds: list[str]
-
-
-def inject(cluster: DevCluster, options: Options) -> Results:
-    """Run a campaign on a cluster."""
-    with SlurmSite(options.nodes, options.steps, cluster) as site:
-        deadline = options.deadline - time.time() + time.monotonic()
-        campaign = Campaign(site, random.Random(options.seed), options.faults, deadline, options.name)
-        try:
-            campaign.run(options.kinds)
-        except (TimeoutError, RuntimeError, OSError) as error:
-            campaign.results.wrong.append(f"{options.name}ended early: {error}")
-    return campaign.results
+from chaos.campaign import Results
+from chaos.cluster import SlurmSite
+from chaos.clusters import Options, inject, own_clusters
 
 
 def main() -> int:

@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from chaos.faults import FAULTS, kill
 from chaos.runs import Run, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from random import Random
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,24 +97,6 @@ class DevCluster:
     def unmount_workspace(self) -> None:
         """Unmount the workspace on the host; the machines keep theirs until they end."""
         subprocess.run(["umount", "--lazy", str(self.workspace)], check=False, capture_output=True)
-
-
-@contextmanager
-def own_clusters(number: int | None) -> Iterator[list[DevCluster]]:
-    """Start clusters within the context, all at once; without a number, use the one that is up."""
-    if number is None:
-        yield [DevCluster()]
-        return
-    # Each in a folder of its own, which dev-cluster locks.
-    clusters = [
-        DevCluster(Path(f"{DEFAULT_STATE}-{each}") / f"c{each}", f"{DEFAULT_USER}-{each}") for each in range(number)
-    ]
-    with ThreadPoolExecutor(number) as threads:
-        try:
-            list(threads.map(lambda cluster: cluster.call("up", "--nodes", str(MOST_NODES)), clusters))
-            yield clusters
-        finally:
-            list(threads.map(lambda cluster: cluster.call("down", check=False), clusters))
 
 
 # --- Runs ----------------------------------------------------------------------------------------
