@@ -229,6 +229,25 @@ def test_both_stages_use_the_named_container_of_the_profile(make_plan: PlanMaker
         assert any(word.startswith("--container-image=") for word in call.words), "the first task creates it"
 
 
+def test_a_restarted_job_removes_its_containers_that_a_power_cut_left_on_the_nodes(
+    make_plan: PlanMaker, machine: Machine
+) -> None:
+    enroot = machine.root / "bin" / "enroot"
+    names = "pyxis_12345.0 pyxis_12345_12345.3 pyxis_123456.0 pyxis_1.12345.0 pyxis_mine"
+    enroot.write_text(
+        f'#!/bin/bash\n[ "$1" != list ] || exec printf "%s\\n" {names}\necho "$@" >>"$RECORD/removed"\n',
+        encoding="utf-8",
+    )
+    enroot.chmod(0o755)
+    plan = make_plan("slurm", node_local_dir=machine.local_disk)
+    machine.run(plan)
+    assert not (machine.root / "record" / "removed").exists()
+    machine.environment = {"SLURM_RESTART_COUNT": "1"}
+    assert machine.run(plan)[0] == 0
+    removed = (machine.root / "record" / "removed").read_text(encoding="utf-8")
+    assert removed == "remove --force pyxis_12345.0 pyxis_12345_12345.3\n"
+
+
 def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> None:
     plan.data_directory.mkdir(parents=True)
     DataLayout(plan.data_directory).manifest.touch()
@@ -617,8 +636,13 @@ def test_the_image_is_staged_once_and_verified_or_else_started_from_the_shared_f
     assert staged.read_text() == "an image"
     assert started() == (str(staged), 0)  # staged already
     staged.write_text("damaged")
+    interrupted, in_progress = (staged.with_name(f"{staged.name}.{job}") for job in (11, 12))
+    interrupted.touch()
+    os.utime(interrupted, (0, 0))
+    in_progress.touch()
     assert started() == (str(staged), 1)
     assert staged.read_text() == "an image"
+    assert (interrupted.exists(), in_progress.exists()) == (False, True)
     staged.write_text("damaged")
     machine.environment = {"FAKE_FULL_DISK": "1"}
     assert started() == (str(image), 1)
