@@ -31,6 +31,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
 EXPORT_RECORD = "ftkit-export.json"
 """File of ftkit in an export, with the digests of its weights."""
+LENGTH_BYTES = 8
+"""Bytes of the little-endian length before the header of a safetensors file."""
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""
 _TIED = "tie_word_embeddings"
@@ -157,12 +159,12 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether a safetensors file is as long as its header says: 8 bytes of length, the header, the tensors."""
+    """Return whether a safetensors file is as long as its header says: the header's length, the header, the tensors."""
     try:
         end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
         if end is None:
             with path.open("rb") as file:
-                end = 8 + int.from_bytes(file.read(8), "little")
+                end = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
         return path.stat().st_size == end
     except _UNREADABLE:
         return False
@@ -197,14 +199,14 @@ class _StoredTensor:
 
 def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
     header.pop("__metadata__", None)
     return {
         name: _StoredTensor(
             path,
             (entry["dtype"], tuple(entry["shape"])),
-            *(8 + length + offset for offset in entry["data_offsets"]),
+            *(LENGTH_BYTES + length + offset for offset in entry["data_offsets"]),
         )
         for name, entry in header.items()
     }

@@ -1,4 +1,4 @@
-"""Run programs, never through a shell. No other module starts programs."""
+"""Run programs, never through a shell, and count the CPUs for them. No other module starts programs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 60
 """Time for an interrupted program to clean up."""
+
+
+def num_usable_cpus() -> int:
+    """Return the number of CPUs of this process's allocation."""
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)

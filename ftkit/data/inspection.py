@@ -24,8 +24,9 @@ from ftkit.data.packing import Packer
 from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, num_usable_cpus, skip_bad
+from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, skip_bad
 from ftkit.errors import DataError
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

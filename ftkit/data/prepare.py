@@ -16,9 +16,10 @@ from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
-from ftkit.data.workers import BatchEncoder, encode_rows, num_usable_cpus, skip_bad
+from ftkit.data.workers import BatchEncoder, encode_rows, skip_bad
 from ftkit.errors import DataError, one_line
 from ftkit.planning.plan import PREPARATION_VERSION
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -195,11 +195,6 @@ def skip_bad(errors: Sequence[DataError], allowed: int) -> Sequence[DataError]:
     return errors
 
 
-def num_usable_cpus() -> int:
-    """Return the number of CPUs of this process's allocation."""
-    return len(os.sched_getaffinity(0))
-
-
 def _batches(rows: Iterable[SourceRow]) -> Iterator[list[SourceRow]]:
     batch: list[SourceRow] = []
     size = 0

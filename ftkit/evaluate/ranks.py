@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ftkit.data.workers import num_usable_cpus
 from ftkit.errors import PrerequisiteError
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -173,7 +173,7 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
 
 def _on_this_machine(words: list[str], output: Path, address: Address) -> process.ProgramOutput:
     folder = output.with_name(f"{output.name}.enroot")
-    settings = {"ENROOT_MAX_PROCESSORS": str(len(os.sched_getaffinity(0)))}
+    settings = {"ENROOT_MAX_PROCESSORS": str(process.num_usable_cpus())}
     try:
         return process.run_stoppable(
             ["bash", "-c", *words, str(folder)], timeout_seconds=_TIMEOUT_SECONDS,

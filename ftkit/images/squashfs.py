@@ -87,7 +87,7 @@ def has_tool() -> bool:
 
 
 def _tool() -> SquashfsTool | None:
-    num_cpus = str(len(os.sched_getaffinity(0)))
+    num_cpus = str(process.num_usable_cpus())
     if shutil.which("tar2sqfs"):
         return SquashfsTool(
             "tar2sqfs", ("--quiet", "--compressor", "zstd", "--comp-extra", "level=3", "--block-size", "1M",

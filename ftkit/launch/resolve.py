@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import sys
@@ -24,6 +23,7 @@ from ftkit.launch.preparation import data_stamp
 from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.planner import fingerprint, plan_run
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -286,7 +286,7 @@ def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], roo
     """Replace `device: auto` with the hardware of this machine; `root` holds its /dev and /proc."""
     if profile.device != "auto":
         return profile
-    found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or len(os.sched_getaffinity(0))}
+    found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or num_usable_cpus()}
     num_gpus = _count_gpus(environment, root)
     if num_gpus:
         found |= {"device": "cuda", "gpus_per_node": num_gpus, "gpu": profile.gpu or _gpu_model(root)}

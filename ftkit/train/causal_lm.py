@@ -35,7 +35,7 @@ class MicroBatch:
         cu_seqlens: int32 [D + 1], the offset of each of D documents in the flattened tokens, then B * T; with context
             or tensor parallelism, the offsets in the full packs, of which this process has a part.
         max_seqlen: upper bound of the documents' lengths.
-        is_token: bool [B, T], false for padding; None if there is none.
+        is_token: bool [B, T], false for padding; None if there is none, or nothing needs it.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
     """

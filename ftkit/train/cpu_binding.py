@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.data.workers import num_usable_cpus
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -133,7 +133,7 @@ class Trainer:
             self._evaluate(evaluator, engine, 0, "before")
         training_began = time.time()
         with Checkpointer(self.plan, self.world, self.recorder) as checkpointer:
-            batches = self._batches(store, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
+            batches = self._batches(store, engine, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
             policy = self.plan.recipe.training.on_nonfinite
             loop = TrainingLoop(
                 plan=self.plan,
@@ -203,7 +203,7 @@ class Trainer:
         check_profile(self.plan.recipe.profile, num_steps)
         return num_steps
 
-    def _batches(self, store: PackStore, *, is_packed: bool, is_mixed: bool) -> BatchSchedule:
+    def _batches(self, store: PackStore, engine: Engine, *, is_packed: bool, is_mixed: bool) -> BatchSchedule:
         training = self.plan.recipe.training
         return BatchSchedule(
             store,
@@ -214,6 +214,7 @@ class Trainer:
             size=self.world.data_size,
             is_packed=is_packed,
             is_mixed=is_mixed,
+            marks_padding=engine.model.routers.exist,
             context=self.world.context,
         )
 

@@ -21,6 +21,8 @@ from ftkit.runs.records import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ftkit.runs.records import Record
 
 
@@ -31,6 +33,29 @@ def sharding_text(record: ShardingRecord) -> str:
     return f"{record.sharding}: {part}{units}"
 
 
+_CHECKS = {
+    "parameters": "{} parameters",
+    "trainable parameters": "{} of them trained",
+    "4-bit parameters": "{} in 4 bits",
+    "parameters on this rank": "{} on this rank",
+    "units": "{} sharded units",
+    "sharded layers": "{} of them decoder layers",
+    "fewest targets in a pack": "at least {} targets in each pack",
+    "documents are": "documents are {}",
+    "documents isolated": "they do not attend to each other ({})",
+    "later tokens unseen": "tokens do not attend to later ones ({})",
+    "logits of the model's own class": "logits are those of the model's class ({})",
+}
+"""The checks before step 1 in words, in the order in which they are printed."""
+
+
+def checks_text(checks: Mapping[str, str]) -> str:
+    """Describe the checks before step 1; those that found nothing, such as 4-bit parameters, are left out."""
+    others = {name: f"{{}} {name}" for name in checks if name not in _CHECKS}  # "layers with checkpointing 'none'"
+    found = ((words, checks.get(name, "0")) for name, words in (_CHECKS | others).items())
+    return ", ".join(words.format(value) for words, value in found if value != "0")
+
+
 def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind of record
     """Return a record as one line of text."""
     match record:
@@ -39,7 +64,7 @@ def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind o
         case StartRecord():
             line = start_line(record)
         case VerificationRecord():
-            line = "checks passed: " + "; ".join(f"{name}: {value}" for name, value in record.checks.items())
+            line = f"checks passed: {checks_text(record.checks)}"
         case MemoryRecord():
             line = (
                 f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "

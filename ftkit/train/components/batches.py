@@ -65,6 +65,7 @@ class BatchSchedule:
         size: int,
         is_packed: bool = True,
         is_mixed: bool = False,
+        marks_padding: bool = True,
         context: ContextGroup = ALONE,
     ) -> None:
         self._store = store
@@ -75,6 +76,7 @@ class BatchSchedule:
         self._size = size
         self._is_packed = is_packed
         self._is_mixed = is_mixed
+        self._marks_padding = marks_padding
         self._context = context
 
     def packs_of_step(self, step: int) -> list[int]:
@@ -108,12 +110,24 @@ class BatchSchedule:
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
             rows_of_packs = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
-            micro_batches.append(to_micro_batch(rows_of_packs, HOST, is_mixed=self._is_mixed, context=self._context))
+            batch = to_micro_batch(
+                rows_of_packs,
+                HOST,
+                is_mixed=self._is_mixed,
+                marks_padding=self._marks_padding,
+                context=self._context,
+            )
+            micro_batches.append(batch)
         return StepBatch(micro_batches, num_targets)
 
 
 def to_micro_batch(
-    packs: NDArray[np.int32], device: torch.device, *, is_mixed: bool = False, context: ContextGroup = ALONE
+    packs: NDArray[np.int32],
+    device: torch.device,
+    *,
+    is_mixed: bool = False,
+    marks_padding: bool = True,
+    context: ContextGroup = ALONE,
 ) -> MicroBatch:
     """Convert packs, as `PackStore.read` returns them, to a micro-batch on a device.
 
@@ -121,10 +135,11 @@ def to_micro_batch(
         packs: int32 [packs, 4, length].
         device: the destination.
         is_mixed: whether the packs are from several sources, so that each label gets its source.
+        marks_padding: whether to find the padding, for the routers of a mixture of experts.
         context: decides which part of each pack this process takes.
     """
     positions = packs[:, 2]
-    is_token = ~find_padding(packs)[:, context.part(packs.shape[2])]
+    is_token = ~find_padding(packs)[:, context.part(packs.shape[2])] if marks_padding else None
     cu_seqlens = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
     local = packs[:, :, context.part(packs.shape[2])]
     position_ids = positions[:, context.gathered_part(packs.shape[2])]
@@ -142,7 +157,7 @@ def to_micro_batch(
         cu_seqlens=tensor(cu_seqlens, np.int32),
         # The same bound for all batches, because kernels are compiled for it.
         max_seqlen=packs.shape[2],
-        is_token=torch.from_numpy(is_token),
+        is_token=None if is_token is None else torch.from_numpy(is_token),
         label_sources=tensor(local[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
     )
     return batch.on(device)
@@ -150,7 +165,7 @@ def to_micro_batch(
 
 def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
     """Convert padded rows to a micro-batch on a device; see `to_micro_batch`."""
-    batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed)
+    batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed, marks_padding=False)
     # A row without a document has one token too: attention needs at least one.
     place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
     mask = torch.from_numpy((place < np.maximum(1, lengths)).astype(np.int64))

@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.workers import num_usable_cpus
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
 from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
+from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
 from ftkit.train.components.export_record import ExportRecord, make_prompts, sample_columns, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting

@@ -17,7 +17,7 @@ import torch
 
 from ftkit.errors import TrainingError
 from ftkit.files import sync, write_json
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.model_folder import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.checkpoints import SavedFile
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 2 * 2**30
 _PIECE_BYTES = 2**23
 """Bytes that are hashed and written at a time: they are read from memory once, and then from a CPU's cache."""
-_LENGTH_BYTES = 8
-"""Bytes of the little-endian length of a header."""
 _ALIGNMENT = 8
 """Headers are padded with spaces to a multiple of this."""
 _DTYPES = {
@@ -138,7 +136,7 @@ def _header(declared: Mapping[str, torch.Tensor]) -> bytes:
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = text.ljust(math.ceil(len(text) / _ALIGNMENT) * _ALIGNMENT)
-    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
+    return len(padded).to_bytes(LENGTH_BYTES, "little") + padded
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -265,7 +265,7 @@ def verify_causality(probe: ProbeResult) -> dict[str, str]:
             meaning="this model's attention is not causal: it would learn to copy the tokens that it should predict",
             fix="choose a causal language model, or try another training.attention",
         )
-    return {"later tokens unseen": f"gradient {leak:.0e}"}
+    return {"later tokens unseen": f"gradient {leak:.0g}"}
 
 
 def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict[str, str]:
@@ -297,7 +297,7 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
             meaning="this model's attention, or another of its layers, ignores where documents end",
             fix="set data.packing=auto, try another training.attention, or choose another model",
         )
-    return {"documents isolated": f"difference {change:.0e}, gradient {leak:.0e}"}
+    return {"documents isolated": f"difference {change:.0g}, gradient {leak:.0g}"}
 
 
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
@@ -329,7 +329,7 @@ def verify_logits(probe: ProbeResult) -> dict[str, str]:
             meaning="this model changes its logits, or what they are computed from, in a way that ftkit does not know",
             fix="choose another model, or please report this one",
         )
-    return {"logits of the model's own class": f"difference {difference:.0e}"}
+    return {"logits of the model's own class": f"difference {difference:.0g}"}
 
 
 def _largest_ratio(values: torch.Tensor, reference: torch.Tensor) -> float:

@@ -102,6 +102,11 @@ class Routers:
             routers, num_experts, coefficient=coefficient, has_loss=has_loss, context=world.context, device=world.device
         )
 
+    @property
+    def exist(self) -> bool:
+        """Whether the model has any: it is a mixture of experts."""
+        return bool(self._taps)
+
     def begin(self, input_ids: torch.Tensor, is_token: torch.Tensor | None, *, is_packed: bool) -> None:
         """Prepare for a forward pass over a micro-batch.
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from ftkit.cli.terminal.record_lines import record_line
+from ftkit.cli.terminal.record_lines import checks_text, record_line
 from ftkit.runs import records
 
 PLAIN = {str: "word", float: 0.5, int: 3, bool: True}
@@ -32,3 +32,12 @@ def test_each_kind_of_record_can_be_printed(kind: type[Any]) -> None:
     line = record_line(kind(**{name: value_of(types[name]) for name in required}))
     assert line
     assert "\n" not in line
+
+
+def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
+    checks = {"units": "3", "sharded layers": "2", "layers with checkpointing 'none'": "2", "4-bit parameters": "0"}
+    checks |= {"documents are": "packed", "documents isolated": "difference 0, gradient 0", "parameters": "363,040"}
+    assert checks_text(checks) == (
+        "363,040 parameters, 3 sharded units, 2 of them decoder layers, documents are packed, they do not attend to "
+        "each other (difference 0, gradient 0), 2 layers with checkpointing 'none'"
+    )
