@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, timeline
+from ftkit.cli.page.experts import draw_experts
 from ftkit.cli.terminal.format import count, duration, energy, gib, plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, RunPlan
@@ -184,6 +185,8 @@ def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
             known = has_before and before.execution_accuracy is not None
             detail = f"from {before.execution_accuracy:.1%}" if known else ""
             tiles.append(Tile("SQL execution", f"{after.execution_accuracy:.1%}", detail))
+    if last and last.routers:
+        tiles.append(Tile("Busiest expert", f"{last.routers.max_utilization:.2f} ×", "the mean load of its layer"))
     device = "process" if plan and plan.placement.device == "cpu" else "GPU"
     if (speed := history.speed) is not None:
         mfu = history.mfu
@@ -266,6 +269,7 @@ def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) 
         Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
         Chart("Throughput", draw_lines(speed)),
         Chart("Memory by stage", memory),
+        Chart("Load of the busiest expert", draw_experts(history)),
         *_gpu_charts(gpus, history),
         Chart("Timeline", timeline("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
     ]

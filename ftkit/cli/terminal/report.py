@@ -19,7 +19,7 @@ from ftkit.runs.summary import TrainingSummary, log_tail, summarize
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.failure import Failure
-    from ftkit.runs.records import EvaluationRecord, Sample
+    from ftkit.runs.records import EvaluationRecord, RouterStats, Sample
     from ftkit.runs.submission import SubmittedRun
 
 STATE_STYLES = {
@@ -101,6 +101,7 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         speed = f"{count(last.tokens_per_second)} tokens/s"
         facts.append(("progress", f"step {last.step}/{last.num_steps}, {count(last.tokens)} tokens, {speed}"))
         facts.append(("loss", f"{first.loss:.4f} → {last.loss:.4f}"))
+        facts += [("experts", experts_text(last.routers))] if last.routers else []
     if summary.before or summary.after:
         moments = [measured(record) for record in (summary.before, summary.after) if record]
         facts.append(("validation", " → ".join(moments)))
@@ -117,6 +118,18 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     if summary.end and summary.end.export:
         facts.append(("export", short_path(Path(summary.end.export))))
     return facts
+
+
+def experts_text(routers: RouterStats) -> str:
+    """Describe how a step's tokens were spread over the experts."""
+    parts = [
+        f"busiest {routers.max_utilization:.2f} × the mean load of its layer",
+        f"{routers.mean_max_utilization:.2f} × on average over the layers",
+        f"{routers.dead_expert_ratio:.1%} without tokens",
+    ]
+    if routers.load_balancing_loss is not None:
+        parts.append(f"load-balancing loss {routers.load_balancing_loss:.3f}")
+    return ", ".join(parts)
 
 
 def _script_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:

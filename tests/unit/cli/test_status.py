@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
+from ftkit.cli.page.report import read_report
+from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
@@ -17,7 +20,7 @@ from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, TrainingError, as_user_error
 from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
-from ftkit.runs.records import CheckpointRecord, MemoryRecord, Sample, StageRecord
+from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.stragglers import RankTiming
 
@@ -69,6 +72,21 @@ def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMake
     assert "node h17 is 14% slower than the others (rank 2)" in ftkit("status", run.id).out
     (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]
     assert (found["host"], found["ranks"]) == ("h17", [2])
+
+
+def test_the_load_of_experts_is_shown_for_mixtures_only(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    routed = replace(records.step(2, 0.5), routers=RouterStats(2.5, 1.5, 0.25, 0.9, 8.125))
+    mixture, dense = make_run("mixture"), make_run("dense")
+    records.write(mixture, records.step(1, 6.5), routed)
+    finish(dense, records)
+    seen = " ".join(ftkit("status", mixture.id).out.split())
+    assert "experts busiest 2.50 × the mean load of its layer, 1.50 × on average over the layers, 25.0%" in seen
+    assert "load-balancing loss 8.125" in seen
+    assert "busiest" not in ftkit("status", dense.id).out
+    pages = [run_page(read_report(run.layout, "completed")) for run in (mixture, dense)]
+    assert ["Busiest expert" in page for page in pages] == [True, False]
 
 
 def test_runs_can_be_listed_without_slurm(
