@@ -138,13 +138,25 @@ check_nodes() { # FOLDER OPTION...
     wait "${pids[@]}" || true
 }
 
+# Prints why a task did not start: the last line that is not Slurm's. pyxis prints the cause as Slurm's first lines, or
+# after them enroot's log; the last ones only say that a plug-in failed.
+find_cause() { # FILE
+    local cause
+    cause=$(sed -nE 's/^(srun|slurmstepd[^:]*): error: pyxis: +//p' "$1" |
+        sed -E '/^$|^\[INFO\]|^child [0-9]+ failed|^failed to create container|^printing enroot log/d' | sed -n 1p)
+    if [[ -z $cause ]]; then
+        cause=$( (grep -Ev '^ *$|^(srun|slurmstepd[^:]*): ' "$1" || cat -- "$1") | tail -n 1)
+    fi
+    printf '%s' "$cause"
+}
+
 # Prints a line for each unhealthy node: its name, a tab, the reason.
 list_bad_nodes() { # FOLDER
     local host verdict
     for host in $nodes; do
         verdict=$(sed -n "s/^ftkit-node $host //p" "$1/$host.out")
         if [[ -z $verdict ]]; then
-            verdict=$( (grep -Ev '^ *$|^(srun|slurmstepd): ' "$1/$host.err" || cat -- "$1/$host.err") | tail -n 1)
+            verdict=$(find_cause "$1/$host.err")
             verdict="bad the checks did not run: ${verdict:0:200}"
         fi
         if [[ $verdict != ok ]]; then

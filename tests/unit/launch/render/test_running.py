@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -560,24 +561,51 @@ def checked_plan(make_plan: PlanMaker, machine: Machine) -> RunPlan:
     return plan
 
 
-def _check(verdicts: dict[str, str]) -> str:
+APPTAINER_ERROR = """FATAL: no loop device
+srun: error: n2: task 0: Exited with exit code 255
+"""
+ENROOT_ERROR = """slurmstepd-n2: error: pyxis: child 1027 failed with error code: 1
+slurmstepd-n2: error: pyxis: failed to create container filesystem for image: /shared/ftkit/images/big.sqsh
+slurmstepd-n2: error: pyxis: printing enroot log file:
+slurmstepd-n2: error: pyxis:     [INFO] Extracting squashfs filesystem...
+slurmstepd-n2: error: pyxis:     Write on output file failed because No space left on device
+slurmstepd-n2: error: pyxis:     FATAL ERROR: writer: failed to write file /mnt/localssd/data/pyxis_14.0/var/big
+slurmstepd-n2: error: pyxis:     Parallel unsquashfs: Using 2 processors
+slurmstepd-n2: error: pyxis:     \x20
+slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+slurmstepd-n2: error: Failed to invoke spank plugin stack
+srun: error: n2: task 0: Exited with exit code 1
+"""
+"""What enroot 4.1.2 and pyxis 0.24.0 printed on a full disk."""
+
+
+def _check(verdicts: dict[str, str], stderr: str = APPTAINER_ERROR) -> str:
     """Return a script for Python's stand-in: nodes print a verdict, or, without one, fail to start a container."""
     cases = "".join(
         f"*--host={host}*) echo 'ftkit-node {host} {said}' ;; "
         if said
-        else f"*--host={host}*) echo 'FATAL: no loop device' >&2; echo 'srun: error: task 0' >&2; exit 255 ;; "
+        else f"*--host={host}*) printf %s {shlex.quote(stderr)} >&2; exit 255 ;; "
         for host, said in verdicts.items()
     )
     return f'case "$*" in *ftkit.health*) case "$*" in {cases} esac; exit ;; esac; '
 
 
-def test_a_node_that_fails_its_check_is_excluded_with_the_reason(checked_plan: RunPlan, machine: Machine) -> None:
-    machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": ""})
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        (APPTAINER_ERROR, "FATAL: no loop device"),
+        (ENROOT_ERROR, "Write on output file failed because No space left on device"),
+    ],
+)
+def test_a_node_that_fails_its_check_is_excluded_with_the_reason(
+    stderr: str, reason: str, checked_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment["FAKE_PREPARE"] = _check({"n1": "ok", "n2": ""}, stderr)
     machine.environment["FAKE_JOB"] = "ExcNodeList=n9"
     code, _ = machine.run(checked_plan)
     assert code == 0
     log = checked_plan.layout.job_log.read_text()
-    assert "preflight: n2: the checks did not run: FATAL: no loop device" in log
+    assert f"preflight: n2: the checks did not run: {reason}\n" in log
     asked = [call.words for call in machine.calls("scontrol")]
     assert ["requeue", "12345"] in asked
     assert ["update", "jobid=12345", "ExcNodeList=n9,n2"] in asked
