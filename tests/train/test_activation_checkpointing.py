@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -23,7 +23,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
-from ftkit.train.model import attention
+from ftkit.train.model import attention, joint_adapters
 from ftkit.train.model.attention import implementation_of
 from ftkit.train.model.build import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
@@ -101,7 +101,7 @@ def every_product_is_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     """Compile without code generation, fail on graph breaks, and count graphs."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True))
+    monkeypatch.setattr(joint_adapters, "inductor", lambda: counter)
     return counter
 
 
@@ -232,6 +232,30 @@ def test_layers_compile_once_without_graph_breaks(
     assert compiles.frame_count == graphs
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "joined"),
+    [("selective", {}, [2, 3]), ("none", {"targets": ("q_proj", "v_proj", "up_proj")}, [2])],
+)
+def test_compiled_layers_multiply_by_all_adapters_of_an_input_at_once_with_gradients_of_peft(
+    mode: ActivationCheckpointing,
+    options: dict[str, Any],
+    joined: list[int],
+    world: World,
+    compiles: CompileCounterWithBackend,
+) -> None:
+    spec = training(method="lora", lora={"rank": 4, "use_rslora": True, **options})
+    expected = gradients("gemma3_text", spec, world)
+    changes = {"activation_checkpointing": mode, "compile": "layers"}
+    found = gradients("gemma3_text", spec.model_copy(update=changes), world)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    bodies = [each for each in compiles.graphs[-1].modules() if isinstance(each, GraphModule)]
+    joints = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=torch.cat)]
+    adapters = [[weight for weight in node.all_input_nodes if "lora_a" in weight.name.lower()] for node in joints]
+    assert sorted(len(weights) for weights in adapters if weights) == joined
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
+from torch._dynamo import lookup_backend
 
 from ftkit.train.memory.compile import CompiledForward
+from ftkit.train.model import joint_adapters
 
 
 @pytest.fixture(autouse=True)
 def _without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(joint_adapters, "inductor", lambda: lookup_backend("eager"))
 
 
 def test_a_graph_break_is_reported_once_and_computes_the_same(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftkit.train.model.joint_adapters import compile_with_joint_adapters
 from ftkit.train.private_apis.torch import compile_failures
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class CompiledForward:
         self._forward = forward
         self._name = name
         self._failures = compile_failures()
-        self._compiled = torch.compile(forward, fullgraph=True)
+        self._compiled = torch.compile(forward, fullgraph=True, backend=compile_with_joint_adapters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled forward; if it can't be one graph, compile it in parts from then on."""
@@ -40,7 +41,7 @@ class CompiledForward:
             is_limit = isinstance(error, self._failures[1])
             reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
             _warn_once(self._name, reason)
-            self._compiled = torch.compile(self._forward)
+            self._compiled = torch.compile(self._forward, backend=compile_with_joint_adapters)
         return self._compiled(*args, **kwargs)
 
 

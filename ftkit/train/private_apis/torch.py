@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from types import ModuleType
 
@@ -49,6 +50,18 @@ def compile_failures() -> tuple[type[Exception], type[Exception]]:
     from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
 
     return exc.Unsupported, exc.FailOnRecompileLimitHit
+
+
+def inductor() -> Callable[..., Any]:
+    """Return Inductor's compiler of a graph, for a backend of `torch.compile` that changes the graph first.
+
+    `torch._dynamo.lookup_backend`, torch 2.1 to 2.15; torch's guide to custom backends uses it. If it goes: compile
+    without the change.
+    """
+    from torch._dynamo import lookup_backend  # noqa: PLC0415 - loads the compiler
+
+    compiler: Callable[..., Any] = lookup_backend("inductor")
+    return compiler
 
 
 def raise_recompile_limit(num_layers: int) -> None:
