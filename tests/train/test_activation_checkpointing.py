@@ -21,9 +21,10 @@ from ftkit.families import MEASURED, MeasuredFamily
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
+from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
-from ftkit.train.model import attention, joint_adapters
+from ftkit.train.model import attention
 from ftkit.train.model.attention import implementation_of
 from ftkit.train.model.build import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method

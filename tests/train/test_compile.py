@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
+from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.model import joint_adapters
 
 
 @pytest.fixture(autouse=True)

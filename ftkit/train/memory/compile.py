@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.model.joint_adapters import compile_with_joint_adapters
+from ftkit.train.memory.joint_adapters import compile_with_joint_adapters
 from ftkit.train.private_apis.torch import compile_failures
 
 if TYPE_CHECKING:
