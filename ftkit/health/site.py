@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
+_LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l")
+"""Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
 _TIMEOUT_SECONDS: Final = 2.0
 _SITE_SECONDS: Final = 2.5
 _SHARED_TYPES: Final = re.compile(
@@ -45,6 +47,8 @@ class Partition:
         gpu_type: GPU type in GRES; empty if it has none.
         cpus_per_node: CPUs that a job can request.
         max_seconds: longest time limit; None if unlimited.
+        accounts: the only accounts that may submit to it; any if empty.
+        qos: the only QOS that may be used in it; any if empty.
     """
 
     name: str
@@ -54,6 +58,8 @@ class Partition:
     gpu_type: str
     cpus_per_node: int
     max_seconds: int | None
+    accounts: tuple[str, ...] = ()
+    qos: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,11 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     """Inspect this machine and its Slurm; `root` holds its /dev, /proc and /sys."""
     user = environment.get("USER") or environment.get("LOGNAME") or str(os.getuid())
     commands = {
-        "sinfo": ("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"),
+        "sinfo": _LIST_PARTITIONS,
         "version": ("sinfo", "--version"),
         "config": ("scontrol", "show", "config"),
-        "accounts": ("sacctmgr", "-nP", "show", "associations", f"user={user}", "format=Account"),
+        "limits": ("scontrol", "show", "partitions", "--oneliner"),
+        "accounts": ("sacctmgr", "-nP", "show", "associations", f"user={user}", "format=Cluster,Account"),
         "srun": ("srun", "--help"),
         "enroot": ("enroot", "version"),
         "apptainer": ("apptainer", "--version"),
@@ -113,14 +120,15 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     deadline = time.monotonic() + _SITE_SECONDS
     answers = start_all([partial(_ask, words, environment) for words in commands.values()])
     outputs = {name: _output_before(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
-    partitions = parse_partitions(outputs["sinfo"])
+    partitions = parse_partitions(outputs["sinfo"], outputs["limits"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
+    accounts = parse_accounts(outputs["accounts"], settings.get("ClusterName", ""))
     mounts = _read(root / "proc/mounts")
     return Site(
         slurm_version=_version(outputs["version"]) if partitions else "",
         cluster_name=settings.get("ClusterName", ""),
         partitions=partitions,
-        accounts=tuple(dict.fromkeys(outputs["accounts"].split())),
+        accounts=accounts,
         has_pyxis="--container-image" in outputs["srun"],
         enroot=_version(outputs["enroot"]),
         apptainer=_version(outputs["apptainer"] or outputs["singularity"]),
@@ -129,13 +137,13 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
         shared_folders=parse_mounts(mounts),
         local_folder=_local_folder(settings.get("TmpFS", ""), root),
         num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
-        unknown=tuple(_unknown(outputs, partitions, settings)),
+        unknown=tuple(_unknown(outputs, partitions, settings, accounts)),
     )
 
 
 def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
     """Return Slurm's partitions; none if there is no Slurm here, or it does not respond."""
-    return parse_partitions(_ask(("sinfo", "--noheader", "--format=%P|%a|%D|%c|%G|%l"), environment))
+    return parse_partitions(_ask(_LIST_PARTITIONS, environment))
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
@@ -160,13 +168,15 @@ def _output_before(answer: Future[str], deadline: float) -> str:
         return ""
 
 
-def _unknown(outputs: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str]) -> list[str]:
+def _unknown(
+    outputs: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str], accounts: Sequence[str]
+) -> list[str]:
     unknown = []
     if outputs["version"] and not partitions:
         unknown.append("Slurm is installed, but no partition is up: sinfo failed, or all of them are down")
     if partitions and not settings:
         unknown.append("the configuration of Slurm can't be read with scontrol")
-    if partitions and not outputs["accounts"].split():
+    if partitions and not accounts:
         unknown.append("your Slurm accounts: sacctmgr lists none, so jobs use the default one")
     if partitions and not any(each.gpus_per_node for each in partitions):
         unknown.append("the GPUs of the nodes: Slurm lists none as generic resources (GRES)")
@@ -176,14 +186,23 @@ def _unknown(outputs: Mapping[str, str], partitions: Sequence[Partition], settin
 # --- Parsers -------------------------------------------------------------------------------------
 
 
-def parse_partitions(text: str) -> tuple[Partition, ...]:
-    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l`; partitions that are not up are skipped."""
+def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
+    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l` and `scontrol show partitions --oneliner`.
+
+    Partitions that are not up are skipped.
+    """
     partitions = []
+    allowed = {
+        match[1]: (_names_in(line, "AllowAccounts"), _names_in(line, "AllowQos"))
+        for line in limits.splitlines()
+        if (match := re.match(r"PartitionName=(\S+)", line))
+    }
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != len("PaDcGl") or fields[1] != "up" or not fields[2].isdigit():
             continue
         name, _, num_nodes, cpus, resources, limit = fields
+        accounts, qos = allowed.get(name.removesuffix("*"), ((), ()))
         gpu_type, num_gpus = parse_gres(resources)
         partitions.append(
             Partition(
@@ -194,9 +213,23 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
                 gpu_type=gpu_type,
                 cpus_per_node=int(match[0]) if (match := re.match(r"\d+", cpus)) else 0,
                 max_seconds=parse_time_limit(limit),
+                accounts=accounts,
+                qos=qos,
             )
         )
     return tuple(partitions)
+
+
+def _names_in(line: str, key: str) -> tuple[str, ...]:
+    """Return the names that a key of `scontrol show partitions` allows; none if it allows all."""
+    match = re.search(rf"(?:^|\s){key}=(\S+)", line)
+    return () if match is None or match[1] in ("ALL", "(null)", "N/A") else tuple(match[1].split(","))
+
+
+def parse_accounts(text: str, cluster: str) -> tuple[str, ...]:
+    """Parse `sacctmgr -nP show associations format=Cluster,Account`, which lists accounts of all clusters of a site."""
+    pairs = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
+    return tuple(dict.fromkeys(account for name, account in pairs if account and name == (cluster or name)))
 
 
 def parse_gres(text: str) -> tuple[str, int]:

@@ -85,10 +85,14 @@ def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tupl
 
 def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
     """Choose the partition of the profile, else the one with the most GPUs, preferring the default one."""
-    named = [each for each in site.partitions if each.name in (base.partition, *base.recognized_by.partitions)]
-    return max(
-        named or site.partitions, key=lambda each: (each.gpus_per_node > 0, each.is_default, _num_gpus(site, each))
-    )
+    open_to_user = [each for each in site.partitions if _accounts_for(site, each)] or site.partitions
+    named = [each for each in open_to_user if each.name in (base.partition, *base.recognized_by.partitions)]
+    return max(named or open_to_user, key=lambda each: (each.gpus_per_node > 0, each.is_default, _num_gpus(site, each)))
+
+
+def _accounts_for(site: Site, partition: Partition) -> list[str]:
+    """Return the user's accounts that may submit to a partition; the default one is unnamed if they are unknown."""
+    return [each for each in site.accounts or ("",) if not (each and partition.accounts) or each in partition.accounts]
 
 
 def _num_gpus(site: Site, partition: Partition) -> int:
@@ -115,15 +119,34 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
         values["max_time_limit"] = format_time_limit(partition.max_seconds)
     if site.local_folder and base.node_local_dir == "/tmp":  # noqa: S108 - the default
         values["node_local_dir"] = site.local_folder
-    if len(kinds) > 1:
+    if len({(each.gpus_per_node, each.gpu_type) for each in kinds}) > 1:
         unknown.append(
             f"partition {partition.name} has several kinds of nodes; the profile is for {_describe(partition)}"
         )
-    if len(site.accounts) > 1:
-        unknown.append(f"the account: set 'account:' to one of {', '.join(site.accounts)}, or use the default one")
+    access, unknown_access = _access(site, partition)
+    values |= access
+    unknown += unknown_access
     if values["runtime"] == "none":
         unknown.append("containers: srun has no --container-image (pyxis) and there is no Apptainer on this machine")
     return {key: value for key, value in values.items() if value != getattr(base, key)}, tuple(unknown)
+
+
+def _access(site: Site, partition: Partition) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys that a partition's lists of accounts and QOS require, and what the user has to choose."""
+    values: dict[str, Any] = {}
+    unknown = []
+    accounts = _accounts_for(site, partition)
+    if not accounts:
+        unknown.append(f"partition {partition.name} is only for the accounts {', '.join(partition.accounts)}")
+    elif len(accounts) == 1 and len(site.accounts) > 1:
+        values["account"] = accounts[0]
+    elif len(accounts) > 1:
+        unknown.append(f"the account: set 'account:' to one of {', '.join(accounts)}, or use the default one")
+    if len(partition.qos) == 1:
+        values["qos"] = partition.qos[0]
+    elif partition.qos:
+        unknown.append(f"the QOS: set 'qos:' to one of {', '.join(partition.qos)}, unless your default is one of them")
+    return values, unknown
 
 
 def _runtime(site: Site, base: ClusterProfile) -> str:

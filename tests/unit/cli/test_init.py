@@ -21,7 +21,7 @@ def login_node(programs: FakePrograms) -> FakePrograms:
     )
     programs.answer("srun", "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]\n")
     programs.answer("scontrol", "ClusterName             = mine\nTmpFS                   = /tmp\n")
-    programs.answer("sacctmgr", "research\n")
+    programs.answer("sacctmgr", "mine|research\n")
     for name in ("sbatch", "squeue", "scancel", "sacct"):
         programs.answer(name)
     return programs

@@ -13,6 +13,7 @@ from ftkit.config.load import load_cluster
 from ftkit.health.site import (
     Site,
     find_networks,
+    parse_accounts,
     parse_gres,
     parse_mounts,
     parse_partitions,
@@ -71,7 +72,8 @@ def test_a_formatted_time_limit_is_parsed_back(seconds: int) -> None:
 
 @given(st.text())
 def test_arbitrary_text_does_not_break_the_parsers(text: str) -> None:
-    parse_partitions(text)
+    parse_partitions(text, text)
+    parse_accounts(text, "")
     parse_mounts(text)
     parse_gres(text)
     parse_time_limit(text)
@@ -112,6 +114,31 @@ def test_an_unknown_cluster_gets_its_own_profile(tmp_path: Path) -> None:
     assert "one of a, b" in found.unknown[0]
     (tmp_path / "opt/sagemaker_cluster").mkdir(parents=True)
     assert propose(sinfo, tmp_path).extends == "aws-p5"
+
+
+def test_a_partition_is_proposed_that_the_users_accounts_and_qos_may_use() -> None:
+    sinfo = "big*|up|9|96|gpu:h200:8|infinite\ngpu|up|3|96|gpu:h200:8|infinite\ngpu|up|2|64|gpu:h200:8|infinite\n"
+    limits = (
+        "PartitionName=big AllowGroups=ALL AllowAccounts=chemistry AllowQos=ALL AllocNodes=ALL\n"
+        "PartitionName=gpu AllowGroups=ALL AllowAccounts=physics,biology AllowQos=high Default=NO\n"
+    )
+    found = propose(has_pyxis=True, partitions=parse_partitions(sinfo, limits), accounts=("physics", "teaching"))
+    expected = {"partition": "gpu", "account": "physics", "qos": "high", "max_nodes": 5}
+    assert expected.items() <= found.values.items()
+    assert found.unknown == ()
+    found = propose(has_pyxis=True, partitions=parse_partitions(sinfo, limits), accounts=("teaching",))
+    assert found.values["partition"] == "big"
+    assert found.unknown == ("partition big is only for the accounts chemistry",)
+    limits = "PartitionName=gpu AllowAccounts=physics,biology AllowQos=low,high\n"
+    found = propose(has_pyxis=True, partitions=parse_partitions(sinfo.splitlines()[1], limits))
+    assert found.values.keys() >= {"partition"}
+    assert found.unknown == ("the QOS: set 'qos:' to one of low, high, unless your default is one of them",)
+
+
+def test_only_accounts_of_this_cluster_count() -> None:
+    text = "ours|physics\nours|physics\nother|chemistry\nours|\n"
+    assert parse_accounts(text, "ours") == ("physics",)
+    assert parse_accounts(text, "") == ("physics", "chemistry")
 
 
 def test_a_machine_without_slurm_is_a_local_cluster() -> None:
