@@ -71,7 +71,11 @@ def walk(folder: Path, key: str) -> list[Path]:
     num_seen = 0
     for where, folders, names in os.walk(folder, followlinks=True):
         below = sorted((Path(where, name) for name in folders), key=lambda path: (path.is_symlink(), path.name))
-        folders[:] = [path.name for path in below if (real := path.resolve()) not in seen and not seen.add(real)]
+        folders.clear()
+        for path in below:
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                folders.append(path.name)
         files += [Path(where, name) for name in names]
         num_seen += len(folders) + len(names)
         if num_seen > MAX_FILES:
