@@ -128,21 +128,18 @@ def missing_files(folder: Path) -> list[str]:
         return [*missing, f"readable {WEIGHTS_INDEX}"]
 
 
-def count_stored_values(folder: Path) -> int:
-    """Return the number of values in a model's weight files, from their headers.
+def count_stored_values(folder: Path) -> list[int]:
+    """Return the number of values of each tensor in a model's weight files; damaged files raise any exception."""
+    tensors = [tensor for file in _weights_files(folder) for tensor in _stored_tensors(folder / file).values()]
+    return [math.prod(tensor.kind[1]) for tensor in tensors]
 
-    Raises:
-        NotFoundError: they can't be read.
-    """
+
+def stored_dtypes(file: Path) -> set[str]:
+    """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
     try:
-        tensors = [tensor for file in _weights_files(folder) for tensor in _stored_tensors(folder / file).values()]
-    except _UNREADABLE as error:
-        raise NotFoundError(
-            f"can't read the weight files in {folder}: {error}",
-            meaning="a copy was interrupted, or this user has no read permission",
-            fix="copy or download it again",
-        ) from error
-    return sum(math.prod(tensor.kind[1]) for tensor in tensors)
+        return {tensor.kind[0] for tensor in _stored_tensors(file).values()}
+    except _UNREADABLE:
+        return set()
 
 
 def _weights_files(folder: Path) -> list[str]:

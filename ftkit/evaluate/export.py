@@ -11,6 +11,7 @@ from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
+from ftkit.evaluate.streamed_model import check_streaming_memory
 from ftkit.files import atomic_folder
 from ftkit.model_folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan
@@ -128,12 +129,14 @@ def _check_checkpoint(folder: Path, step: int) -> None:
 
 
 def _check_memory(model: PreTrainedModel) -> None:
-    """Check that the machine has memory for the largest part of a model whose logits are computed part by part."""
-    needed, available = streamed_bytes(model), available_bytes()
+    """Check that the machine can verify the export: here one decoder layer at a time, elsewhere one module."""
+    available = available_bytes()
+    check_streaming_memory(max(parameter.numel() for parameter in model.parameters()), available)
+    needed = streamed_bytes(model)
     if 0 < available < needed:
         raise PrerequisiteError(
             f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free",
-            meaning="the check computes logits in fp32 with one decoder layer, or one embedding, at a time",
+            meaning="the trained model's logits are computed in fp32, with one decoder layer at a time in memory",
             fix="export on a machine with more memory, or without the check: --no-verify",
         )
 

@@ -23,6 +23,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_BYTES_PER_VALUE = 6
+"""A tensor while it is loaded: in bf16 as in the file, and in fp32."""
+_PROCESS_BYTES = 2**29
+"""Memory of a process that has imported torch and transformers, and of activations."""
+
+
+def check_streaming_memory(largest: int, free: int) -> None:
+    """Check that there is memory for the largest tensor of a model whose weights are read module by module.
+
+    Args:
+        largest: its number of values.
+        free: bytes that processes may allocate; 0 if unknown.
+
+    Raises:
+        PrerequisiteError: there is too little.
+    """
+    needed = _BYTES_PER_VALUE * largest + _PROCESS_BYTES
+    if 0 < free < needed:
+        raise PrerequisiteError(
+            f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free",
+            meaning="the check computes logits in fp32, with the weights of one module at a time in memory",
+            fix="use a machine with more memory; ftkit export can leave the check out: --no-verify",
+        )
+
+
 @contextmanager
 def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Iterator[Any]:
     """Load a model in fp32 with transformers, and adapters with peft; the model's weights stay in the files.

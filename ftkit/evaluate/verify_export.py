@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.source import fetch_model
-from ftkit.evaluate.streamed_model import streamed_model
+from ftkit.evaluate.streamed_model import check_streaming_memory, streamed_model
 from ftkit.files import DamagedFileError, read_json
-from ftkit.model_folder import EXPORT_RECORD, count_stored_values
+from ftkit.model_folder import EXPORT_RECORD, count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import ExportRecord, render, sample_logits
+from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ CLOSER_THAN_BASE = 0.5
 _MAX_ERROR_OF_PROBABILITY = 0.01
 """Largest difference of the end token's probability after a reply."""
 _NUM_TOKENS_BEFORE_END = 3
+_DTYPES = {"bf16": "BF16", "fp32": "F32"}
+"""Names of dtypes in safetensors."""
 _MEMORY_BESIDES_WEIGHTS = 2**30
 """Bytes of activations, logits, and what loading allocates for a moment."""
 
@@ -120,6 +122,10 @@ def _check_files(folder: Path, record: ExportRecord) -> Check:
     if wrong or extra:
         text = f"differ from what was written: {', '.join([*wrong, *sorted(extra)])}"
         return Check("weight files", text, passed=False)
+    floats = {"F16", "BF16", "F32", "F64"} & {dtype for name in record.files for dtype in stored_dtypes(folder / name)}
+    if floats - {_DTYPES[record.precision]}:
+        text = f"in {', '.join(sorted(floats))}, and it was exported in {_DTYPES[record.precision]}"
+        return Check("weight files", text, passed=False)
     return Check("weight files", f"{len(record.files)}, sizes and digests as written", passed=True)
 
 
@@ -137,6 +143,9 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
     if differing:
         text = f"{len(differing)} of {len(record.prompts)} prompts are rendered differently than in training"
         return [Check("chat template", f"{text}: {one_line(differing[0])!r}", passed=False)]
+    found = tokenizer_digests(tokenizer)
+    if changed := [name for name, digest in record.tokenizer.items() if found[name] != digest]:
+        return [Check(name, "differs from that of training", passed=False) for name in changed]
     return [Check("chat template", f"renders {len(record.prompts)} prompts as in training", passed=True)]
 
 
@@ -156,8 +165,11 @@ class _Loaded:
 def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -> Iterator[_Loaded]:
     """Load an export with transformers, and adapters with peft: whole if there is enough memory, else streamed."""
     base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
-    num_bytes, free = 4 * count_stored_values(base), available_bytes()
+    counts, free = count_stored_values(base), available_bytes()
+    num_bytes = 4 * sum(counts)
     is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
+    if is_streamed:
+        check_streaming_memory(max(counts), free)
     report(
         f"loading the model, one module at a time: in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and "
         f"{free / 2**30:.1f} GiB are free"

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft
 
 
+LITTLE = 9 * 2**30 // 10
+"""Bytes of free memory with which even a tiny model is verified module by module: less than activations may take."""
+
+
 def quiet(_: object) -> None:
     pass
 
@@ -102,7 +106,7 @@ def test_a_model_larger_than_memory_is_verified_one_module_at_a_time(
     folder = tmp_path / "export"
     shutil.copytree(run.layout.export, folder)
     whole = {check.name: check.found for check in verify_export(folder, quiet)}
-    monkeypatch.setattr("ftkit.evaluate.verify_export.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("ftkit.evaluate.verify_export.available_bytes", lambda: LITTLE)
     said: list[str] = []
     streamed = {check.name: check.found for check in verify_export(folder, said.append)}
     assert any("one module at a time" in line for line in said)
@@ -129,6 +133,25 @@ def swap_template(folder: Path) -> None:
     file.write_text(file.read_text().replace("<start_of_turn>", "<end_of_turn>"))
 
 
+def change_tools_of_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text("{% if tools %}No tools.{% endif %}" + file.read_text())
+
+
+def swap_tokens(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+
+
+def store_in_fp16(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file({name: it.half() for name, it in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
 def drop_end_token(folder: Path) -> None:
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text())
@@ -144,11 +167,14 @@ def cut_short(folder: Path) -> None:
     ("mutate", "check", "free_bytes"),
     [
         (rename_prefix, "logits and the base model's", 2**40),
-        (rename_prefix, "logits and the trained model's", 2**20),
+        (rename_prefix, "logits and the trained model's", LITTLE),
         (zero_adapters, "logits and the trained model's", 2**40),
-        (zero_adapters, "logits and the base model's", 2**20),
+        (zero_adapters, "logits and the base model's", LITTLE),
         (swap_template, "chat template", 2**40),
-        (drop_end_token, "end of turn", 2**20),
+        (change_tools_of_template, "chat template: differs", 2**40),
+        (swap_tokens, "vocabulary: differs", 2**40),
+        (store_in_fp16, "in F16, and it was exported in", 2**40),
+        (drop_end_token, "end of turn", LITTLE),
         (cut_short, "loads in transformers", 2**40),
     ],
 )
@@ -161,7 +187,7 @@ def test_a_modified_export_fails_verification_by_its_output(
     shutil.copytree(adapted.layout.export, folder)
     mutate(folder)
     is_weights = "weight files" in {one.name for one in verify_export(folder, quiet) if not one.passed}
-    assert is_weights == (mutate in (rename_prefix, zero_adapters, cut_short))
+    assert is_weights == (mutate in (rename_prefix, zero_adapters, cut_short, store_in_fp16))
     refresh_digests(folder)
     with pytest.raises(TrainingError, match=check):
         verify(folder)

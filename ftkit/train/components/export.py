@@ -21,7 +21,13 @@ from ftkit.files import atomic_folder, write_json
 from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
-from ftkit.train.components.export_record import ExportRecord, make_prompts, sample_columns, streamed_logits
+from ftkit.train.components.export_record import (
+    ExportRecord,
+    make_prompts,
+    sample_columns,
+    streamed_logits,
+    tokenizer_digests,
+)
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
@@ -144,6 +150,7 @@ class Exporter:
             untrained=None,
             files={},
             columns=sample_columns(vocab_size, self._parts.generation.end_tokens),
+            tokenizer=tokenizer_digests(self._parts.tokenizer),
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:

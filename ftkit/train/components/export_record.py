@@ -6,7 +6,9 @@ files with transformers and peft, in another process. So the two share only the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -78,6 +80,7 @@ class ExportRecord:
             of earlier versions.
         columns: tokens of the vocabulary whose logits are recorded; those of `sample_columns` without end tokens if
             None, as in records of earlier versions.
+        tokenizer: the result of `tokenizer_digests`; empty in records of earlier versions.
     """
 
     run: str
@@ -93,6 +96,7 @@ class ExportRecord:
     files: dict[str, SavedFile]
     exported: list[list[list[float]]] | None = None
     columns: tuple[int, ...] | None = None
+    tokenizer: dict[str, str] = field(default_factory=dict)
 
     def columns_of(self, vocab_size: int) -> tuple[int, ...]:
         """Return the recorded tokens, of a vocabulary of this size."""
@@ -115,6 +119,15 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Render a conversation with a tokenizer's chat template."""
     text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
     return str(text)
+
+
+def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, in which versions of libraries agree.
+
+    The fixed conversations use only a part of both: they have no tools, for example.
+    """
+    parts = {"chat template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
+    return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}
 
 
 @torch.no_grad()
