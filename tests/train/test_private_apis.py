@@ -26,14 +26,17 @@ from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
 
 from ftkit.data.private_apis import compile_chat_template
+from ftkit.train.components.optimizer import FusedAdamW
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 from ftkit.train.private_apis.flash_attn import flash_attention
 from ftkit.train.private_apis.peft import compute_in_input_dtype
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
+    add_to_all,
     checkpoint_index_names,
     compile_failures,
     complete_cpu_streams,
+    divide_gradients,
     dump_collectives,
     process_group,
     raise_recompile_limit,
@@ -217,6 +220,28 @@ def test_a_fused_optimizer_skips_a_step_if_found_inf_is_set() -> None:
     optimizer.step()
     assert torch.allclose(weight, torch.full((3,), 0.899))
     assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.oldest
+def test_a_fused_optimizer_divides_gradients_by_grad_scale() -> None:
+    found, expected = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    found.grad, expected.grad = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([0.25, 0.5, -1.0])
+    ours, theirs = (
+        FusedAdamW([found], lr=0.1, betas=(0.9, 0.95)),
+        torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95)),
+    )
+    divide_gradients(ours, torch.tensor(4.0))
+    ours.step()
+    theirs.step()
+    assert torch.equal(found, expected)
+    assert torch.equal(ours.state[found]["exp_avg"], theirs.state[expected]["exp_avg"])
+
+
+@pytest.mark.oldest
+def test_a_scalar_is_added_to_all_tensors() -> None:
+    tensors = [torch.zeros(()), torch.ones(2)]
+    add_to_all(tensors, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in tensors] == [0.5, [1.5, 1.5]]
 
 
 @pytest.mark.usefixtures("world")

@@ -45,6 +45,8 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.found_inf: torch.Tensor | None = None
         """Scalar on the device, 1 to skip the next step, as in torch's fused optimizers."""
+        self.grad_scale: torch.Tensor | None = None
+        """Scalar on the device, which gradients are divided by, as in torch's fused optimizers."""
         _library()  # raises before step 1 if the package is missing
 
     @torch.no_grad()
@@ -56,6 +58,8 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:
+                if self.grad_scale is not None:
+                    cast("torch.Tensor", parameter.grad).div_(self.grad_scale)
                 if not self.state[parameter]:
                     self.state[parameter] = _zeros(parameter)
                 if _is_large(parameter):

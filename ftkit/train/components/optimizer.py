@@ -1,14 +1,16 @@
-"""AdamW: its parameter groups, and optimizer states in host memory."""
+"""AdamW: its parameter groups, its update, and optimizer states in host memory."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ftkit.train.gpu_kernels import can_update, update_adamw
 from ftkit.train.private_apis.deepspeed import zero3_partition
+from ftkit.train.private_apis.torch import add_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,38 +52,80 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
     return len(parameter.shape if partition is None else partition.shape)
 
 
-class HostStateAdamW(torch.optim.AdamW):
-    """AdamW with its moments in host memory: those of a parameter are on the device only during its update.
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW in one kernel for each large parameter on a GPU, and in torch's fused kernel for the others.
 
     Attributes:
         found_inf: fp32 scalar on the device; a step is skipped unless it is 0, as with `torch.amp.GradScaler`.
+        grad_scale: fp32 scalar on the device, which gradients are divided by.
     """
 
     found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, lr=lr, betas=betas, fused=True)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update one parameter after another, with torch's kernel."""
+        """Update the parameters that have a gradient."""
         del closure
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:  # as torch does in the first step
-            state["step"] = torch.zeros((), device=parameter.device)
-            state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
-        self._move_moments(parameter, parameter.device)
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:  # as torch does in the first step
+                moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+        self._update_each([parameter for parameter in parameters if can_update(_local(parameter))], group)
+        self._update_together([parameter for parameter in parameters if not can_update(_local(parameter))], group)
+
+    def _update_each(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        device = parameters[0].device
+        is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+        add_to_all([self.state[parameter]["step"] for parameter in parameters], 1 - is_skipped)
+        for parameter in parameters:
+            gradient, (first, second), num_steps = self._inputs(parameter)
+            update_adamw(
+                _local(parameter), gradient.contiguous(), (first, second), num_steps,
+                group=group, divisor=divisor, is_skipped=is_skipped,
+            )  # fmt: skip
+
+    def _update_together(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        inputs = [self._inputs(parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
         constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        first, second = ([state[name]] for name in _MOMENTS)
         adamw(
-            [parameter], [gradient], first, second, [], [state["step"]], beta1=beta1, beta2=beta2,
-            found_inf=self.found_inf, **constants,
+            [_local(parameter) for parameter in parameters],
+            [gradient for gradient, _, _ in inputs],
+            [first for _, (first, _), _ in inputs],
+            [second for _, (_, second), _ in inputs],
+            [],
+            [num_steps for _, _, num_steps in inputs],
+            beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
         )  # fmt: skip
-        self._move_moments(parameter, torch.device("cpu"))
+
+    def _inputs(self, parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return this rank's gradient and moments of a parameter, and its number of steps."""
+        state = self.state[parameter]
+        first, second = (_local(state[name]) for name in _MOMENTS)
+        return _local(cast("torch.Tensor", parameter.grad)), (first, second), state["step"]
+
+
+class HostStateAdamW(FusedAdamW):
+    """AdamW with its moments in host memory: those of a parameter are on the device only during its update."""
+
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            self._move_moments(parameter, parameter.device)
+            super()._update([parameter], group)
+            self._move_moments(parameter, torch.device("cpu"))
 
     def to_host(self) -> None:
         """Move all moments to host memory: loading a checkpoint leaves them on the device."""
@@ -93,3 +137,7 @@ class HostStateAdamW(torch.optim.AdamW):
         for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.gpu_kernels import average_rows
 from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class ReduceScatter:
                 memory.of(peer, memory.rank * numel, numel, dtype).copy_(shards[peer, start:stop])
             memory.barrier()
             received = memory.of(memory.rank, 0, memory.size * numel, dtype).view(memory.size, numel)
-            torch.mean(received, dim=0, dtype=self._averaged_in, out=output_tensor[start:stop])
+            average_rows(received, output_tensor[start:stop])
 
 
 def _pieces(numel: int, max_numel: int) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
-from ftkit.train.components.optimizer import HostStateAdamW, by_mesh, parameter_groups
+from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, by_mesh, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.distributed.tensor_parallel import divide_layers
@@ -34,7 +34,7 @@ from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, skip_step
+from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, divide_gradients, skip_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
     from ftkit.train.engine import InitWeights, ShardingStats
     from ftkit.train.world import World
+
+_NORM_EPSILON = 1e-6
+"""Added to the norm of gradients when they are clipped, as in `torch.nn.utils.clip_grads_with_norm_`."""
 
 
 class Fsdp2Engine:
@@ -163,9 +166,10 @@ class Fsdp2Engine:
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
-        norm = _clip_gradients(self.model.parameters(), max_norm)
+        norm = _gradient_norm(self.model.parameters())
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        divide_gradients(self.optimizer, ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0))
         skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -337,23 +341,19 @@ def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Opt
     rates: dict[str, Any] = {"lr": 0.0, "betas": training.betas}  # each step sets the learning rate
     if training.optimizer == "adamw8bit":
         return AdamW8bit(groups, **rates)
-    optimizer_class = HostStateAdamW if training.offload == "optimizer" else torch.optim.AdamW
-    return optimizer_class(groups, **rates, fused=True)
+    return (HostStateAdamW if training.offload == "optimizer" else FusedAdamW)(groups, **rates)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clip the norm of all gradients, on one or several meshes; return the norm, a scalar on the device."""
-    groups = by_mesh(each for each in parameters if each.grad is not None)
-    norms = [nn.utils.get_total_norm([each.grad for each in group if each.grad is not None]) for group in groups]
+def _gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Return the norm of all gradients, on one or several meshes: a scalar on the device."""
+    groups = by_mesh(each.grad for each in parameters if each.grad is not None)
+    norms = [nn.utils.get_total_norm(group) for group in groups]
     reduced = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = reduced[0] if len(reduced) == 1 else nn.utils.get_total_norm(reduced)
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
-    return norm
+    return reduced[0] if len(reduced) == 1 else nn.utils.get_total_norm(reduced)
 
 
 def _share_of_rows(shape: torch.Size, num_shards: int) -> int:

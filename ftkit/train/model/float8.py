@@ -15,6 +15,7 @@ from torch import nn
 
 from ftkit.config.execution import is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
+from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis.torch import scaled_mm
 
@@ -79,56 +80,87 @@ class Fp8Linear(nn.Linear):
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """A matmul with a trained matrix. `torch._scaled_mm` needs the summed dimension of both factors to be the last."""
+    """A matmul with a trained matrix."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _multiply(_round_all(inputs), _round_all(weight), inputs.dtype, is_fast=True)
+        return _multiply(_round(inputs), _round(weight), inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, weight = ctx.saved_tensors
-        rounded = _round_all(gradient, torch.float8_e5m2)
-        of_inputs = _multiply(rounded, _transpose(_round_all(weight)), gradient.dtype)
-        of_weight = _multiply(_transpose(rounded), _transpose(_round_all(inputs)), gradient.dtype)
+        scale = _scale_of(gradient, torch.float8_e5m2)
+        rows, columns = (_Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
+        weight_columns = _transpose(_round(weight), after=gradient)
+        input_columns = _transpose(_round(inputs), after=gradient, is_fusible=False)
+        of_inputs = _multiply(rows, weight_columns, gradient.dtype, is_fast=False)
+        of_weight = _multiply(columns, input_columns, gradient.dtype, is_fast=False)
         return of_inputs, of_weight
 
 
+class _Product(torch.autograd.Function):
+    """A matmul with a frozen matrix. Autograd saves the parameter, not views of it, because an engine may free it."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, flat: torch.Tensor, layout: Fp8Layout) -> torch.Tensor:
+        ctx.save_for_backward(flat)
+        ctx.layout = layout
+        return _multiply(_round(inputs, by_row=True), layout.parts(flat), inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        weight = ctx.layout.parts(*ctx.saved_tensors)
+        # The sum runs over the matrix's rows, so their scales belong to the gradient.
+        rounded = _round(gradient * weight.scale.t(), by_row=True)
+        unscaled = _Scaled(weight.numbers, torch.ones(weight.numbers.shape[1], 1, device=gradient.device))
+        return _multiply(rounded, _transpose(unscaled, after=gradient), gradient.dtype), None, None
+
+
 class _Scaled(NamedTuple):
-    """A matrix, [M, K], in FP8, and the factor, fp32 [], that gives its numbers."""
+    """A matrix, [M, K], in FP8, and what its numbers are multiplied by, fp32: [], or a scale for each row, [M, 1]."""
 
     numbers: torch.Tensor
-    factor: torch.Tensor
+    scale: torch.Tensor
 
 
-def _round_all(matrix: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> _Scaled:
-    largest = torch.finfo(dtype).max
-    factor = matrix.abs().amax().float().clamp_min(_SMALLEST_MAXIMUM) / largest
-    return _Scaled((matrix.float() / factor).clamp(-largest, largest).to(dtype), factor)
+def _round(matrix: torch.Tensor, *, by_row: bool = False) -> _Scaled:
+    """Round a matrix to e4m3, with one scale or one for each row."""
+    scale = _scale_of(matrix, torch.float8_e4m3fn, by_row=by_row)
+    return _Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale)
 
 
-def _transpose(matrix: _Scaled) -> _Scaled:
-    """Copy a matrix into its transpose, in a kernel of its own.
+def _scale_of(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool = False) -> torch.Tensor:
+    maximum = matrix.abs().amax(dim=1, keepdim=True) if by_row else matrix.abs().amax()
+    return maximum.float().clamp_min(_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
 
-    A compiler would fuse the copy with the rounding, or with a norm before that: row by row, whose writes to a
-    transposed matrix are 20 times slower than a copy in tiles (measured on an H200).
+
+def _transpose(matrix: _Scaled, *, after: torch.Tensor, is_fusible: bool = True) -> _Scaled:
+    """Copy a matrix into its transpose, because GPUs sum products of FP8 only along the last dimension of both factors.
+
+    A compiler, which sees forward and backward at once, would do it in the forward pass, and keep the copies, unless
+    they depended on something of the backward pass.
+
+    Args:
+        matrix: the matrix.
+        after: of the backward pass.
+        is_fusible: whether a compiler may do it together with other operations on what the matrix is rounded from.
     """
-    numbers = matrix.numbers.view(torch.int8)
-    copied = (numbers | opaque_zero(numbers).view(torch.int8)).t().contiguous()
-    return _Scaled(copied.view(matrix.numbers.dtype), matrix.factor)
+    numbers = matrix.numbers.view(torch.uint8) | opaque_zero(after)
+    transposed = numbers.t().contiguous() if is_fusible else transpose(numbers)
+    return _Scaled(transposed.view(matrix.numbers.dtype), matrix.scale)
 
 
-def _multiply(left: _Scaled, right: _Scaled, dtype: torch.dtype, *, is_fast: bool = False) -> torch.Tensor:
-    """Multiply [M, K] by the transpose of [N, K]; with `is_fast`, partial sums are less precise."""
+def _multiply(left: _Scaled, right: _Scaled, dtype: torch.dtype, *, is_fast: bool = True) -> torch.Tensor:
+    """Multiply [M, K] by the transpose of [N, K]; without `is_fast`, partial sums are more precise."""
     if left.numbers.device.type == "cpu":
         product = left.numbers.float() @ right.numbers.float().t()
-        return (product * (left.factor * right.factor)).to(dtype)
+        return (product * left.scale * right.scale.t()).to(dtype)
     return scaled_mm(
         left.numbers,
         right.numbers.t(),
-        scale_a=left.factor,
-        scale_b=right.factor,
+        scale_a=left.scale,
+        scale_b=right.scale.t(),
         out_dtype=dtype,
         use_fast_accum=is_fast,
     )
@@ -154,13 +186,13 @@ class Fp8Layout:
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize a whole matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
-        rounded, scales = _round_rows(weight.to(self.storage))
-        return torch.cat([rounded.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()]).view(self.storage)
+        rounded = _round(weight.to(self.storage), by_row=True)
+        return torch.cat([part.view(torch.uint8).flatten() for part in rounded]).view(self.storage)
 
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the dequantized matrix."""
-        weights, scales = self.parts(flat)
-        return (weights.float() * scales[:, None]).to(self.storage)
+        weight = self.parts(flat)
+        return (weight.numbers.float() * weight.scale).to(self.storage)
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply by the matrix; each token's inputs are rounded with a separate scale."""
@@ -168,52 +200,10 @@ class Fp8Layout:
         product: torch.Tensor = cast("Any", _Product).apply(rows, flat, self)
         return product.view(*inputs.shape[:-1], self.num_outputs)
 
-    def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of a flat form, [num_outputs, num_inputs], and the scales of its rows, [num_outputs]."""
+    def parts(self, flat: torch.Tensor) -> _Scaled:
+        """Return the matrix of a flat form, with a scale for each row."""
         sizes = [self.num_outputs * self.num_inputs, 4 * self.num_outputs]
-        weights, scales = torch.split(flat.detach().view(torch.uint8), sizes)
-        return weights.view(torch.float8_e4m3fn).view(self.num_outputs, -1), scales.view(torch.float32)
-
-
-class _Product(torch.autograd.Function):
-    """A matmul with a frozen matrix. Autograd saves the parameter, not views of it, because an engine may free it."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, flat: torch.Tensor, layout: Fp8Layout) -> torch.Tensor:
-        ctx.save_for_backward(flat)
-        ctx.layout = layout
-        weights, scales = layout.parts(flat)
-        return _scaled_product(*_round_rows(inputs), weights, scales, inputs.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        weights, scales = ctx.layout.parts(*ctx.saved_tensors)
-        # The sum runs over the matrix's rows, so their scales belong to the gradient.
-        rounded, gradient_scales = _round_rows(gradient * scales)
-        ones = torch.ones(weights.shape[1], device=weights.device)
-        # Otherwise a compiler, which sees forward and backward at once, would transpose in the forward pass.
-        transposed = (weights.view(torch.uint8) | opaque_zero(gradient)).t().contiguous().view(weights.dtype)
-        return _scaled_product(rounded, gradient_scales, transposed, ones, gradient.dtype), None, None
-
-
-def _round_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a matrix, [M, K], to e4m3 with a scale for each row; return the numbers, and the scales, fp32 [M]."""
-    largest = matrix.abs().amax(dim=1, keepdim=True).float().clamp_min(_SMALLEST_MAXIMUM)
-    rounded = (matrix.float() * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return rounded, (largest / LARGEST).squeeze(1)
-
-
-def _scaled_product(
-    rows: torch.Tensor, row_scales: torch.Tensor, columns: torch.Tensor, column_scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply [M, K] by the transpose of [N, K], both e4m3; the scales are those of the M rows and N columns."""
-    if rows.device.type == "cpu":
-        return ((rows.float() @ columns.float().t()) * row_scales[:, None] * column_scales).to(dtype)
-    return scaled_mm(
-        rows,
-        columns.t(),
-        scale_a=row_scales[:, None],
-        scale_b=column_scales[None],
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
+        numbers, scales = torch.split(flat.detach().view(torch.uint8), sizes)
+        return _Scaled(
+            numbers.view(torch.float8_e4m3fn).view(self.num_outputs, -1), scales.view(torch.float32)[:, None]
+        )

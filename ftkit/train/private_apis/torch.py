@@ -114,6 +114,19 @@ def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> Non
     optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
 
 
+def divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+    """Have a fused optimizer divide gradients by a scalar on the device in its next `step`.
+
+    `Optimizer.grad_scale`, which `torch.amp.GradScaler` sets, torch 2.0 to 2.15. If it goes: divide them before.
+    """
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+
+
+def add_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
+    """Add a scalar to tensors in one kernel: `torch._foreach_add_`, torch 1.10 to 2.15. If it goes: a loop."""
+    torch._foreach_add_(tensors, value)
+
+
 def record_collectives() -> None:
     """Enable torch's flight recorder: the last collectives of each process group created from now on.
 

@@ -146,7 +146,7 @@ def test_fp8_makes_linear_layers_faster_and_nothing_slower(architecture: Shapes,
     def seconds(**settings: str) -> float:
         return predict_step_time(Setup(shape, training(**settings), 4), H200).step_seconds
 
-    assert 1.1 < seconds() / seconds(precision="fp8") < 1.36
+    assert 1.1 < seconds() / seconds(precision="fp8") < 1.45
     assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73
 
 

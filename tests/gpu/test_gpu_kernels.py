@@ -1,0 +1,71 @@
+"""Triton kernels compute what torch's operators compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ftkit.train import gpu_kernels
+from ftkit.train.components.optimizer import FusedAdamW
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> None:
+    pytest.importorskip("triton")
+    assert gpu_kernels.triton_kernels is not None
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (100, 130), (4096, 14336)])
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_a_matrix_and_its_transpose_are_rounded_as_torch_rounds(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 1e-4
+    largest = torch.finfo(dtype).max
+    scale = matrix.abs().amax().float() / largest
+    rounded, transposed = gpu_kernels.round_and_transpose(matrix, scale, dtype)
+    expected = (matrix.float() / scale).clamp(-largest, largest).to(dtype)
+    different = (rounded.float() - expected.float()).abs() > 0
+    assert int(different.sum()) <= 1e-5 * matrix.numel()  # ties, if the kernel's division is off by one bit
+    assert torch.equal(rounded.view(torch.uint8).t(), transposed.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (100, 130), (4096, 14336)])
+def test_a_matrix_of_bytes_is_transposed(shape: tuple[int, int]) -> None:
+    matrix = torch.randint(256, shape, device="cuda", dtype=torch.uint8)
+    assert torch.equal(gpu_kernels.transpose(matrix), matrix.t())
+
+
+@pytest.mark.parametrize("averaged_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5), (3, 5000), (8, 1 << 20)])
+def test_rows_are_averaged_as_torch_averages(shape: tuple[int, int], averaged_in: torch.dtype) -> None:
+    rows = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    averages = torch.full(shape[1:], torch.nan, device="cuda", dtype=averaged_in)
+    gpu_kernels.average_rows(rows, averages)
+    torch.testing.assert_close(averages, torch.mean(rows, dim=0, dtype=averaged_in))
+
+
+def test_updates_of_large_parameters_match_torch() -> None:
+    torch.manual_seed(0)
+    found = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((1000, 1003), (1 << 17,), (64,))]
+    expected = [nn.Parameter(parameter.detach().clone()) for parameter in found]
+    assert [gpu_kernels.can_update(parameter) for parameter in found] == [True, True, False]
+    ours, theirs = (
+        kind(parameters, lr=1e-2, betas=(0.9, 0.999))
+        for kind, parameters in ((FusedAdamW, found), (torch.optim.AdamW, expected))
+    )
+    for step in range(4):
+        is_skipped = step == 2
+        ours.found_inf = torch.tensor(float(is_skipped), device="cuda")
+        ours.grad_scale = torch.tensor(4.0, device="cuda")
+        for parameter, other in zip(found, expected, strict=True):
+            other.grad = torch.randn_like(other)
+            parameter.grad = other.grad * (torch.nan if is_skipped else 4.0)
+        ours.step()
+        if not is_skipped:
+            theirs.step()
+        for parameter, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-6)
+            for name, value in theirs.state[other].items():
+                assert torch.allclose(ours.state[parameter][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7), name
