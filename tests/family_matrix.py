@@ -29,20 +29,21 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
-from ftkit.train.components.export import ExportedParts, export
+from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, implementation_of
-from ftkit.train.model.build import TextConfig, build_empty, find_decoder_layers
+from ftkit.train.model.build import TextConfig, build_empty
+from ftkit.train.model.linears import linears_in_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import choose_packing
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 LENGTH, VOCABULARY, STEPS = 128, 320, 3
 MAX_PARAMETERS = 5_000_000
@@ -169,7 +170,7 @@ class Tried:
     results: dict[str, str]
 
 
-def try_family(model_type: str, world: World) -> Tried:
+def try_family(model_type: str, world: World, *, use_dora: bool = False) -> Tried:
     """Run everything that ftkit does with a model on a tiny model of a family."""
     config = tiny_config(model_type)
     with torch.device("meta"):
@@ -181,7 +182,7 @@ def try_family(model_type: str, world: World) -> Tried:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(3)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tried = _Family(config, Path(folder), world)
+        tried = _Family(config, Path(folder), world, use_dora)
         results["packed"] = _said(lambda: tried.train("full", is_packed=True))
         results["unpacked"] = _said(lambda: tried.train("full", is_packed=False))
         if results["unpacked"] == "yes":
@@ -208,10 +209,11 @@ class _Family:
     config: PretrainedConfig
     folder: Path
     world: World
+    use_dora: bool
 
     def train(self, method: Method, *, is_packed: bool) -> str:
         """Verify and train; return 'yes', or the reason why its documents can't be packed."""
-        engine = self._engine(method)
+        engine, training = self._engine(method)
         if method == "full":
             choice = choose_packing(engine, self.world, "auto" if is_packed else "off", VOCABULARY, BATCH, TRAINING)
             if is_packed and not choice.is_packed:
@@ -220,20 +222,45 @@ class _Family:
             verify_isolation(choice.probe)
             verify_logits(choice.probe)
         _train(engine, self.world, is_packed=is_packed)
-        return "yes"
+        return self._try_adapters(engine, training) if method == "lora" else "yes"
 
     def export(self) -> str:
         """Export a trained model, load it with transformers, and compare."""
-        engine = self._engine("full")
+        engine, training = self._engine("full")
         _train(engine, self.world, is_packed=False)
+        export(engine, self._parts(training, None), RunLayout(self.folder), 0, self.world)
+        return self._compare(engine, self._load(self.folder / "export"))
+
+    def _try_adapters(self, engine: Fsdp2Engine, training: TrainingPlan) -> str:
+        """Export trained adapters; load them with peft, and merged with transformers, and compare."""
+        from peft import PeftModel  # noqa: PLC0415 - takes seconds
+
+        parts = self._parts(training, self.folder)
+        export(engine, parts, RunLayout(self.folder), 0, self.world)
+        adapted = PeftModel.from_pretrained(self._load(self.folder), self.folder / "export")
+        if (compared := self._compare(engine, adapted.eval())) != "yes":
+            return f"as peft loads the adapters, {compared}"
+        merged = self.folder / "merged"
+        merged.mkdir()
+        exporter = Exporter(parts, build_export_model(parts), engine.trained_weights())
+        exporter.write(exporter.record("run", 0, "fp32", merges=True), merged, RunLayout(self.folder))
+        compared = self._compare(engine, self._load(merged))
+        return compared if compared == "yes" else f"with the adapters merged, {compared}"
+
+    def _parts(self, training: TrainingPlan, pretrained: Path | None) -> ExportedParts:
         tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
         ctx = Context(self.folder, self.folder, {})
         spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
         recipe = RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
-        parts = ExportedParts(recipe, TextConfig(self.config), tokenizer, Generation((2,), {}), None)
-        export(engine, parts, RunLayout(self.folder), 0, self.world)
+        recipe = recipe.model_copy(update={"training": training})
+        return ExportedParts(recipe, TextConfig(self.config), tokenizer, Generation((2,), {}), pretrained)
+
+    def _load(self, folder: Path) -> Any:
         kernel = self.config._attn_implementation
-        loaded = AutoModelForCausalLM.from_pretrained(self.folder / "export", attn_implementation=kernel).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=kernel).eval()
+
+    def _compare(self, engine: Fsdp2Engine, loaded: Any) -> str:
+        """Compare a loaded model with the trained one, and generate with it; return 'yes', or how they differ."""
         tokens = torch.arange(3, 43)[None]
         with engine.inference() as model, torch.no_grad():
             expected = model(compute=lambda own: own.hf_model(input_ids=tokens, use_cache=False).logits)
@@ -247,10 +274,10 @@ class _Family:
         loaded.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False)
         return "yes"
 
-    def _engine(self, method: Method) -> Fsdp2Engine:
+    def _engine(self, method: Method) -> tuple[Fsdp2Engine, TrainingPlan]:
         kernel, _ = choose_kernel(TRAINING, self.config, self.world)
         model: Any = build_empty(self.config, implementation_of(kernel))
-        lora = _adapters(model) if method != "full" else None
+        lora = _adapters(model, use_dora=self.use_dora) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})
         prepare_method(model, training, self.world.device)
 
@@ -258,10 +285,10 @@ class _Family:
             load_weights(sharded, self.folder)
             init_adapters(sharded, 0)
 
-        return Fsdp2Engine(model, training, self.world, initialize)
+        return Fsdp2Engine(model, training, self.world, initialize), training
 
 
-def _adapters(model: Any) -> LoraSpec:
+def _adapters(model: Any, *, use_dora: bool) -> LoraSpec:
     """Return adapters for the linear layers that peft supports.
 
     Layers whose names peft takes for experts are excluded, and the last projection of Mamba layers, whose kernels
@@ -270,17 +297,12 @@ def _adapters(model: Any) -> LoraSpec:
     Raises:
         ValueError: no layer supports adapters.
     """
-    names = {name.rpartition(".")[2] for name, _ in _linears(model)} - {"out_proj"}
+    names = {name.rpartition(".")[2] for name, *_ in linears_in_layers(model)} - {"out_proj"}
     names = {name for name in names if name.isidentifier()}
     if not names:
-        raise ValueError("its layers are of classes of its own, such as Conv1D, not torch's nn.Linear")
-    every = LoraSpec(rank=4, targets=tuple(sorted(names)))
+        raise ValueError("its decoder layers have no linear layers")
+    every = LoraSpec(rank=4, targets=tuple(sorted(names)), use_dora=use_dora)
     return every.model_copy(update={"targets": tuple(sorted(names - targets_of_experts(model, every)))})
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for layer in find_decoder_layers(model):
-        yield from ((name, part) for name, part in layer.named_modules() if type(part) is nn.Linear)
 
 
 def _train(engine: Fsdp2Engine, world: World, *, is_packed: bool) -> None:

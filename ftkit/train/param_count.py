@@ -25,6 +25,7 @@ from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import count_attention
 from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.linears import linear_sizes, linears_in_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +48,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
     experts = read_experts(config)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     linears = Counter(
-        (name.rpartition(".")[2], linear.in_features, linear.out_features) for name, linear in _linears_in_layers(model)
+        (name.rpartition(".")[2], *sizes) for name, _, sizes in linears_in_layers(model)
     )
     used = feed_forward
     if experts is not None:
@@ -104,23 +105,23 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
     if lora is None:
         return ParameterCounts(total=base, trained=base)
     targeted = find_targets(model, lora.targets)
-    adapters = sum(adapter_size(lora, linear.in_features, linear.out_features) for linear in targeted)
+    adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
     return ParameterCounts(base + adapters, adapters, _count_quantized(model, training))
 
 
-def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
-    """Return the linear layers that get an adapter.
+def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, int]]:
+    """Return the numbers of inputs and outputs of the linear layers that get an adapter.
 
     Raises:
         TrainingError: the model has no linear layer of a target's name.
     """
-    found: dict[str, list[nn.Linear]] = {}
+    found: dict[str, list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            found.setdefault(name.rpartition(".")[2], []).append(module)
+        if (sizes := linear_sizes(module)) is not None:
+            found.setdefault(name.rpartition(".")[2], []).append(sizes)
     missing = [target for target in targets if target not in found]
     if missing:
-        available = dict.fromkeys(name.rpartition(".")[2] for name, _ in _linears_in_layers(model))
+        available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model))
         others = {
             type(part).__name__
             for layer in find_decoder_layers(model)
@@ -131,26 +132,19 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[nn.Linear]:
             f"training.lora.targets: the model has no linear layer {', '.join(missing)}",
             meaning=f"the linear layers of its decoder layers are: {', '.join(available)}"
             if available
-            else f"ftkit adapts nn.Linear, but its decoder layers have only {', '.join(sorted(others))}",
+            else f"ftkit adapts linear layers, but its decoder layers have only {', '.join(sorted(others))}",
             fix="list those that get an adapter: training.lora.targets=[…]"
             if available
             else "set training.method=full",
         )
-    return [linear for target in targets for linear in found[target]]
-
-
-def _linears_in_layers(model: nn.Module) -> Iterable[tuple[str, nn.Linear]]:
-    for layer in find_decoder_layers(model):
-        for name, module in layer.named_modules():
-            if type(module) is nn.Linear:
-                yield name, module
+    return [sizes for target in targets for sizes in found[target]]
 
 
 def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
     return sum(
-        linear.weight.numel()
-        for _, linear in _linears_in_layers(model)
-        if is_quantized(training.quantization, linear.in_features, linear.out_features)
+        inputs * outputs
+        for _, _, (inputs, outputs) in linears_in_layers(model)
+        if is_quantized(training.quantization, inputs, outputs)
     )
 
 

@@ -39,6 +39,8 @@ EXPERTS_OF = {
     "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN},
     "olmoe": {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN},
     "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "sliding_window": 8},
+    "phimoe": {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "router_jitter_noise": 0.5},
+    "minimax_m2": {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN},
 }
 
 
@@ -55,6 +57,9 @@ def build(family: str, **config: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "gate.weight" in name or "router.weight" in name:
             torch.nn.init.normal_(parameter, std=0.5)  # tokens are spread unevenly
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer)
     return model.train()
 
 
@@ -96,17 +101,23 @@ def stats_of(sums: RouterSums, num_labels: int) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [("qwen3_moe", "full"), ("mixtral", "selective"), ("olmoe", "none"), ("gpt_oss", "full")],
-)
+    [
+        ("qwen3_moe", "full"), ("mixtral", "selective"), ("olmoe", "none"), ("gpt_oss", "full"),
+        ("phimoe", "full"),  # its routers draw experts while training
+        ("minimax_m2", "none"),  # its routers add a bias to choose
+    ],
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointing: str, world: World) -> None:
     own = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
     plain = build(family, **own)
     packs = packs_of(LENGTH)
     tokens = torch.from_numpy(packs[:, 0]).long()
+    torch.manual_seed(11)
     output = plain(tokens, labels=tokens)
     output.loss.backward()
     # The coefficient is the model's own: its configuration asks for the loss.
     engine = make_engine(build(family, **own), world, router_aux_loss_coef=None, activation_checkpointing=checkpointing)
+    torch.manual_seed(11)
     loss = engine.forward(to_micro_batch(packs, world.device))
     engine.backward(loss, LENGTH - 1, is_last=True)
     stats = stats_of(engine.model.routers.take(), LENGTH - 1)

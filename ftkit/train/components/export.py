@@ -33,6 +33,7 @@ from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
+from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
     ADAPTER_FILE,
     AdaptedTensors,
@@ -209,7 +210,7 @@ class Exporter:
         lora = self._parts.recipe.training.adapters
         if lora is None:
             return self._with_untrained(self._trained)
-        return MergedTensors(self._required_base(), self._trained, lora, dtype)
+        return MergedTensors(self._required_base(), self._trained, lora, dtype, transposed_weights(self._plain))
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal.
@@ -223,7 +224,7 @@ class Exporter:
         named = to_peft_names({name_of(name): tensor.to(dtype) for name, tensor in self._trained.items()})
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
-        config = peft_config(lora, base=self._parts.recipe.model.weights)
+        config = peft_config(lora, base=self._parts.recipe.model.weights, model=self._plain)
         if is_wrapped:
             config.target_modules = wrapped_targets(lora.targets)
         config.save_pretrained(str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.lazy_tensors import LazyTensors
+from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
@@ -23,7 +25,7 @@ from ftkit.train.model.weight_conversion import wrapped_name
 from ftkit.train.private_apis.peft import compute_in_input_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -82,11 +84,11 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     _inject(model, lora)
 
 
-def _layout_of(quantization: Quantization, storage: torch.dtype, linear: nn.Linear) -> WeightLayout | None:
-    if not is_quantized(quantization, linear.in_features, linear.out_features):
+def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, outputs: int) -> WeightLayout | None:
+    if not is_quantized(quantization, inputs, outputs):
         return None
     layout = Fp8Layout if quantization == "fp8" else Nf4Layout
-    return layout(linear.out_features, linear.in_features, storage)
+    return layout(outputs, inputs, storage)
 
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
@@ -101,8 +103,11 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
             fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
         )
     is_empty = next(model.parameters()).is_meta
-    # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
-    inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
+    with warnings.catch_warnings():
+        # peft corrects its own setting for each layer, and warns of it.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
+        inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
@@ -146,6 +151,7 @@ class MergedTensors(LazyTensors):
         adapters: Mapping[str, torch.Tensor],
         lora: LoraSpec,
         dtype: torch.dtype = torch.float32,
+        transposed: Collection[str] = (),
     ) -> None:
         """Combine base weights and adapters.
 
@@ -154,15 +160,23 @@ class MergedTensors(LazyTensors):
             adapters: by the names of the model with adapters.
             lora: how the adapters were made.
             dtype: of merged weights, which are rounded once.
+            transposed: names of the base weights that are [inputs, outputs].
         """
         super().__init__(base)
         self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
+        self._transposed = transposed
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, module = self._base[name], name.removesuffix("weight")
         down = self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")
         if down is None or module == name:
             return weight
+        if name in self._transposed:
+            return self._merged(weight.T, module, down).T.contiguous()
+        return self._merged(weight, module, down)
+
+    def _merged(self, weight: torch.Tensor, module: str, down: torch.Tensor) -> torch.Tensor:
+        """Merge the adapter of a layer into its matrix, [outputs, inputs]."""
         up, down = self._adapters[f"{module}lora_B.{ADAPTER}.weight"].float(), down.float()
         magnitude = self._adapters.get(module + DORA_MAGNITUDE)
         merged = torch.empty(weight.shape, dtype=self._dtype)
@@ -188,8 +202,10 @@ class AdaptedTensors(LazyTensors):
         return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
 
 
-def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
-    """Return peft's configuration of the adapters; with the name of their base model for saving."""
+def peft_config(lora: LoraSpec, *, base: str | None = None, model: nn.Module | None = None) -> Any:
+    """Return peft's configuration of the adapters; for saving, with the name of their base model and the model."""
+    is_of_target = tuple(f".{target}.weight" for target in lora.targets)
+    transposed = () if model is None else transposed_weights(model)
     from peft import LoraConfig, TaskType  # noqa: PLC0415 - takes seconds, and only adapters need it
 
     return LoraConfig(
@@ -202,6 +218,7 @@ def peft_config(lora: LoraSpec, *, base: str | None = None) -> Any:
         target_modules=list(lora.targets),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
+        fan_in_fan_out=any(name.endswith(is_of_target) for name in transposed),
     )
 
 

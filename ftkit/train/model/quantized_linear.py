@@ -5,10 +5,12 @@ Engines shard the flat parameter like any other, so a rank has only its shard of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
+
+from ftkit.train.model.linears import is_transposed, linear_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,12 +54,23 @@ class WeightLayout(Protocol):
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one."""
+    """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one.
 
-    def __init__(self, layout: WeightLayout, bias: nn.Parameter | None, device: torch.device) -> None:
+    Attributes:
+        is_transposed: whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        bias: nn.Parameter | None,
+        device: torch.device,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
-        self.layout = layout
+        self.layout, self.is_transposed = layout, is_transposed
         self.register_parameter("bias", bias)
         empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
         self.quantized = nn.Parameter(empty, requires_grad=False)
@@ -82,24 +95,26 @@ class QuantizedLinear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.name}"
 
 
-def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[nn.Linear], WeightLayout | None]) -> None:
+def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:
     """Replace linear layers within decoder layers with quantized ones; those on the meta device stay there.
 
     Args:
         layers: decoder layers.
-        layout_of: returns the layout of a linear layer's matrix, or None to keep the layer.
+        layout_of: returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the layer.
     """
     for layer in layers:
         for name, linear in list(layer.named_modules()):
-            layout = layout_of(linear) if type(linear) is nn.Linear else None
+            sizes = linear_sizes(linear)
+            layout = None if sizes is None else layout_of(*sizes)
             if layout is not None:
                 layer.set_submodule(name, _quantized(linear, layout))
 
 
-def _quantized(linear: nn.Linear, layout: WeightLayout) -> QuantizedLinear:
-    quantized = QuantizedLinear(layout, linear.bias, linear.weight.device)
-    if not linear.weight.is_meta:
-        quantized.quantized.data.copy_(layout.quantize(linear.weight.data))
+def _quantized(linear: nn.Module, layout: WeightLayout) -> QuantizedLinear:
+    weight, bias = cast("Any", linear).weight, cast("Any", linear).bias
+    quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
+    if not weight.is_meta:
+        quantized.quantized.data.copy_(layout.quantize(weight.data.T if quantized.is_transposed else weight.data))
     return quantized
 
 

@@ -1,8 +1,10 @@
 """Routers of mixtures of experts: the load-balancing loss, and statistics of how tokens are spread over experts.
 
 The load-balancing loss is that of transformers (`load_balancing_loss_func`; Fedus et al. 2021, equations 4 to 6, over
-all layers at once): E * sum_i(f_i * P_i) over E experts, where f_i is the number of choices of expert i by a layer's
-router, and P_i its probability, both means over tokens and layers. ftkit computes it for each pack, and each label's
+all layers at once): E * sum_i(f_i * P_i) over E experts, where f_i is how often expert i is among the k with the
+largest logits of a layer's router, and P_i its probability, both means over tokens and layers. The experts that a token
+goes to may be others: PhiMoE's routers draw them while training, and those of MiniMax-M2 and Ernie 4.5 add a bias;
+statistics count these. ftkit computes the loss for each pack, and each label's
 loss includes that of its pack; so it does not depend on micro-batches, accumulation, or the number of processes. With
 padded rows, which are no packs, the rows of a micro-batch count as one pack.
 
@@ -67,7 +69,7 @@ class Routers:
         self._has_loss = has_loss
         self._context = context
         self._num_experts = num_experts
-        self._taps = [_Tap(adds_gradient=coefficient > 0) for _ in routers]
+        self._taps = [_Tap(has_loss=has_loss, adds_gradient=coefficient > 0) for _ in routers]
         for router, tap in zip(routers, self._taps, strict=True):
             router.register_forward_hook(tap)
         self._sums = torch.zeros(0, device=device)
@@ -135,18 +137,18 @@ class Routers:
         """
         if not self._taps or not torch.is_grad_enabled():
             return loss
-        chosen, probability, _ = self._sums.sum(0)
-        num_groups = len(chosen)
+        _, probability, _, largest = self._sums.sum(0)
+        num_groups = len(largest)
         is_token = self._taps[0].is_token
         group_of_label = label_index // is_token.shape[1]
-        labels = chosen.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
-        # Of whole packs: their choices, tokens and labels.
-        whole = torch.cat([chosen, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
+        labels = largest.new_zeros(num_groups).index_add_(0, group_of_label, torch.ones_like(group_of_label).float())
+        # Of whole packs: their largest logits, tokens and labels.
+        whole = torch.cat([largest, is_token.sum(1, keepdim=True), labels[:, None]], dim=1)
         if self._context.group is not None:
             dist.all_reduce(whole, group=self._context.group)
-        chosen, tokens, labels = whole[:, :-2], whole[:, -2:-1], whole[:, -1:]
+        largest, tokens, labels = whole[:, :-2], whole[:, -2:-1], whole[:, -1:]
         rows = len(self._taps) * tokens.clamp(min=1)
-        gradient = self._num_experts * labels * chosen / rows.square()
+        gradient = self._num_experts * labels * largest / rows.square()
         self._step.add(self._sums, is_token.sum(), (gradient * probability).sum())
         if not self.coefficient:
             return loss
@@ -182,8 +184,9 @@ def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
     return (routers, experts.num) if all(experts.num in each for each in rows) else ([], 0)
 
 
-_SUMS = ("chosen", "probability", "entropy")
-"""What a router's hook sums over the tokens of each pack, for each expert."""
+_SUMS = ("chosen", "probability", "entropy", "largest")
+"""What a router's hook sums over the tokens of each pack, for each expert: how often it was chosen, its probability, its
+share of the entropy, and how often it is among the k with the largest logits."""
 
 
 class _Tap:
@@ -193,12 +196,12 @@ class _Tap:
         is_token: fp32 [G, S], 0 for padding, of G groups of S tokens each.
     """
 
-    def __init__(self, *, adds_gradient: bool) -> None:
-        self._adds_gradient = adds_gradient
+    def __init__(self, *, has_loss: bool, adds_gradient: bool) -> None:
+        self._has_loss, self._adds_gradient = has_loss, adds_gradient
         self._sums = self._gradient = self.is_token = torch.zeros(0)
 
     def begin(self, sums: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor) -> None:
-        """Set this micro-batch's tensors: sums [3, G, E] to write, and the gradient [G, E] of the probabilities."""
+        """Set this micro-batch's tensors: sums [4, G, E] to write, and the gradient [G, E] of the probabilities."""
         self._sums, self._gradient, self.is_token = sums, gradient, is_token
 
     def __call__(self, router: nn.Module, _: object, output: tuple[torch.Tensor, ...]) -> Any:
@@ -215,11 +218,17 @@ class _Tap:
     @torch.no_grad()
     def _sum(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
         _, num_groups, num_experts = self._sums.shape
-        experts = experts.long().reshape(num_groups, -1)
-        counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
-        chosen = torch.zeros_like(self._sums[0]).scatter_add_(1, experts, counts)
         probability = _probability(logits, num_groups, num_experts) * self.is_token[..., None]
-        self._sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1)]))
+        chosen = largest = self._count(experts.long().reshape(num_groups, -1))
+        if self._has_loss:
+            num_chosen = experts.numel() // self.is_token.numel()
+            largest = self._count(probability.topk(num_chosen).indices.flatten(1))
+        self._sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
+
+    def _count(self, experts: torch.Tensor) -> torch.Tensor:
+        """Count how often each expert, [G, E], is among those of the tokens, int64 [G, S * k]."""
+        counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
+        return torch.zeros_like(self._sums[0]).scatter_add_(1, experts, counts)
 
 
 def _probability(logits: torch.Tensor, num_groups: int, num_experts: int) -> torch.Tensor:
@@ -283,7 +292,7 @@ class RouterSums:
 
     @torch.no_grad()
     def add(self, sums: torch.Tensor, num_tokens: torch.Tensor, balance: torch.Tensor) -> None:
-        """Add a micro-batch: sums [L, 3, G, E] of the hooks, its number of tokens, and its load-balancing loss."""
+        """Add a micro-batch: sums [L, 4, G, E] of the hooks, its number of tokens, and its load-balancing loss."""
         entropy = sums[:, 2].sum()
         self.values += torch.cat([sums[:, 0].sum(1).flatten(), torch.stack([num_tokens, entropy, balance])])
 

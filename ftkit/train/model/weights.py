@@ -26,6 +26,7 @@ from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
+from ftkit.train.model.linears import is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
 from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
@@ -302,17 +303,22 @@ class _LoadTarget:
     Attributes:
         shard: this rank's shard of it.
         layout: the layout of its quantized form; None if it is not quantized.
-        magnitude: DoRA's magnitude of the parameter's rows, initialized with the norms of the pretrained rows.
+        magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
+        is_transposed: whether the files have a matrix as [inputs, outputs].
     """
 
     shard: LocalShard
     layout: WeightLayout | None
     magnitude: LocalShard | None
+    is_transposed: bool
 
     @property
     def expected_shape(self) -> list[int]:
         """The expected shape of the tensor in the files."""
-        return [*self.shard.shape] if self.layout is None else [self.layout.num_outputs, self.layout.num_inputs]
+        if self.layout is None:
+            return [*self.shard.shape]
+        shape = [self.layout.num_outputs, self.layout.num_inputs]
+        return shape[::-1] if self.is_transposed else shape
 
     def load(self, source: TensorSource, name: str) -> None:
         """Read this rank's rows of a tensor; all rows if every shard depends on them."""
@@ -322,16 +328,29 @@ class _LoadTarget:
                 f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
                 fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
-        device = self.shard.values.device
+        device, by_output = self.shard.values.device, _TransposedTensor(source) if self.is_transposed else source
         if self.layout is None:
             self.shard.copy_rows(lambda first, last: source[first:last])
             if self.magnitude is not None:
-                self.magnitude.copy_rows(lambda first, last: _row_norms(source[first:last].to(device)))
+                self.magnitude.copy_rows(lambda first, last: _row_norms(by_output[first:last].to(device)))
             return
-        quantized = self.layout.quantize(source[:].to(device))
+        quantized = self.layout.quantize(by_output[:].to(device))
         self.shard.copy_from(quantized)
         if self.magnitude is not None:
             self.magnitude.copy_from(_row_norms(self.layout.dequantize(quantized)))
+
+
+@dataclass(frozen=True)
+class _TransposedTensor:
+    """A matrix of the files, transposed. All of it is read for any of its rows."""
+
+    source: TensorSource
+
+    def get_shape(self) -> list[int]:
+        return self.source.get_shape()[::-1]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.source[:].T[rows]
 
 
 def _row_norms(rows: torch.Tensor) -> torch.Tensor:
@@ -348,12 +367,14 @@ def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
             continue
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
-        layout = module.layout if isinstance(module, QuantizedLinear) and own_name == "quantized" else None
+        layout, turned = None, own_name == "weight" and is_transposed(module)
+        if isinstance(module, QuantizedLinear) and own_name == "quantized":
+            layout, turned = module.layout, module.is_transposed
         is_matrix = own_name in ("quantized", "weight")
         magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
         stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
         found[stored] = _LoadTarget(
-            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude)
+            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), turned
         )
     return found
 
