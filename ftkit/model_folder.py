@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,12 @@ def check_folder(folder: Path) -> None:
             fix="convert them: python -c 'from transformers import AutoModelForCausalLM as M; "
             f'M.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")\'',
         )
+    if missing and (merge := _merge_command(folder)) is not None:
+        raise NotFoundError(
+            f"model.weights: {folder} is a checkpoint whose weights are in the shards of a trainer",
+            meaning="ftkit reads whole tensors from safetensors",
+            fix=f"merge the shards on a machine that you trust them on: {merge}",
+        )
     if missing:
         raise NotFoundError(
             f"model.weights: {folder} has no {' and no '.join(missing)}",
@@ -83,6 +90,15 @@ def check_folder(folder: Path) -> None:
             fix="copy or download it again",
         )
     _check_tensors(folder)
+
+
+def _merge_command(folder: Path) -> str | None:
+    """Return the command that merges the shards of accelerate's FSDP or DeepSpeed's ZeRO; None if there are none."""
+    if shards := next(folder.glob("pytorch_model_fsdp_*/.metadata"), None):
+        return shlex.join(["accelerate", "merge-weights", str(shards.parent), str(folder)])
+    if (script := folder / "zero_to_fp32.py").is_file():
+        return shlex.join(["python", str(script), str(folder), str(folder), "--safe_serialization"])
+    return None
 
 
 def _check_tensors(folder: Path) -> None:

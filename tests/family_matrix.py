@@ -233,7 +233,7 @@ class _Family:
 
     def _try_adapters(self, engine: Fsdp2Engine, training: TrainingPlan) -> str:
         """Export trained adapters; load them with peft, and merged with transformers, and compare."""
-        from peft import PeftModel  # noqa: PLC0415 - takes seconds
+        from peft import PeftModel
 
         parts = self._parts(training, self.folder)
         export(engine, parts, RunLayout(self.folder), 0, self.world)

@@ -47,9 +47,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
     layers, config = find_decoder_layers(model), _with_heads(fill_config(model.config.to_dict()))
     experts = read_experts(config)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    linears = Counter(
-        (name.rpartition(".")[2], *sizes) for name, _, sizes in linears_in_layers(model)
-    )
+    linears = Counter((name.rpartition(".")[2], *sizes) for name, _, sizes in linears_in_layers(model))
     used = feed_forward
     if experts is not None:
         used = max(

@@ -74,6 +74,21 @@ def test_experts_that_are_stored_one_by_one_are_loaded_from_any_number_of_files(
         assert torch.equal(value, expected[name]), name
 
 
+def test_files_of_a_model_without_its_output_projection_are_loaded(tmp_path: Path) -> None:
+    model = build("llama")
+    model.base_model.save_pretrained(tmp_path)
+    assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
+    expected = {name: value.clone() for name, value in model.base_model.state_dict().items()}
+    with pytest.raises(TrainingError, match=r"1 of the model's parameters are not in .*: lm_head\.weight"):
+        load_weights(model, tmp_path)
+    model.lm_head.weight = model.get_input_embeddings().weight
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    load_weights(model, tmp_path)
+    for name, value in model.base_model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
 def test_only_the_local_rows_of_per_expert_weights_are_read() -> None:
     tensors = {f"{expert}.{part}": torch.randn(2, 3) for expert in range(4) for part in ("gate", "up")}
     asked: list[str] = []

@@ -38,6 +38,24 @@ def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path)
         check_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "fix"),
+    [
+        ("pytorch_model_fsdp_0/.metadata", "accelerate merge-weights {0}/pytorch_model_fsdp_0 {0}"),
+        ("zero_to_fp32.py", "python {0}/zero_to_fp32.py {0} {0} --safe_serialization"),
+    ],
+)
+def test_shards_of_a_trainer_are_rejected_with_the_command_that_merges_them(
+    file: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(NotFoundError, match="in the shards of a trainer") as caught:
+        check_folder(tmp_path)
+    assert str(caught.value.fix).endswith(fix.format(tmp_path))
+
+
 @pytest.mark.parametrize("names", [[WEIGHTS_FILE], ["a.safetensors", "b.safetensors"]])
 def test_truncated_weights_are_rejected_wherever_they_end(names: list[str], tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')

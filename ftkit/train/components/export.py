@@ -244,9 +244,12 @@ class Exporter:
             write_json(folder / ADDED_TOKENS_FILE, tokens)
 
     def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Add tensors of the pretrained files that no checkpoint has: buffers; in older ones also frozen parameters."""
+        """Add what no checkpoint has: buffers; from older ones also frozen parameters, which the files have."""
         if self._base is None:
-            return weights
+            stored = self._plain.state_dict().keys()
+            return ChainMap(
+                cast("Any", weights), {name: each for name, each in self._plain.named_buffers() if name in stored}
+            )
         parameters = self._plain.named_parameters()
         frozen = {name for name, parameter in parameters if not parameter.requires_grad} - weights.keys()
         untrained = frozen | {name for name, _ in self._plain.named_buffers()}

@@ -185,8 +185,8 @@ def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
 
 
 _SUMS = ("chosen", "probability", "entropy", "largest")
-"""What a router's hook sums over the tokens of each pack, for each expert: how often it was chosen, its probability, its
-share of the entropy, and how often it is among the k with the largest logits."""
+"""What a router's hook sums over the tokens of each pack, for each expert: how often it was chosen, its probability,
+its share of the entropy, and how often it is among the k with the largest logits."""
 
 
 class _Tap:

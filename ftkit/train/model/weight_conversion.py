@@ -115,6 +115,8 @@ def map_tensors(
             continue
         if name not in known:
             name, pattern = conversions.rename(name)
+        if name not in known and (full := f"{model.base_model_prefix}.{name}") in known:
+            name = full  # files of the model without its output projection, as of GPT-2 and BLOOM on the hub
         if name in known and pattern is None:
             found[name] = MappedTensor(one, read(one))
         elif pattern is not None:

@@ -105,7 +105,15 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
                 targets[name].load(growth.grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
-        if unused := sorted(_in_layers(model, places.keys() - files.used)):
+        unused = sorted(_in_layers(model, places.keys() - files.used))
+        if others := sorted(places.keys() - files.used - set(unused)):
+            log.info(
+                "the files have %d more tensors, such as of a vision tower or of layers that predict further tokens; "
+                "they are neither trained nor exported: %s …",
+                len(others),
+                ", ".join(others[:3]),
+            )
+        if unused:
             log.warning(
                 "the files have %d tensors that %s does not use; they are not trained: %s …",
                 len(unused),
