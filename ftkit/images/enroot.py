@@ -52,23 +52,23 @@ recompressed with zstd, the configuration unchanged. It does not compare the man
 cache is empty at first: what is in it afterwards is what the file was made from, even if a tag moved meanwhile.
 """
 
-_ON_NODE: Final = """set -eu
+_ENDED: Final = "ftkit-import-ended"
+_ON_NODE: Final = f"""set -eu
 disk=$1 mine=ftkit-import-$UID-$HOSTNAME
 shift
-mkdir -p -- "$disk"
-for left in "$disk/$mine"-*; do
-    kill -0 "${left##*-}" 2>/dev/null || rm -rf -- "$left" || true
-done
-folder=$disk/$mine-$$
-(umask 077 && mkdir -- "$folder" "$folder/temp")
-import=
-clean() {
+folder=$disk/$mine-$$ import=
+clean() {{
     trap '' TERM INT HUP
     [ -z "$import" ] || kill -KILL -- "-$import" 2>/dev/null || true
     for _ in $(seq 100); do rm -rf -- "$folder" 2>/dev/null && break; sleep 0.1; done
-}
-trap clean EXIT
+}}
+trap 'code=$?; clean; [ "$code" = 143 ] || echo {_ENDED}' EXIT
 trap 'exit 143' TERM INT HUP
+mkdir -p -- "$disk"
+for left in "$disk/$mine"-*; do
+    kill -0 "${{left##*-}}" 2>/dev/null || rm -rf -- "$left" || true
+done
+(umask 077 && mkdir -- "$folder" "$folder/temp")
 export ENROOT_TEMP_PATH=$folder/temp
 set -m
 bash -c "$@" "$folder" &
@@ -194,7 +194,13 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address
             command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address), stop=partial(_cancel, job)
         )
         job_output = log.read_text(errors="replace") if log.exists() else ""
-        return process.ProgramOutput(done.returncode, job_output, done.stderr)
+        if done.returncode != 0 and job_output and _ENDED not in job_output:
+            raise ImageError(
+                "the job that imports the image on a compute node was ended before enroot",
+                meaning="its node failed, it was canceled, or it reached the partition's time limit",
+                fix=f"try again; 'sacct --name={job} --format=JobID,State,NodeList' shows which",
+            )
+        return process.ProgramOutput(done.returncode, job_output.replace(f"{_ENDED}\n", ""), done.stderr)
     finally:
         log.unlink(missing_ok=True)
 

@@ -118,8 +118,8 @@ write_configuration() { # NUM_NODES
 }
 
 # With enroot and pyxis on this machine, srun starts containers here too. enroot's settings are a copy of the machine's,
-# which the nodes mount over them: containers are in a node's own /tmp, and the hook for cgroups, which a node's /sys
-# does not have, is left out.
+# which the nodes mount over them: containers are on a node's own disk, where a power cut leaves them, and the hook for
+# cgroups, which a node's /sys does not have, is left out.
 write_containers() {
   local plugin settings etc=$STATE/etc
   plugin=$(find_pyxis)
@@ -130,7 +130,7 @@ write_containers() {
   cat >>"$etc/enroot/enroot.conf" <<'END'
 ENROOT_RUNTIME_PATH /tmp/enroot-$(id -u)/run
 ENROOT_CACHE_PATH   /tmp/enroot-$(id -u)/cache
-ENROOT_DATA_PATH    /tmp/enroot-$(id -u)/data
+ENROOT_DATA_PATH    /mnt/localssd/enroot-$(id -u)/data
 ENROOT_TEMP_PATH    /tmp
 END
   echo "$settings" >"$etc/enroot-settings"

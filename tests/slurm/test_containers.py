@@ -52,3 +52,23 @@ def test_a_run_in_containers_of_pyxis_is_staged_trains_and_exports(
     log = (cluster.folder(run) / "logs/job.log").read_text()
     assert "the image is on the disks of 2 nodes, verified" in log
     assert list((cluster.folder(run) / "export").glob("*.safetensors"))
+
+
+def test_a_run_continues_on_a_node_that_lost_its_power(cluster: Cluster, profile: str, shared_folder: Path) -> None:
+    place = ("--cluster", profile, "--image", f"{shared_folder}/tiny.sqsh", "--nodes", "1", "--gpus-per-node", "1")
+    steps = ("training.max_steps=1000000", "training.checkpoint_every_steps=5", "evaluation.sql_execution=null")
+    done = cluster.ftkit(
+        "run", "tests/train/tiny.yaml", *place, "--name", "cut", "--no-follow", "training.log_every_steps=1", *steps
+    )
+    run = done.stdout.strip().splitlines()[-1]
+    cluster.wait_for_step(run, 6)
+    nodes = cluster.nodes(cluster.job(run))
+    cluster.switch("kill-node", nodes[0])
+    cluster.switch("revive-node", nodes[0])
+    cluster.start_again(run)
+    assert cluster.nodes(cluster.job(run)) == nodes
+    cluster.wait_for_step(run, 6, start=1)
+    cluster.ftkit("cancel", run)
+    log = (cluster.folder(run) / "logs/job.log").read_text()
+    assert "resumed from the checkpoint" in log
+    assert "File already exists" not in log, "pyxis could not create the container beside the one of the first start"

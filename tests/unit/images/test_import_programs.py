@@ -243,6 +243,24 @@ def test_enroot_errors_on_a_node_are_explained(
     assert record.is_dir()
 
 
+def test_an_import_that_ends_with_its_node_is_told_from_a_failure_of_enroot(
+    record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    power_cut = (
+        'echo "[INFO] Downloading"; until [ -s "$RECORD/pid" ]; do sleep 0.01; done; kill -KILL $(<"$RECORD/pid")'
+    )
+    stand_in("enroot", f'[ "$1" = version ] && {{ echo 4.1.2; exit; }}\n{power_cut}')
+    stand_in("sbatch", SBATCH)
+    with pytest.raises(ImageError, match="was ended before enroot") as raised:
+        import_on(tmp_path / "local", tmp_path)
+    assert "its node failed" in str(raised.value.meaning)
+    assert not [path.name for path in (tmp_path / "images").iterdir() if "partial" in path.name]
+    (tmp_path / "file").touch()
+    with pytest.raises(ImageError, match="enroot failed: mkdir"):  # it did not begin, and says why
+        import_on(tmp_path / "file", tmp_path)
+    assert record.is_dir()
+
+
 def test_the_next_import_removes_temporary_files_of_a_killed_one_on_a_node(
     record: Path, stand_in: Callable[[str, str], None], tmp_path: Path
 ) -> None:
