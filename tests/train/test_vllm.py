@@ -112,7 +112,7 @@ def test_evaluations_with_vllm_and_transformers_agree(method: str, runs: dict[st
         torch.testing.assert_close(torch.tensor(one.loss[:, :2]), torch.tensor(other.loss[:, :2]), rtol=1e-3, atol=1e-3)
         assert abs(one.loss[:, 2] - other.loss[:, 2]).sum() <= 2  # adapters are rounded differently: near ties
         if method == "full":
-            assert one.answers == other.answers
+            assert one.completions == other.completions
             assert one.scores == other.scores
     assert not torch.equal(torch.tensor(by_vllm.after.loss), torch.tensor(by_vllm.before.loss))
 
