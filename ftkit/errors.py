@@ -179,13 +179,20 @@ def missing_package_error(names: Sequence[str], meaning: str = "") -> Prerequisi
 
 
 def as_user_error(error: Exception) -> Exception:
-    """Return the error as one that the user can act on, if it is a full disk or a missing package; else as it is.
+    """Return the error as one that the user can act on, if it is one of the machine; else as it is.
 
-    A full disk is also found among the errors that led to it, a missing package only among its explicit causes: code
-    that handles an `ImportError` may fail later for another reason.
+    These are a full disk, a file that this user can't read or write, and a missing package. A full disk is also found
+    among the errors that led to it, a missing package only among its explicit causes: code that handles an
+    `ImportError` may fail later for another reason.
     """
     if isinstance(error, DiskFullError | PrerequisiteError):
         return error
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return PrerequisiteError(
+            f"permission denied: {error.filename}",
+            meaning="the file or its folder belongs to another user, who does not share it",
+            fix="ask its owner ('ls -ld' shows who that is) for access, or choose another folder",
+        )
     for cause in _causes(error):
         if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -307,5 +308,5 @@ def remove_folder(root: Path) -> None:
         raise PrerequisiteError(
             f"can't remove all of {root}: {one_line(error)}",
             meaning="the folder, or a file in it, belongs to another user",
-            fix=f"list what is left: ls -la {doomed if doomed.exists() else root}",
+            fix=f"list what is left: ls -la {shlex.quote(str(doomed if doomed.exists() else root))}",
         ) from error

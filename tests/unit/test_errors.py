@@ -64,6 +64,12 @@ def test_a_missing_package_is_reported_with_the_extra_that_has_it() -> None:
         assert as_user_error(error) is error
 
 
+def test_a_denied_permission_is_reported_with_the_file() -> None:
+    found = as_user_error(PermissionError(EACCES, os.strerror(EACCES), "/runs/of another/plan.json"))
+    assert isinstance(found, PrerequisiteError)
+    assert found.what == "permission denied: /runs/of another/plan.json"
+
+
 def test_other_errors_are_unchanged() -> None:
     for error in (ValueError("no"), caused_by(OSError(EACCES, "no right")), FtkitError("no")):
         assert as_user_error(error) is error
