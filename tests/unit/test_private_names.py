@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import ftkit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 UNDOCUMENTED = {"transformers.conversion_mapping", "transformers.core_model_loading", "accelerate.commands"}
 """Modules whose names are private in all but spelling."""
@@ -21,10 +21,10 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
 
 
-def defined_names(tree: ast.Module) -> set[str]:
+def defined_names(nodes: Iterable[ast.AST]) -> set[str]:
     """Return the names that a module gives its own functions, classes, attributes and parameters."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 names.add(name)
@@ -35,8 +35,9 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 def used_names(tree: ast.Module) -> Iterator[str]:
     """Yield the private names of libraries that a module uses."""
-    own = defined_names(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    own = defined_names(nodes)
+    for node in nodes:
         match node:
             case ast.Attribute(attr=name) if is_private(name) and name not in own:
                 yield ast.unparse(node)

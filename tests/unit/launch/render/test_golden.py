@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
@@ -145,11 +144,3 @@ def test_every_golden_file_belongs_to_a_test() -> None:
 def test_bash_can_parse_the_golden_script(name: str) -> None:
     done = subprocess.run(["bash", "-n", str(GOLDEN / name)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.shellcheck
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing_in_the_golden_scripts() -> None:
-    scripts = [GOLDEN / name for name in NAMES]
-    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
