@@ -153,9 +153,9 @@ def test_an_engine_reports_its_memory_by_part(
 
 def test_both_engines_train_fp32_adapters_equally_on_4_bit_weights(matrix: dict[str, dict[str, Any]]) -> None:
     results = [matrix[f"olmo3 qlora {engine} bf16"] for engine in ("fsdp2", "zero3")]
-    # Not exactly: ZeRO-3 rounds adapters to bf16 before it makes its master weights.
-    assert results[0]["losses"] == pytest.approx(results[1]["losses"], rel=1e-3)
-    assert results[0]["norms"] == pytest.approx(results[1]["norms"], rel=0.1)
+    # Not exactly: ZeRO-3 multiplies by adapters that are rounded to bf16.
+    assert results[0]["losses"] == pytest.approx(results[1]["losses"], rel=2e-4)
+    assert results[0]["norms"] == pytest.approx(results[1]["norms"], rel=0.01)
     assert results[0]["losses"] != matrix["olmo3 qlora fsdp2"]["losses"]
 
 

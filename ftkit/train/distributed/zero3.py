@@ -68,8 +68,7 @@ class Zero3Engine:
         for unit in [*layers, hf_model]:
             _materialize(unit, world.device, precision)
             self._deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=precision)
-        if init_weights is not None:
-            init_weights(hf_model)
+        exact = [] if init_weights is None else _init_in_fp32(hf_model, init_weights)
         apply_activation_checkpointing(
             layers,
             training.activation_checkpointing,
@@ -84,6 +83,8 @@ class Zero3Engine:
         self._engine, *_ = self._deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
         self._optimizer = Zero3Optimizer(self._engine)
         self._optimizer.init_states(_STATES)
+        for parameter, master in exact:
+            self._deepspeed.utils.safe_set_local_fp32_param(parameter, master)
 
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded on this rank: a unit is a submodule with all parameters partitioned."""
@@ -276,6 +277,26 @@ def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
     """Pad a shard to the length of all DeepSpeed partitions."""
     local = values.to_local()
     return functional.pad(local, (0, partition.values.numel() - local.numel()))
+
+
+def _init_in_fp32(model: nn.Module, init_weights: InitWeights) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Initialize the partitions, and return the fp32 values of trained ones that rounding changed.
+
+    DeepSpeed makes its fp32 masters from rounded values, FSDP2 from exact ones.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    partitions = [(each, found.values) for each in trained if (found := zero3_partition(each)) is not None]
+    rounded = [values.data for _, values in partitions]
+    for _, values in partitions:
+        values.data = values.float()
+    init_weights(model)
+    changed = []
+    for (parameter, values), before in zip(partitions, rounded, strict=True):
+        exact = values.data
+        values.data = before.copy_(exact)
+        if not torch.equal(before.float(), exact):
+            changed.append((parameter, exact))
+    return changed
 
 
 def _materialize(unit: nn.Module, device: torch.device, precision: torch.dtype) -> None:
