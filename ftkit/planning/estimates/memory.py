@@ -201,7 +201,7 @@ class _Sizes:
         Tensors of the backward pass reuse the memory of freed activations (measured at 65,536 tokens).
         """
         has_adapters = self.training.adapters is not None
-        size = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+        size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
         if self.compiled and self.training.precision == "fp8" and not self.counts.experts_per_token:
             size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
