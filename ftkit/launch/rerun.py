@@ -93,11 +93,12 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
     chosen = execution.get("chosen", []) if args.is_elsewhere else []
     loaded = override_recipe(open_values(recipe, chosen, str(manifest.get("engine", "auto"))), ())
     image = _image(manifest, profile, ctx, default)
+    stays = args.cluster in (None, manifest.get("cluster"))
     run_args = RunArgs(
         cluster=args.cluster,
         name=args.name or f"{recipe.name}-rerun",
         num_nodes=args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes")),
-        gpus_per_node=args.gpus_per_node or (None if args.cluster else place.get("processes_per_node")),
+        gpus_per_node=args.gpus_per_node or (place.get("processes_per_node") if stays else None),
     )
     request = build_request(
         run_args, loaded.spec, recipe.model, image, workspace, Origins(recipe=loaded.layers, cluster=origins)

@@ -130,10 +130,11 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))
     _check_changes([change for change in changes if change.before != change.after], args)
+    stays = args.cluster in (None, plan.cluster.name)
     request = RunRequest(
         name=plan.name,
         num_nodes=args.num_nodes or plan.placement.num_nodes,
-        gpus_per_node=args.gpus_per_node or (None if args.cluster else plan.placement.processes_per_node),
+        gpus_per_node=args.gpus_per_node or (plan.placement.processes_per_node if stays else None),
         image=image,
         image_is_explicit=False,
         workspace=plan.workspace,

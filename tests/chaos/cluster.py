@@ -114,6 +114,7 @@ class SlurmRun(Run):
     cluster: DevCluster
     hurried: set[tuple[str, str]] = field(default_factory=set)
     _asked: float = float("-inf")
+    _asked_job: str = ""
     _is_over: bool = False
 
     @property
@@ -127,14 +128,14 @@ class SlurmRun(Run):
         return job
 
     def is_over(self) -> bool:
-        """Ask Slurm at most once a second; start a job that only waits after a requeue."""
-        if time.monotonic() > self._asked + 1:
-            self._is_over = self._ask()
-            self._asked = time.monotonic()
+        """Ask Slurm at most once a second for each job; start a job that only waits after a requeue."""
+        job = self.job
+        if job != self._asked_job or time.monotonic() > self._asked + 1:
+            self._is_over = self._ask(job)
+            self._asked, self._asked_job = time.monotonic(), job
         return self._is_over
 
-    def _ask(self) -> bool:
-        job = self.job
+    def _ask(self, job: str) -> bool:
         fields = "--Format=State: ,RestartCnt: ,Reason"
         answer = self.cluster.slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
         if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:

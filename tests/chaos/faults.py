@@ -60,8 +60,11 @@ def die_while_saving(phase: str, run: Run, _: Random) -> None:
 
 
 def damage_checkpoint(how: str, run: Run, chance: Random) -> None:
-    """Damage a file of the newest checkpoint, and kill a rank, so that the run would load it."""
-    wait_for(run, run.checkpoints)
+    """Damage a file of the newest checkpoint, and kill a rank, so that the run would load it.
+
+    There is an older one: without it, a run ends, rather than start again from step 0.
+    """
+    wait_for(run, lambda: len(run.checkpoints()) > 1 or run.is_over())
     path = chance.choice(sorted(each for each in run.checkpoints()[-1].iterdir() if each.stat().st_size))
     content = bytearray(path.read_bytes())
     place = chance.randrange(len(content))

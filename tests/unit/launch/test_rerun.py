@@ -63,6 +63,11 @@ def test_a_rerun_elsewhere_keeps_the_global_batch_size(original: Original, works
     check_inputs(changed, [])
 
 
+def test_naming_the_original_cluster_keeps_the_number_of_processes(original: Original, workspace: Workspace) -> None:
+    original.manifest["placement"]["processes_per_node"] = 4
+    assert rerun(original, workspace, cluster=original.manifest["cluster"]).placement.world_size == 4
+
+
 def test_a_profile_from_elsewhere_is_not_used(original: Original, workspace: Workspace) -> None:
     assert rerun(original, workspace).cluster.setup == ("module load x",)
     assert rerun(original, workspace, is_own=False, gpus_per_node=1).cluster.setup == ()

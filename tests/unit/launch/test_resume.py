@@ -45,6 +45,8 @@ def test_another_number_of_processes_does_not_change_the_optimization(plan: RunP
     assert new.recipe.training.model_dump(exclude={"engine"}) == plan.recipe.training.model_dump(exclude={"engine"})
     assert (new.recipe.model, new.recipe.data) == (plan.recipe.model, plan.recipe.data)
     assert [change.key for change in changed.changes] == ["processes per node"]
+    again = replan(new, ResumeArgs(cluster=new.cluster.name), ctx)
+    assert (again.plan.placement, again.changes) == (new.placement, ())
 
 
 def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: Context) -> None:
