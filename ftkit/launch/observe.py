@@ -106,7 +106,10 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if holder := _find_trainer(run, seen):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
-    if last.is_final and run.layout.cancelled.exists():
+    was_canceled = run.layout.cancelled.exists()
+    if last.is_final and (was_canceled or last.state is RunState.CANCELLED) and _has_completed(run, end):
+        last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
+    elif last.is_final and was_canceled:
         return replace(last, state=RunState.CANCELLED, reason="")
     last = _failed_preparation(run, last) or last
     if last.is_final and stopped_at:
@@ -115,6 +118,11 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
         return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
+
+
+def _has_completed(run: SubmittedRun, end: EndRecord | None) -> bool:
+    """Return whether training reached its end since the run was last submitted."""
+    return end is not None and end.outcome == "completed" and end.time > run.submission.submitted
 
 
 def _describe_stop(end: EndRecord) -> str:

@@ -124,12 +124,27 @@ def test_a_run_that_the_user_cancelled_is_cancelled_however_its_script_ended(
     assert observe(run).state is RunState.CANCELLED
 
 
-def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(make_run: RunMaker, records: Any) -> None:
+@pytest.mark.parametrize("has_exit_code", [True, False])
+def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None], *, has_exit_code: bool
+) -> None:
     run = make_run()
-    records.write(run, records.end())
-    run.layout.exit_code.write_text("0\n")
+    records.write(run, replace(records.end(), time=run.submission.submitted + 1))
+    if has_exit_code:
+        run.layout.exit_code.write_text("0\n")
     run.layout.cancelled.touch()
+    slurm_says(run, accounting="CANCELLED by 0")
     assert observe(run).state is RunState.COMPLETED
+
+
+def test_a_resumed_run_that_is_cancelled_is_not_completed_because_it_was_before(
+    make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    records.write(run, replace(records.end(), time=run.submission.submitted - 1))
+    run.layout.cancelled.touch()
+    slurm_says(run, accounting="CANCELLED by 0")
+    assert observe(run).state is RunState.CANCELLED
 
 
 @pytest.mark.parametrize(
