@@ -1,10 +1,15 @@
-"""Benchmark data preparation: tokens per second, memory, fill of the packs; and TRL's preparation of the same file.
+"""Benchmark data preparation: tokens per second, memory, fill of the packs; and peers' preparation of the same file.
 
-    python benchmarks/data.py [--rows 12000] [--case chat] [--workers 1 2] [--peer trl] [--repeat 3] [--large]
+    python benchmarks/data.py [--rows 12000] [--case chat] [--workers 1 2] [--repeat 3] [--large 10 100]
+        [--peer trl=PYTHON] [--peer axolotl=PYTHON] [--peer llamafactory=PYTHON]
 
 Texts are generated from a vocabulary of 20,000 words with Zipf frequencies; the tokenizer is trained on them. Each
 measurement is a separate process; measurements alternate, so that other load on the machine affects all equally.
-Times are wall times; `CPU µs/token` is CPU time without imports, which depends less on other load.
+Times are wall times; `CPU µs/token` is CPU time without imports, which depends less on other load. `peak` is the memory
+of all processes together, shared pages counted once (PSS), sampled once a second, imports included.
+
+A peer runs with the Python of its own environment: the packages that peers require exclude each other. It loads the
+same file, applies the same chat template, tokenizes, sets labels on assistant turns only, and packs.
 """
 
 from __future__ import annotations
@@ -13,19 +18,21 @@ import argparse
 import hashlib
 import json
 import os
-import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from preparation import Cost, Stopwatch, print_cost
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan
 
 VOCABULARY = 20_000
+PEERS = ("trl", "axolotl", "llamafactory")
 COLUMNS = "{:<8} {:<14} {:>12} {:>9} {:>12} {:>13} {:>8} {:>9}"
 
 
@@ -111,15 +119,24 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Result:
-    """Cost of one preparation."""
+class Who:
+    """A program that prepares data.
 
-    seconds: float
-    cpu_seconds: float
-    num_tokens: int
-    fill_ratio: float
-    peak_mib: int
-    digest: str = ""
+    Attributes:
+        name: `ftkit`, or a peer.
+        python: its interpreter.
+        workers: tokenizing processes.
+    """
+
+    name: str
+    python: str
+    workers: int
+
+    @property
+    def program(self) -> Path:
+        """The program that measures itself."""
+        here = Path(__file__)
+        return here if self.name == "ftkit" else here.parent / "peers" / f"{self.name}_data.py"
 
 
 def make_data(folder: Path, num_rows: int, names: list[str]) -> None:
@@ -130,6 +147,9 @@ def make_data(folder: Path, num_rows: int, names: list[str]) -> None:
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     learn_tokenizer((words.text(5, 0.5) for _ in range(5000)), 32_000, "chatml").save_pretrained(folder / "tokenizer")
+    shape = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32_000, "hidden_size": 16,
+             "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}  # fmt: skip
+    (folder / "tokenizer" / "config.json").write_text(json.dumps(shape))  # peers load the model's configuration
 
 
 def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
@@ -149,61 +169,81 @@ def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
     return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
 
 
-def measure(folder: Path, source: Path, name: str, workers: int) -> Result:
+def measure(folder: Path, source: Path, name: str, workers: int) -> Cost:
     """Prepare a file in this process."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     AutoTokenizer.from_pretrained(folder / "tokenizer")  # imports are not measured, for ftkit and peers alike
     plan = make_plan(folder, source, name)
-    began, cpu = time.perf_counter(), cpu_seconds()
+    watch = Stopwatch()
     prepared = prepare(plan, lambda _: None, workers)
-    seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
+    watch.stop()
     again = time.perf_counter()
     prepare(plan, lambda _: None, workers)
     if time.perf_counter() - again > 1:
         sys.stderr.write("prepared again although nothing changed\n")
     manifest = prepared.read_manifest()
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(prepared.train.iterdir()))).hexdigest()
-    return Result(seconds, cpu, manifest.num_train_tokens, manifest.fill_ratio, peak_mib(), digest[:12])
+    digest = hashlib.sha256(json.dumps(manifest.digests, sort_keys=True).encode()).hexdigest()
+    shutil.rmtree(prepared.root)
+    return watch.cost(manifest.num_train_tokens, manifest.fill_ratio, digest[:12])
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and its ended children."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+def measure_apart(folder: Path, source: Path, name: str, who: Who) -> tuple[Cost, int]:
+    """Measure in a separate process; return the cost, and the peak memory in MiB."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), *([str(here.parent)] if who.name == "ftkit" else [])])
+    command = [who.python, str(who.program), "--measure", str(folder), str(source), name, str(who.workers)]
+    peak = 0
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+        tempfile.TemporaryDirectory() as cache,  # so that no measurement finds rows that an earlier one read
+    ):
+        environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment, cwd=folder)
+        while process.poll() is None:
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(1)
+        output.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            sys.exit(f"{who.name}: {errors.read()[-3000:]}")
+        return Cost(**json.loads(output.read().splitlines()[-1])), peak >> 10
 
 
-def peak_mib() -> int:
-    """Return the peak memory of this process or a worker, whichever is larger."""
-    whos = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return max(resource.getrusage(who).ru_maxrss for who in whos) >> 10
+def memory_of(pid: int) -> int:
+    """Return the proportional set size of a process and its descendants in KiB."""
+    total = 0
+    with suppress(OSError):  # it ended
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(memory_of(int(child)) for child in (task / "children").read_text().split())
+    return total
 
 
-def measure_apart(folder: Path, source: Path, name: str, who: str) -> Result:
-    """Measure in a separate process: ftkit with a number of workers, or a peer."""
-    program = Path(__file__).parent / "peers" / "trl_data.py" if who == "trl" else Path(__file__)
-    command = [sys.executable, str(program), "--measure", str(folder), str(source), name, who]
-    here = Path(__file__).parent  # so that peers can import this module
-    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, check=False)
-    if done.returncode:
-        sys.exit(done.stderr[-3000:])
-    return Result(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def show(name: str, who: str, results: list[Result]) -> None:
+def show(name: str, who: Who, results: list[tuple[Cost, int]]) -> None:
     """Print the medians."""
-    seconds = statistics.median(result.seconds for result in results)
-    cpu = statistics.median(result.cpu_seconds / result.num_tokens for result in results)
-    first = results[0]
+    costs = [cost for cost, _ in results]
+    seconds = statistics.median(cost.seconds for cost in costs)
+    cpu = statistics.median(cost.cpu_seconds / cost.num_tokens for cost in costs)
+    first, peak = costs[0], max(peak for _, peak in results)
     print(
         COLUMNS.format(
-            name, who, f"{first.num_tokens:,}", f"{seconds:.1f}", f"{first.num_tokens / seconds:,.0f}",
-            f"{cpu * 1e6:.2f}", f"{first.fill_ratio:.2%}", f"{first.peak_mib:,} MiB",
+            name, f"{who.name}, {who.workers}", f"{first.num_tokens:,}", f"{seconds:.1f}",
+            f"{first.num_tokens / seconds:,.0f}", f"{cpu * 1e6:.2f}", f"{first.fill_ratio:.2%}", f"{peak:,} MiB",
         ),
-        {result.digest for result in results} - {""} or "",
+        {cost.digest for cost in costs} - {""} or "",
         flush=True,
     )  # fmt: skip
+
+
+def peer_of(text: str) -> tuple[str, str]:
+    """Parse `NAME=PYTHON`; without PYTHON, a peer has this interpreter."""
+    name, _, python = text.partition("=")
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(PEERS)}")
+    return name, python or sys.executable
 
 
 def main() -> None:
@@ -214,37 +254,47 @@ def main() -> None:
     )
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--peer", action="append", choices=["trl"], default=[])
+    parser.add_argument("--peer", action="append", type=peer_of, metavar="NAME[=PYTHON]", default=[])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
-        "--large", action="store_true", help="also prepare twenty times as many chats, to measure memory"
-    )
+        "--large", type=int, nargs="+", default=[], metavar="MILLIONS",
+        help="only prepare this many million tokens of chats, which repeat, to measure memory",
+    )  # fmt: skip
     options = parser.parse_args()
-    names = options.case or list(CASES)
-    print(COLUMNS.format("case", "by", "tokens", "seconds", "tokens/s", "CPU µs/token", "full", "peak"))
+    names = ["chat"] if options.large else options.case or list(CASES)
+    print(COLUMNS.format("case", "by", "tokens", "seconds", "tokens/s", "CPU µs/token", "full", "peak"), flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_data(folder, options.rows, names)
+        if options.large:
+            measure_large(folder, options.large, options.workers[-1])
+            return
         for name in names:
-            whos = [f"ftkit, {num}" for num in options.workers] + (options.peer if name == "chat" else [])
-            results: dict[str, list[Result]] = {who: [] for who in whos}
+            programs = [("ftkit", sys.executable), *(options.peer if name == "chat" else [])]
+            whos = [Who(*program, workers) for program in programs for workers in options.workers]
+            results: dict[Who, list[tuple[Cost, int]]] = {who: [] for who in whos}
             for _ in range(options.repeat):
                 for who in whos:
                     results[who].append(measure_apart(folder, folder / f"{name}.jsonl", name, who))
             for who in whos:
                 show(name, who, results[who])
-        if options.large:
-            many = folder / "many"
-            many.mkdir()
-            for number in range(20):
-                (many / f"{number}.jsonl").symlink_to(folder / "chat.jsonl")
-            who = f"ftkit, {options.workers[-1]}"
-            show("large", who, [measure_apart(folder, many, "chat", who)])
+
+
+def measure_large(folder: Path, sizes: list[int], workers: int) -> None:
+    """Prepare the chats again and again, as files of one folder, up to some million tokens each time."""
+    who = Who("ftkit", sys.executable, workers)
+    one, _ = measure_apart(folder, folder / "chat.jsonl", "chat", who)
+    for size in sizes:
+        many = folder / f"{size}M"
+        many.mkdir()
+        for number in range(max(1, round(size * 1e6 / one.num_tokens))):
+            (many / f"{number}.jsonl").symlink_to(folder / "chat.jsonl")
+        show(f"{size} M", who, [measure_apart(folder, many, "chat", who)])
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        _, _, where, what, case, by = sys.argv
-        print(json.dumps(measure(Path(where), Path(what), case, int(by.split()[-1])).__dict__))
+        _, _, where, what, case, num_workers = sys.argv
+        print_cost(measure(Path(where), Path(what), case, int(num_workers)))
     else:
         main()

@@ -1,15 +1,13 @@
-"""TRL's preparation of the chats of `benchmarks/data.py`: packed, loss on assistant turns, in one process."""
+"""TRL's preparation of the chats of `benchmarks/data.py`: what the constructor of `SFTTrainer` does."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from data import Result, cpu_seconds, peak_mib
 from datasets import disable_caching, load_dataset
+from preparation import Cost, Stopwatch, print_cost
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
@@ -23,27 +21,25 @@ TEMPLATE = (
 """ChatML, with the generation blocks that TRL needs for trained tokens."""
 
 
-def measure(folder: Path, source: Path) -> Result:
-    """Prepare a file as the constructor of `SFTTrainer` does."""
+def measure(folder: Path, source: Path, workers: int) -> Cost:
+    """Load, tokenize and pack a file."""
     disable_caching()
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     tokenizer.chat_template = TEMPLATE
-    shape = LlamaConfig(
-        vocab_size=32_000, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(shape)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "tokenizer"))
     with tempfile.TemporaryDirectory() as output:
         options = SFTConfig(
             output_dir=output, packing=True, packing_strategy="bfd", assistant_only_loss=True, max_length=LENGTH,
-            report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+            dataset_num_proc=workers if workers > 1 else None, report_to=[], use_cpu=True, bf16=False,
+            disable_tqdm=True,
         )  # fmt: skip
-        began, cpu = time.perf_counter(), cpu_seconds()
+        watch = Stopwatch()
         rows = load_dataset("json", data_files=str(source), split="train", cache_dir=output)
         packs = SFTTrainer(model, options, train_dataset=rows, processing_class=tokenizer).train_dataset
-        seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
+        watch.stop()
         num_tokens = sum(map(len, packs["input_ids"]))
-        return Result(seconds, cpu, num_tokens, num_tokens / (len(packs) * LENGTH), peak_mib())
+        return watch.cost(num_tokens, num_tokens / (len(packs) * LENGTH))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[2]), Path(sys.argv[3])).__dict__))
+    print_cost(measure(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[5])))

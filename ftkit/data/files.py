@@ -61,14 +61,21 @@ def find_files(place: str, key: str) -> list[str]:
 
 
 def walk(folder: Path, key: str) -> list[Path]:
-    """Return all files of a dataset's folder.
+    """Return all files of a dataset's folder, also of linked folders; a folder that is linked twice is read once.
 
     Raises:
         NotFoundError: there are so many that it is probably another folder.
     """
     files: list[Path] = []
+    seen = {folder.resolve()}
     num_seen = 0
-    for where, folders, names in os.walk(folder):
+    for where, folders, names in os.walk(folder, followlinks=True):
+        below = sorted((Path(where, name) for name in folders), key=lambda path: (path.is_symlink(), path.name))
+        folders.clear()
+        for path in below:
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                folders.append(path.name)
         files += [Path(where, name) for name in names]
         num_seen += len(folders) + len(names)
         if num_seen > MAX_FILES:
@@ -110,6 +117,7 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
         and path.name not in _METADATA
         and not any(part.startswith((".", "_")) for part in path.parts)
     )
+    _check_snapshots(folder, found, key)
     others = [file for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
     if others and len(others) < len(found):
         raise DataError(
@@ -118,6 +126,26 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
             fix=f"{_suggest(folder, [below[file] for file in found], key)}; use other files as data.validation.file",
         )
     return found
+
+
+def _check_snapshots(folder: str, files: list[str], key: str) -> None:
+    """Refuse a folder of the hub's cache with several revisions of one dataset, which would be trained on together.
+
+    Raises:
+        DataError: it has.
+    """
+    revisions: dict[str, set[str]] = {}
+    for file in files:
+        dataset, found, path = file.partition("/snapshots/")
+        if found:
+            revisions.setdefault(dataset, set()).add(path.partition("/")[0])
+    for dataset, several in revisions.items():
+        if len(several) > 1:
+            raise DataError(
+                f"{key}: {folder} has {len(several)} revisions of the same dataset: {', '.join(sorted(several))}",
+                meaning="the hub's cache keeps each revision that was downloaded, and all would be trained on",
+                fix=f"select one: {key}={dataset}/snapshots/REVISION; or give the dataset's hub id",
+            )
 
 
 def _suggest(folder: str, found: list[Path], key: str) -> str:

@@ -59,7 +59,7 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     ((commonest, _),) = shapes.most_common(1)  # if rows differ, rows of another shape are bad rows
     for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
         columns = set.intersection(*(set(row.columns) for row in alike))
-        detected = _detect_turns(columns, alike) or _detect_by_columns(columns)
+        detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike)
         if detected is not None:
             return detected
     lists = [name for name, value in rows[0].columns.items() if _is_list_of_objects(value)] if len(rows) == 1 else []
@@ -82,14 +82,9 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     return None
 
 
-def _detect_by_columns(columns: set[str]) -> Format | None:
+def _detect_by_columns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     if {"chosen", "rejected"} <= columns:
-        raise DataError(
-            "the rows are preference pairs (chosen, rejected)",
-            meaning="ftkit trains on conversations and texts",
-            fix="to train on the preferred ones: data.format={kind: messages, column: chosen} "
-            "data.ignore_columns=[rejected]",
-        )
+        raise _preferences(rows[0].columns)
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
     if {"instruction", "response"} <= columns:
@@ -98,6 +93,22 @@ def _detect_by_columns(columns: set[str]) -> Format | None:
         if {prompt, completion} <= columns:
             return PromptCompletionFormat(prompt=f"{{{prompt}}}", completion=f"{{{completion}}}")
     return TextFormat() if "text" in columns else None
+
+
+def _preferences(columns: Mapping[str, Any]) -> DataError:
+    """Return the error that rows are preference pairs, with the keys to train on the preferred completions."""
+    has_turns = isinstance(columns["chosen"], list)
+    if "prompt" in columns and isinstance(columns["prompt"], list) == has_turns:
+        keys = "data.format.kind=prompt-completion data.format.completion='\"{chosen}\"'"
+    else:
+        others = [name for name in columns if name != "chosen" and name not in METADATA]
+        kind = "messages" if has_turns else "text"
+        keys = f"'data.format={{kind: {kind}, column: chosen}}' 'data.ignore_columns=[{', '.join(others)}]'"
+    return DataError(
+        "the rows are preference pairs (chosen, rejected)",
+        meaning="ftkit trains on conversations and texts",
+        fix=f"to train on the preferred ones: {keys}",
+    )
 
 
 def _is_list_of_objects(value: object) -> bool:

@@ -310,7 +310,22 @@ def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
             rows = [_only_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
         for content in rows:
             number += 1
-            yield RawRow(path, ", row ", number, _not_utf8(content, path, number) or content)
+            error = _not_utf8(content, path, number)
+            yield RawRow(path, ", row ", number, error or without_nulls(content))
+
+
+def without_nulls(columns: Columns) -> Columns:
+    """Remove keys with a null from objects inside columns: a table gives all objects of a column the keys of each.
+
+    Otherwise a tool call's arguments would have those of other rows' calls, each with a null.
+    """
+    return {name: _without_nulls(value) for name, value in columns.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _not_utf8(content: object, path: str, number: int) -> DataError | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
 from ftkit.data.private_apis import compile_chat_template
+from ftkit.data.template_fields import PROBE, fields_of, probes
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
@@ -126,7 +127,7 @@ class ChatRenderer:
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
         """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
-        lost = self.dropped and self.dropped & _fields_of(conversation)
+        lost = self.dropped and self.dropped & fields_of(conversation)
         if lost:
             raise DataError(
                 f"the chat template drops {', '.join(sorted(lost))}",
@@ -233,6 +234,8 @@ class ChatRenderer:
         """
         text = self._to_end_of_turn(self._render(turns[: turn + 1], tools, open_turn=False)[0])
         context, _ = self._render(turns[:turn], tools, open_turn=False)
+        if turns[turn - 1]["role"] == "assistant" and not text.startswith(self._to_end_of_turn(context)):
+            return None  # the template merges the two turns, so the completion would repeat the first
         other, _ = self._render([*turns[:turn], {"role": "assistant", "content": "ftkit"}], tools, open_turn=False)
         opening = _EMPTY_THINKING.sub("", before[len(context) :]) if before.startswith(context) else ""
         start = _common_prefix(text, other).rfind(opening) if opening else -1
@@ -334,47 +337,12 @@ def _short_id(text: str) -> str:
     return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
 
 
-def _fields_of(conversation: Conversation) -> set[str]:
-    """Return the fields of a conversation that a template may omit, by their names in error messages."""
-    fields = {"tools"} if conversation.tools else set()
-    for message in conversation.messages:
-        if message.reasoning:
-            fields.add("reasoning")
-        if message.name and message.role != "tool":
-            fields.add("names of speakers")
-        if message.role == "tool":
-            fields.add("tool turns")
-        if message.tool_calls:
-            fields.add("tool calls")
-            if message.content:
-                fields.add("text beside tool calls")
-            if len(message.tool_calls) > 1:
-                fields.add("parallel tool calls")
-    return fields
-
-
 def _dropped(renderer: ChatRenderer) -> Iterator[str]:
     """Yield the fields that a template omits: it renders a small conversation without the field's text."""
-    word = "ftkitprobe"
-    tool = {"type": "function", "function": {"name": "f", "description": word, "parameters": {"type": "object",
-            "properties": {"a": {"type": "string", "description": "a"}}}}}  # fmt: skip
-    call, plain = ToolCall("f", {"a": word}), ToolCall("f", {"a": "b"})
-    user, answer = Message("user", "hi"), Message("assistant", "ok")
-    probes = {
-        "tools": Conversation((user, answer), (tool,)),
-        "reasoning": Conversation((user, replace(answer, reasoning=word))),
-        "names of speakers": Conversation((replace(user, name=word), answer)),
-        "tool calls": Conversation((user, Message("assistant", "", tool_calls=(call,)))),
-        "text beside tool calls": Conversation((user, Message("assistant", word, tool_calls=(plain,)))),
-        "parallel tool calls": Conversation((user, Message("assistant", "", tool_calls=(plain, call)))),
-        "tool turns": Conversation(
-            (user, Message("assistant", "", tool_calls=(plain,)), Message("tool", word, name="f"), answer)
-        ),
-    }
-    for field, conversation in probes.items():
+    for field, conversation in probes().items():
         short = _with_short_ids(conversation)
         try:
-            if word not in renderer.render(short if renderer._accepts(short) else conversation):  # noqa: SLF001
+            if PROBE not in renderer.render(short if renderer._accepts(short) else conversation):  # noqa: SLF001
                 yield field
         except DataError:
             continue  # the template refuses such turns; if the data has any, an error says so

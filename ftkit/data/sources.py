@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ftkit.config.paths import is_address
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import count_rows, find_files, read_file
-from ftkit.data.readers import RawRow
+from ftkit.data.readers import RawRow, without_nulls
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class _Dataset:
         """Yield all rows."""
         name = f"dataset '{self.source.dataset}', split {self.source.split}"
         for number, columns in enumerate(_load(self.source)):
-            yield RawRow(name, ", row ", number, dict(columns))
+            yield RawRow(name, ", row ", number, without_nulls(columns))
 
     def count(self) -> int:
         """Return how many there are."""

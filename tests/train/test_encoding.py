@@ -201,6 +201,37 @@ def test_fields_that_a_template_drops_are_rejected(
         encode(chatml, [TALK[1], TALK[2] | extra])
 
 
+@pytest.mark.parametrize(
+    ("talk", "words"),
+    [
+        ([TALK[0], *TALK[1:3]], "system turns"),
+        ([*TALK[1:3], TALK[0], *TALK[1:3]], "system turns after the first turn"),
+        ([{"role": "developer", "content": "Be brief."}, *TALK[1:3]], "developer turns"),
+    ],
+)
+def test_roles_that_a_template_drops_are_rejected(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, talk: list[dict[str, Any]], words: str
+) -> None:
+    known = "turn.role in ('user', 'assistant')" + (" or turn is sameas messages[0]" if "after" in words else "")
+    with_template(chatml, f"{{% for turn in messages if {known} %}}"
+                  "<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
+                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", monkeypatch)  # fmt: skip
+    with pytest.raises(DataError, match=f"the chat template drops .*{words}"):
+        encode(chatml, talk)
+
+
+def test_a_turn_that_the_template_merges_with_the_turn_before_it_is_rejected(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(chatml, "{% set last = namespace(role='') %}{% for turn in messages %}{% if turn.role != last.role %}"
+                  "{% if not loop.first %}<|im_end|>{% endif %}<|im_start|>{{ turn.role }}: {% endif %}"
+                  "{{ turn.content }}{% set last.role = turn.role %}{% endfor %}<|im_end|>"
+                  "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}", monkeypatch)  # fmt: skip
+    assert trained_texts(chatml, TALK[1:3]) == ["SELECT 1<|im_end|>"]
+    with pytest.raises(DataError, match="turn 3: inference opens this turn with"):
+        encode(chatml, [*TALK[1:3], TALK[2]])
+
+
 def test_a_conversation_that_the_template_rejects_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma = learn_tokenizer(["how many"], 300, "gemma")
     with_template(gemma, ALTERNATING, monkeypatch)

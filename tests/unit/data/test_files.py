@@ -175,6 +175,41 @@ def test_folders_and_globs_expand_to_their_data_files_in_order(tmp_path: Path) -
         find_files(str(tmp_path / "*.csv"), "data.source.train")
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("real/1.jsonl", "data/0.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for name, target in (("a", "../real"), ("b", "../real"), ("loop", ".")):
+        (tmp_path / "data" / name).symlink_to(target)
+    data = tmp_path / "data"
+    assert find_files(str(data), "k") == [str(data / "0.jsonl"), str(data / "a" / "1.jsonl")]
+
+
+def test_several_revisions_of_a_dataset_in_the_hubs_cache_are_rejected(tmp_path: Path) -> None:
+    snapshots = tmp_path / "datasets--org--name" / "snapshots"
+    for revision in ("abc", "def"):
+        assert not snapshots.exists() or find_files(str(tmp_path), "k") == [str(snapshots / "abc" / "data.parquet")]
+        (snapshots / revision).mkdir(parents=True)
+        (snapshots / revision / "data.parquet").touch()
+    with pytest.raises(DataError, match="2 revisions of the same dataset: abc, def"):
+        find_files(str(tmp_path), "k")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_keys_that_a_table_adds_to_nested_objects_are_removed(tmp_path: Path, suffix: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"calls": [{"name": "f", "arguments": {"city": "Rome"}}], "note": None},
+        {"calls": [{"name": "g", "arguments": {"days": [1, None]}}, {"name": "h"}], "note": "x"},
+    ]
+    table, path = pa.Table.from_pylist(rows), tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    assert [row.columns for raw in read_file(str(path)) if (row := raw.parse())] == rows
+
+
 def test_hidden_folders_and_metadata_are_skipped_and_other_splits_are_rejected(tmp_path: Path) -> None:
     for name in ("train-0.parquet", ".cache/x.jsonl", "__MACOSX/train-0.jsonl", "dataset_info.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

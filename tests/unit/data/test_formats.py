@@ -78,7 +78,11 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
     [
         ([{"a": 1}], r"f:1: no known format has the columns a"),
         ([{}], r"no known format has the columns \(none\)"),
-        ([{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}], "preference pairs"),
+        (
+            [{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}],
+            r"preference pairs(.|\n)*messages.*\[rejected, prompt\]",
+        ),
+        ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference pairs.*kind=prompt-completion"),
         ([], "no rows to detect the format from"),
         ([{"train": [{"messages": [ASK]}]}], r"no known format has the columns train\n.*\n.*jq -c '\.train\[\]'"),
     ],
