@@ -26,6 +26,7 @@ from ftkit.config.experts import read_experts
 from ftkit.errors import TrainingError
 from ftkit.runs.records import RouterStats
 from ftkit.train.model.build import find_decoder, find_decoder_layers
+from ftkit.train.model.lora import is_adapter
 from ftkit.train.private_apis.transformers import router_classes
 from ftkit.train.world import ContextGroup
 
@@ -180,7 +181,10 @@ def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
     if experts is None:
         return [], 0
     routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
-    rows = [{parameter.shape[0] for parameter in router.parameters() if parameter.ndim > 1} for router in routers]
+    rows = [
+        {each.shape[0] for name, each in router.named_parameters() if each.ndim > 1 and not is_adapter(name)}
+        for router in routers
+    ]
     return (routers, experts.num) if all(experts.num in each for each in rows) else ([], 0)
 
 
