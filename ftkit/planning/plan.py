@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 PLAN_VERSION = 1
-PREPARATION_VERSION = 6
+PREPARATION_VERSION = 7
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
 
