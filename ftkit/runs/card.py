@@ -17,14 +17,14 @@ from ftkit.config.paths import is_path
 from ftkit.config.training import TrainingSpec
 from ftkit.files import read_json_if_valid
 from ftkit.runs.loss_curve import loss_curve
-from ftkit.runs.summary import summarize
+from ftkit.runs.metrics_file import read_outline
+from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.config.recipe import RecipePlan
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.records import EvaluationRecord
 
 CARD_FILE = "README.md"
 CURVE_FILE = "loss.svg"
@@ -98,7 +98,7 @@ def _card(
     parts = [
         f"---\n{front}\n---\n\n# {layout.root.name}",
         _list(_facts(recipe, step, kind, base, license_name)),
-        "## Measured on the validation split\n\n" + _metrics(layout),
+        "## Measured on the validation split\n\n" + _metrics(layout, step),
         *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if has_curve else []),
         "## How to repeat it\n\n" + _repeat(manifest, recipe),
     ]
@@ -133,18 +133,28 @@ def _list(facts: list[tuple[str, object]]) -> str:
     return "\n".join(f"* {name}: {value}" for name, value in facts)
 
 
-def _metrics(layout: RunLayout) -> str:
-    summary = summarize(layout)
-    rows = [("before", summary.before), ("after", summary.after)]
-    lines = [_row(when, record) for when, record in rows if record]
-    if not lines:
+def _metrics(layout: RunLayout, step: int) -> str:
+    """Return a table with the evaluation before training, and the newest one of these weights."""
+    evaluations = [record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord)]
+    before = [("before training", record) for record in evaluations if record.when == "before"]
+    these = [(f"after {step} steps", record) for record in evaluations if record.step == step > 0]
+    rows = [*before[:1], *these[-1:]]
+    if not rows:
         return "Nothing was measured."
-    return "\n".join(["| training | loss | perplexity | SQL execution |", "|---|---|---|---|", *lines])
+    scores = sorted({name for _, record in rows for name in _scores(record)})
+    lines = [["", "loss", "perplexity", *scores], ["---"] * (3 + len(scores))]
+    for weights, record in rows:
+        own = _scores(record)
+        measured = [f"{own[name]:.1%}" if name in own else "" for name in scores]
+        lines.append([weights, f"{record.loss:.4f}", f"{record.perplexity:.2f}", *measured])
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return table if these else f"{table}\n\nThe weights after {step} steps were not evaluated."
 
 
-def _row(when: str, record: EvaluationRecord) -> str:
-    accuracy = "" if record.execution_accuracy is None else f"{record.execution_accuracy:.1%}"
-    return f"| {when} | {record.loss:.4f} | {record.perplexity:.2f} | {accuracy} |"
+def _scores(record: EvaluationRecord) -> dict[str, float]:
+    scores = {name.replace("_", " "): score for name, score in record.scores.items() if name != "sql"}
+    accuracy = record.execution_accuracy
+    return scores if accuracy is None else {"SQL execution": accuracy} | scores
 
 
 def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:

@@ -52,11 +52,33 @@ def test_a_card_contains_the_license_the_losses_and_their_curve(
     write_card(tmp_path, run.layout, plan, 20, "model", "mit")
     card = (tmp_path / "README.md").read_text()
     assert 'license: "mit"' in card
-    assert "| after | 1.2500 | 3.50 | 90.0% |" in card
+    assert "| before training | 6.0000 | 9.00 |  |" in card
+    assert "| after 20 steps | 1.2500 | 3.50 | 90.0% |" in card
     assert "![Loss by step](loss.svg)" in card
     picture = ET.fromstring((tmp_path / "loss.svg").read_text())  # noqa: S314 - written by ftkit
     assert picture.attrib["aria-label"] == "training loss 6 to 0.3"  # nothing after step 20
     assert len(picture.findall("{*}circle")) == 2
+
+
+def test_a_card_has_the_scores_of_its_own_weights(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
+    run = make_run()
+    records.write(
+        run,
+        *(
+            EvaluationRecord(1.0, step, "during", 2.0 - step / 100, 9.0, None, (), scores={"exact_match": step / 100})
+            for step in (10, 20)
+        ),
+        EvaluationRecord(2.0, 20, "after", 1.5, 9.0, None, (), scores={"exact_match": 0.25}),
+    )
+    plan = resolved("demo", Context(tmp_path, tmp_path, {}))
+    cards = {}
+    for step in (10, 15, 20):
+        write_card(tmp_path, run.layout, plan, step, "model")
+        cards[step] = (tmp_path / "README.md").read_text()
+    assert "|  | loss | perplexity | exact match |" in cards[10]
+    assert "| after 10 steps | 1.9000 | 9.00 | 10.0% |" in cards[10]
+    assert "| after 20 steps | 1.5000 | 9.00 | 25.0% |" in cards[20]
+    assert "Nothing was measured." in cards[15]
 
 
 def test_the_curve_needs_two_steps_and_has_a_limited_number_of_points(make_run: RunMaker, records: Any) -> None:
