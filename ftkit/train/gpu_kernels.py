@@ -98,9 +98,10 @@ def update_adamw(  # noqa: PLR0913 - operands of a kernel
         is_skipped: [], 1 to change nothing.
     """
     beta1, beta2 = group["betas"]
+    log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
     triton_kernels.update_adamw[(_num_blocks(parameter.numel(), _ELEMENTS),)](
         parameter, gradient, *moments, num_steps, divisor, is_skipped,
-        group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, math.log2(beta1), math.log2(beta2),
+        group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, log2_beta1, log2_beta2,
         parameter.numel(), BLOCK=_ELEMENTS,
     )  # fmt: skip
 
