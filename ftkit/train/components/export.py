@@ -38,11 +38,12 @@ from ftkit.train.model.lora import (
     ADAPTER_FILE,
     AdaptedTensors,
     MergedTensors,
+    is_adapter,
     peft_config,
+    peft_names,
     prepare_method,
-    to_peft_names,
 )
-from ftkit.train.model.weight_conversion import converts_layout, split_as_stored, wrapped_name, wrapped_targets
+from ftkit.train.model.weight_conversion import converts_layout, split_as_stored, wrapped_targets
 from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
@@ -220,8 +221,8 @@ class Exporter:
         lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
         if lora is None:
             raise AssertionError("a run without adapters exports the full model")
-        name_of = wrapped_name if is_wrapped else str
-        named = to_peft_names({name_of(name): tensor.to(dtype) for name, tensor in self._trained.items()})
+        names = peft_names(self._plain, filter(is_adapter, self._trained), is_wrapped=is_wrapped)
+        named = {stored: self._trained[name].to(dtype) for name, stored in names.items()}
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(lora, base=self._parts.recipe.model.weights, model=self._plain)

@@ -21,14 +21,15 @@ from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
-from ftkit.train.model.weight_conversion import wrapped_name
+from ftkit.train.model.weight_conversion import name_for_peft, wrapped_name
 from ftkit.train.private_apis.peft import compute_in_input_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from torch import nn
+    from transformers import PreTrainedModel
 
     from ftkit.config.training import LoraSpec, Quantization, TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
@@ -237,8 +238,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             local_shard(parameter).values.zero_()
 
 
-def load_adapters(model: nn.Module, folder: Path, *, is_wrapped: bool) -> None:
-    """Load sharded adapters from an earlier run's export.
+def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> None:
+    """Load sharded adapters from an earlier run's export, or from peft's.
 
     Args:
         model: with adapters of the same kind.
@@ -248,17 +249,17 @@ def load_adapters(model: nn.Module, folder: Path, *, is_wrapped: bool) -> None:
     Raises:
         TrainingError: they differ from the model's adapters.
     """
-    name_of = wrapped_name if is_wrapped else str
-    wanted = {
-        _peft_name(name_of(name)): local_shard(parameter)
-        for name, parameter in model.named_parameters()
-        if is_adapter(name)
-    }
+    parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    own_names = {exported: name for name, exported in peft_names(model, parameters, is_wrapped=is_wrapped).items()}
+    own_names |= {_peft_name(name): name for name in parameters}
+    wanted = {name: local_shard(parameter) for name, parameter in parameters.items()}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
-        names = file.keys()
-        there = {name: torch.Size(file.get_slice(name).get_shape()) for name in names}
+        stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
+        there = {name: torch.Size(file.get_slice(each).get_shape()) for name, each in stored.items()}
         wrong = sorted(
-            name for name in {*wanted, *there} if name not in wanted or there.get(name) != wanted[name].shape
+            stored.get(name, _peft_name(name))
+            for name in {*wanted, *there}
+            if name not in wanted or there.get(name) != wanted[name].shape
         )
         if wrong:
             raise TrainingError(
@@ -267,16 +268,17 @@ def load_adapters(model: nn.Module, folder: Path, *, is_wrapped: bool) -> None:
                 fix="set training.lora as the earlier run had it",
             )
         for name, shard in wanted.items():
-            shard.copy_from(file.get_tensor(name).to(shard.values.device))
+            shard.copy_from(file.get_tensor(stored[name]).to(shard.values.device))
 
 
 def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
 
 
-def to_peft_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the adapters of a model by the names that `PeftModel.from_pretrained` expects."""
-    return {_peft_name(name): weight for name, weight in weights.items() if is_adapter(name)}
+def peft_names(model: PreTrainedModel, adapters: Iterable[str], *, is_wrapped: bool) -> dict[str, str]:
+    """Return the names that `PeftModel.from_pretrained` expects, by a model's names of its adapters."""
+    name_of = wrapped_name if is_wrapped else partial(name_for_peft, model)
+    return {name: _peft_name(name_of(name)) for name in adapters}
 
 
 def _peft_name(name: str) -> str:

@@ -84,6 +84,21 @@ def wrapped_name(name: str) -> str:
     return _WRAPPED + name.removeprefix("model.") if name.startswith("model.") else name
 
 
+def name_for_peft(model: PreTrainedModel, name: str) -> str:
+    """Return the name of an adapter from which peft finds it again.
+
+    peft renames adapters as transformers renames the tensors of files, and some names in a model are renamed once more:
+    Laguna's `shared_experts` matches the pattern of `shared_expert.`, which it comes from.
+    """
+    conversions, (layer, mark, adapter) = WeightConversions.of(model), name.partition(".lora_")
+    weight = f"{layer}.weight"
+    if conversions.rename(weight)[0] == weight:
+        return name
+    stored, *others = revert_weight_conversion(model, {weight: torch.empty(0, device="meta")})
+    is_found = not others and conversions.rename(stored)[0] == weight
+    return f"{stored.removesuffix('.weight')}{mark}{adapter}" if is_found else name
+
+
 def wrapped_targets(projections: Iterable[str]) -> str:
     """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have the same names."""
     return rf"{re.escape(_WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
