@@ -67,7 +67,7 @@ def test_adapter_magnitudes_need_only_the_rows_of_their_shard() -> None:
 
     shard = LocalShard(matrix.shape, torch.zeros(8), begin=8)
     magnitude = LocalShard(torch.Size([6]), torch.zeros(2), begin=2)
-    _LoadTarget(shard, None, magnitude).load(Source(), "up_proj.weight")
+    _LoadTarget(shard, None, magnitude, is_transposed=False).load(Source(), "up_proj.weight")
     assert set(asked) == {(2, 4)}
     assert torch.equal(shard.values, matrix[2:4].flatten())
     assert torch.allclose(magnitude.values, matrix[2:4].norm(dim=1))
