@@ -303,9 +303,9 @@ def test_an_invalid_path_is_reported_with_its_key(ctx: Context, path: str) -> No
     assert found.startswith("command line: model.weights: ")
 
 
-def test_a_path_below_a_folder_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+def test_a_path_below_a_folder_that_is_not_utf8_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"printable characters in UTF-8, got .*caf.udce9/data"):
-        absolute_path("data", tmp_path / "caf\udce9", "x.yaml:1", "workspace")
+        absolute_path("data", Path("/caf\udce9"), "x.yaml:1", "workspace")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("/a", True), ("./a", True), ("~/a", True), ("org/model", False)])
