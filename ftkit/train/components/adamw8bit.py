@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from ftkit.errors import TrainingError
-from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.local_shard import local_shard, local_tensor
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class AdamW8bit(torch.optim.Optimizer):
             self._update_small([parameter for parameter in trained if not _is_large(parameter)], group)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        values, gradient = _local(parameter), _local(cast("torch.Tensor", parameter.grad))
+        values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
         state = self.state[parameter]
         state["step"] += 1
         if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
@@ -84,8 +84,8 @@ class AdamW8bit(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
-            [_local(parameter) for parameter in parameters],
-            [_local(cast("torch.Tensor", parameter.grad)) for parameter in parameters],
+            [local_tensor(parameter) for parameter in parameters],
+            [local_tensor(cast("torch.Tensor", parameter.grad)) for parameter in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -141,7 +141,7 @@ def _is_large(parameter: torch.Tensor) -> bool:
 
 
 def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    values = _local(parameter)
+    values = local_tensor(parameter)
     state = {"step": torch.zeros(())}
     for name in _STATES:
         if _is_large(parameter):
@@ -159,7 +159,7 @@ def _row_width(shape: torch.Size) -> int:
 
 def _run_length(parameter: torch.Tensor) -> int:
     """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row."""
-    return math.gcd(BLOCK_SIZE, _row_width(_local(parameter).shape))
+    return math.gcd(BLOCK_SIZE, _row_width(local_tensor(parameter).shape))
 
 
 def _in_runs(shape: torch.Size, run_length: int) -> torch.Size:
@@ -168,7 +168,7 @@ def _in_runs(shape: torch.Size, run_length: int) -> torch.Size:
 
 
 def _as_shards(parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    shards, local, run_length = {}, _local(parameter), _run_length(parameter)
+    shards, local, run_length = {}, local_tensor(parameter), _run_length(parameter)
     for key, value in state.items():
         if key.endswith(_ABSMAX):
             runs = value.repeat_interleave(BLOCK_SIZE // run_length)[: local.numel() // run_length]
@@ -189,8 +189,8 @@ def _sharded(values: torch.Tensor, parameter: torch.Tensor, shape: torch.Size) -
 
 def _load_local(parameter: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's part of the states of a `state_dict`."""
-    device = _local(parameter).device
-    state = {key: _local(value).to(device) for key, value in given.items() if key != "step"}
+    device = local_tensor(parameter).device
+    state = {key: local_tensor(value).to(device) for key, value in given.items() if key != "step"}
     for name in _STATES if _is_large(parameter) else ():
         state |= _in_blocks(parameter, name, state[name + _BYTES], given[name + _ABSMAX])
     return {"step": given["step"].cpu().clone()} | state
@@ -211,7 +211,7 @@ def _in_blocks(
     """
     run_length = _run_length(parameter)
     if saved.shape == _in_runs(parameter.shape, run_length):
-        runs = _local(saved).to(stored.device).flatten()
+        runs = local_tensor(saved).to(stored.device).flatten()
     else:
         runs, run_length = _scale_of_each(parameter, saved).to(stored.device), 1
     per_block = BLOCK_SIZE // run_length
@@ -251,10 +251,6 @@ def _scales_of_shards(saved: torch.Tensor, parameter: torch.Tensor, begin: int, 
         for shard in range(begin // size, -(-end // size))
     ]
     return torch.cat(parts) if parts else saved.new_zeros(0)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @cache

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ftkit.train.gpu_kernels import can_update, update_adamw
+from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.deepspeed import zero3_partition
 from ftkit.train.private_apis.torch import add_to_all
 
@@ -78,8 +79,8 @@ class FusedAdamW(torch.optim.AdamW):
             if not self.state[parameter]:  # as torch does in the first step
                 moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
                 self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
-        self._update_each([parameter for parameter in parameters if can_update(_local(parameter))], group)
-        self._update_together([parameter for parameter in parameters if not can_update(_local(parameter))], group)
+        self._update_each([parameter for parameter in parameters if can_update(local_tensor(parameter))], group)
+        self._update_together([parameter for parameter in parameters if not can_update(local_tensor(parameter))], group)
 
     def _update_each(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         if not parameters:
@@ -91,7 +92,7 @@ class FusedAdamW(torch.optim.AdamW):
         for parameter in parameters:
             gradient, (first, second), num_steps = self._inputs(parameter)
             update_adamw(
-                _local(parameter), gradient.contiguous(), (first, second), num_steps,
+                local_tensor(parameter), gradient.contiguous(), (first, second), num_steps,
                 group=group, divisor=divisor, is_skipped=is_skipped,
             )  # fmt: skip
 
@@ -102,7 +103,7 @@ class FusedAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         adamw(
-            [_local(parameter) for parameter in parameters],
+            [local_tensor(parameter) for parameter in parameters],
             [gradient for gradient, _, _ in inputs],
             [first for _, (first, _), _ in inputs],
             [second for _, (_, second), _ in inputs],
@@ -114,8 +115,8 @@ class FusedAdamW(torch.optim.AdamW):
     def _inputs(self, parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return this rank's gradient and moments of a parameter, and its number of steps."""
         state = self.state[parameter]
-        first, second = (_local(state[name]) for name in _MOMENTS)
-        return _local(cast("torch.Tensor", parameter.grad)), (first, second), state["step"]
+        first, second = (local_tensor(state[name]) for name in _MOMENTS)
+        return local_tensor(cast("torch.Tensor", parameter.grad)), (first, second), state["step"]
 
 
 class HostStateAdamW(FusedAdamW):
@@ -137,7 +138,3 @@ class HostStateAdamW(FusedAdamW):
         for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(device)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,6 +31,7 @@ from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
@@ -95,7 +96,9 @@ class Fsdp2Engine:
         hf_model = self.model.hf_model
         return collect_sharding_stats(
             hf_model,
-            lambda parameter: ParameterShard(parameter.numel(), _local(parameter).numel(), self._even_share(parameter)),
+            lambda parameter: ParameterShard(
+                parameter.numel(), local_tensor(parameter).numel(), self._even_share(parameter)
+            ),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
             num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
             is_unsharded=self._is_unsharded,
@@ -179,9 +182,11 @@ class Fsdp2Engine:
         """Return the tensors that this rank keeps between steps."""
         states = self.optimizer.state.values()
         return {
-            "parameters": [_local(shard) for shard in self._shards],
-            "gradients": [_local(shard.grad) for shard in self._shards if shard.grad is not None],
-            "optimizer": [_local(value) for state in states for value in state.values() if torch.is_tensor(value)],
+            "parameters": [local_tensor(shard) for shard in self._shards],
+            "gradients": [local_tensor(shard.grad) for shard in self._shards if shard.grad is not None],
+            "optimizer": [
+                local_tensor(value) for state in states for value in state.values() if torch.is_tensor(value)
+            ],
         }
 
     def state(self) -> dict[str, Any]:
@@ -342,10 +347,6 @@ def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Opt
     if training.optimizer == "adamw8bit":
         return AdamW8bit(groups, **rates)
     return (HostStateAdamW if training.offload == "optimizer" else FusedAdamW)(groups, **rates)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:

@@ -21,6 +21,11 @@ _ELEMENTS_PER_READ = 2**27
 """Elements of a tensor that are read at a time: 0.5 GiB in fp32."""
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def rows_per_read(shape: Sequence[int]) -> int:
     """Return how many rows of a tensor to read at a time."""
     return max(1, _ELEMENTS_PER_READ // max(1, math.prod(shape[1:])))
