@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, one_line
@@ -199,11 +199,14 @@ def read_json(path: Path, kind: type[ValueT]) -> ValueT | None:
 
     Raises:
         DamagedFileError: the file can't be read, or has other content.
+        PrivateFileError: this user may not read it.
     """
     try:
         return parse_json(read_small(path), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except PermissionError as error:
+        raise PrivateFileError(path) from error
     except OSError as error:
         raise DamagedFileError(path, one_line(error)) from error
     except InvalidJsonError as error:
@@ -235,6 +238,28 @@ class DamagedFileError(FtkitError):
             fix="use the ftkit that submitted the run, or submit the run again",
         )
         self.reason = reason
+
+
+class PrivateFileError(DamagedFileError):
+    """This user may not read a file, or the folder that it is in.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        owner = _owner(path)
+        super().__init__(path, "you have no permission" + (f"; it belongs to {owner}" if owner else ""))
+        self.meaning = f"{path} was not shared with other users, or with your group"
+        self.fix = f"ask {owner or 'its owner'} for read permission for it"
+
+
+def _owner(path: Path) -> str:
+    """Return who owns a file, or else the folder that it is in; empty if that is not known."""
+    for each in (path, path.parent):
+        with suppress(OSError, KeyError):
+            return each.owner()
+    return ""
 
 
 def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:

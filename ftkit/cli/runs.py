@@ -106,12 +106,14 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 
 
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
-    """Read the states of runs, with one query per scheduler; warn about damaged runs."""
+    """Read the states of runs, with one query per scheduler; warn about runs that can't be read."""
     from ftkit.launch.observe import observe_all
     from ftkit.runs.metrics_file import read_last_step
 
     overview = observe_all([entry.run for entry in entries if entry.run])
-    damaged = [f"{entry.folder.id} is damaged: {entry.damage}" for entry in entries if entry.damage]
+    damaged = [
+        f"{entry.folder.id} is {overview.state_of(entry).state}: {entry.damage}" for entry in entries if entry.damage
+    ]
     for warning in (*overview.warnings, *damaged):
         terminal.warn(warning)
     return [_Row(entry, overview.state_of(entry), read_last_step(entry.folder.layout.metrics)) for entry in entries]

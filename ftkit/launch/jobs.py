@@ -24,7 +24,7 @@ from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import RunState
+from ftkit.runs.states import END_REASONS, RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
@@ -141,8 +141,9 @@ def resume(
     """
     layout, new = plan.layout, changed.plan if changed else plan
     submission = read_submission(layout)
+    reason = None
     if submission:
-        _check_it_ended(SubmittedRun(layout, submission), new)
+        reason = END_REASONS.get(_check_it_ended(SubmittedRun(layout, submission), new).state)
     elif holder := current_holder(layout):  # Slurm accepted the job, although its answer was unclear
         raise SubmitError(
             f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
@@ -153,12 +154,14 @@ def resume(
     has_script = not changed and layout.preparation_script.is_file()
     preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
     revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
-    ended = [layout.exit_code, layout.cancelled, layout.disk_full, layout.stop_request, layout.state]
+    ended = [layout.exit_code, layout.canceled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         job_id = submission.job_id
         ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
     for path in ended:
         path.unlink(missing_ok=True)
+    if reason:
+        write_file(layout.end_reason, f"{reason}\n".encode())
     with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest):
         if script is not None:
             write_file(layout.plan, plan_to_json(new).encode())
@@ -210,7 +213,12 @@ def _submit(
     return SubmittedRun(plan.layout, submission)
 
 
-def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> None:
+def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Observation:
+    """Return the final state of a run that may be submitted again; it is unknown if Slurm forgot the job.
+
+    Raises:
+        SubmitError: the run has not ended, or there is nothing left to do.
+    """
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
         raise SubmitError(
@@ -225,6 +233,7 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> None:
             f"{run.id} is {seen.state}{reason}: two jobs must not train in one folder",
             fix=f"watch it with 'ftkit status {run.id} --follow', or end it first with 'ftkit cancel {run.id}'",
         )
+    return seen
 
 
 def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
@@ -255,11 +264,11 @@ def cancel(run: SubmittedRun) -> Observation | None:
     seen = observe(run)
     if seen.is_final:
         return seen
-    run.layout.cancelled.touch()
+    run.layout.canceled.touch()
     try:
         scheduler_for(run.submission.scheduler).cancel(run)
     except FtkitError:
-        run.layout.cancelled.unlink(missing_ok=True)
+        run.layout.canceled.unlink(missing_ok=True)
         raise
     return None
 

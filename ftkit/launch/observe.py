@@ -45,7 +45,8 @@ class Overview:
     def state_of(self, entry: RunEntry) -> Observation:
         """Return the state of a listed run, including damaged runs and runs without a job."""
         if entry.damage:
-            return Observation(RunState.DAMAGED, is_final=False, reason=entry.damage)
+            state = RunState.UNREADABLE if entry.is_private else RunState.DAMAGED
+            return Observation(state, is_final=False, reason=entry.damage)
         never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
         return self.states.get(entry.folder.id, never)
 
@@ -106,11 +107,11 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     if holder := _find_trainer(run, seen):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
-    was_canceled = run.layout.cancelled.exists()
-    if last.is_final and (was_canceled or last.state is RunState.CANCELLED) and _has_completed(run, end):
+    was_canceled = run.layout.canceled.exists()
+    if last.is_final and (was_canceled or last.state is RunState.CANCELED) and _has_completed(run, end):
         last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
     elif last.is_final and was_canceled:
-        return replace(last, state=RunState.CANCELLED, reason="")
+        return replace(last, state=RunState.CANCELED, reason="")
     last = _failed_preparation(run, last) or last
     if last.is_final and stopped_at:
         state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
@@ -132,7 +133,7 @@ def _describe_stop(end: EndRecord) -> str:
 def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | None:
     """Return how a run ended if its preparation failed: Slurm then cancels the training job that depends on it."""
     job_id = run.submission.preparation_job_id
-    if job_id is None or last.state not in (RunState.CANCELLED, RunState.UNKNOWN) or _exit_code(run) is not None:
+    if job_id is None or last.state not in (RunState.CANCELED, RunState.UNKNOWN) or _exit_code(run) is not None:
         return None
     code = _exit_code(replace(run, submission=replace(run.submission, job_id=job_id)))
     if code == 0 or (code is None and last.state is RunState.UNKNOWN):

@@ -68,7 +68,7 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
     for entry in entries:
         seen = overview.state_of(entry)
         checkpoints = list_checkpoints(entry.folder.layout)
-        has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELLED)
+        has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELED)
         if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
             root = entry.folder.layout.root
             left = f", {len(checkpoints)} checkpoints" if checkpoints else ", no checkpoint"

@@ -183,7 +183,7 @@ _ACTIVE = {
 }
 _FINAL = {
     "BOOT_FAIL": RunState.NODE_FAILURE,
-    "CANCELLED": RunState.CANCELLED,
+    "CANCELLED": RunState.CANCELED,
     "COMPLETED": RunState.COMPLETED,
     "DEADLINE": RunState.TIMED_OUT,
     "FAILED": RunState.FAILED,
@@ -192,7 +192,7 @@ _FINAL = {
     "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
     "PREEMPTED": RunState.PREEMPTED,
     "RECONFIG_FAIL": RunState.NODE_FAILURE,
-    "REVOKED": RunState.CANCELLED,
+    "REVOKED": RunState.CANCELED,
     "TIMEOUT": RunState.TIMED_OUT,
 }
 _REASONS = {

@@ -301,6 +301,11 @@ class RunLayout:
         return self.root / "state.json"
 
     @property
-    def cancelled(self) -> Path:
+    def canceled(self) -> Path:
         """A file that marks a run that the user canceled."""
-        return self.root / "cancelled"
+        return self.root / "canceled"
+
+    @property
+    def end_reason(self) -> Path:
+        """A text file with why the last start ended, if its ranks could not tell; the next start records it."""
+        return self.root / "end-reason"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import image_file
 from ftkit.config.strict import Name
-from ftkit.files import DamagedFileError, read_json
+from ftkit.files import DamagedFileError, PrivateFileError, read_json
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.records import Count
 from ftkit.runs.submission import SchedulerName, SubmittedRun
@@ -53,27 +53,36 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run according to its own files; `damage` describes what is wrong with them."""
+    """A run according to its own files.
+
+    Attributes:
+        damage: what is wrong with them; empty if nothing is.
+        is_private: whether that is only that this user may not read them.
+    """
 
     folder: RunFolder
     plan: PlanEntry | None
     run: SubmittedRun | None
     damage: str
+    is_private: bool = False
 
 
 def read_entry(folder: RunFolder) -> RunEntry:
     """Read a run for a listing. Damage is recorded, not raised."""
-    plan, run, damages = None, None, []
+    plan, run, damages, is_private = None, None, [], False
     try:
         plan = read_json(folder.layout.plan, PlanEntry)
         damages += [] if plan else ["plan.json is missing"]
+    except PrivateFileError as error:
+        damages.append(error.what)
+        is_private = True
     except DamagedFileError as error:
         damages.append(error.what)
     try:
         run = folder.submitted
     except DamagedFileError as error:
-        damages.append(error.what)
-    return RunEntry(folder, plan, run, "; ".join(damages))
+        damages += [] if is_private else [error.what]
+    return RunEntry(folder, plan, run, "; ".join(damages), is_private=is_private)
 
 
 def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:

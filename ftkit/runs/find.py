@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.files import DamagedFileError
+from ftkit.files import DamagedFileError, PrivateFileError
 from ftkit.planning.layout import RunLayout
 
 if TYPE_CHECKING:
@@ -102,7 +102,18 @@ def find_run(reference: str, workspace: Workspace) -> RunFolder:
 
     Raises:
         NotFoundError: there is none, or more than one.
+        PrivateFileError: this user may not read it.
     """
+    found = _select(reference, workspace)
+    root, plan = found.layout.root, found.layout.plan
+    if not os.access(root, os.R_OK | os.X_OK, effective_ids=True):
+        raise PrivateFileError(root)
+    if plan.exists() and not os.access(plan, os.R_OK, effective_ids=True):
+        raise PrivateFileError(plan)
+    return found
+
+
+def _select(reference: str, workspace: Workspace) -> RunFolder:
     runs = list_runs(workspace)
     if not runs:
         raise NotFoundError(

@@ -198,6 +198,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         return
     layout = RunLayout(manifest.parent)
     end = _find_end(layout, earlier)
+    layout.end_reason.unlink(missing_ok=True)
     start = _describe_start(image) | {
         "restart": num_restarts,
         "versions": _installed_versions(),
@@ -287,6 +288,8 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
     """Determine how the previous start ended, before the errors of its ranks are removed."""
     if not earlier:
         return _End()
+    if reason := _read_end_reason(layout):
+        return _End(reason)
     start = earlier[-1] if isinstance(earlier[-1], dict) else {}
     began = start.get("time")
     since = began if isinstance(began, float) else 0.0
@@ -295,13 +298,20 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
         return _End({"stopped": "asked to stop", "completed": "completed; more steps were requested"}[last.outcome])
     error = first_error(layout, since=since)
     if error is None:
-        return _End("ended without an error: it was killed, or its node was lost")
+        return _End("ended without an error: its processes were killed, or its node failed")
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
     # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
     same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
     return _End(reason, {"where": where, "error": same}, start.get("failure"))
+
+
+def _read_end_reason(layout: RunLayout) -> str:
+    try:
+        return layout.end_reason.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:

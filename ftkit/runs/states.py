@@ -9,20 +9,29 @@ from ftkit.runs.records import Seconds
 
 
 class RunState(StrEnum):
-    """State of a run; the values are what users read and scripts compare."""
+    """State of a run; the values are what users read and scripts compare, in ftkit's spelling.
+
+    Slurm's states are in capitals and in Slurm's spelling (CANCELLED), and only where Slurm itself is quoted.
+    """
 
     PENDING = "pending"
     RUNNING = "running"
     COMPLETED = "completed"
     FAILED = "failed"
-    CANCELLED = "cancelled"
+    CANCELED = "canceled"
     STOPPED = "stopped"
     NODE_FAILURE = "node-failure"
     TIMED_OUT = "timed-out"
     OUT_OF_MEMORY = "out-of-memory"
     PREEMPTED = "preempted"
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
     UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RunState | None:
+        """Read the spelling of earlier versions."""
+        return cls.CANCELED if value == "cancelled" else None
 
 
 FAILURES = frozenset(
@@ -35,6 +44,15 @@ FAILURES = frozenset(
     }
 )
 """States of runs that failed; the user did not request their end."""
+
+END_REASONS = {
+    RunState.CANCELED: "canceled",
+    RunState.NODE_FAILURE: "a node of its job failed",
+    RunState.TIMED_OUT: "its job reached its time limit",
+    RunState.OUT_OF_MEMORY: "its job ran out of memory",
+    RunState.PREEMPTED: "preempted",
+}
+"""Why a start of training ended, if its job ended in this state, which the ranks themselves can't know."""
 
 
 @dataclass(frozen=True)

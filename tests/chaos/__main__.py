@@ -5,7 +5,7 @@
     scripts/chaos --clusters 8 --faults 200     starts clusters of its own, and stops them at the end
 
 A run without faults is the reference. Then faults are injected into other runs while they train: processes, nodes and
-daemons are killed, jobs are requeued and cancelled, checkpoints are interrupted and damaged, the file system is full or
+daemons are killed, jobs are requeued and canceled, checkpoints are interrupted and damaged, the file system is full or
 unreachable. The weights of each completed run must equal those of the reference bit for bit (within 1e-5 at other
 sizes), and so must the loss of every step, even if it was repeated: then each step had the correct packs, and no
 incomplete checkpoint was loaded. Exit code 1 if anything differs. The seed determines all faults.

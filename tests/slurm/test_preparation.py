@@ -39,5 +39,5 @@ def test_canceling_a_run_cancels_its_preparation_job(cluster: Cluster) -> None:
     run = cluster.submit("unwanted", *SHORT, "data.source.seed=73", "data.source.num_train=200000")
     assert "waits for the job that prepares" in cluster.status(run)["reason"]
     cluster.ftkit("cancel", run)
-    assert cluster.wait_for_end(run)["state"] == "cancelled"
+    assert cluster.wait_for_end(run)["state"] == "canceled"
     assert cluster.execute("squeue", "--noheader", "--name=unwanted,unwanted-prepare").stdout.strip() == ""

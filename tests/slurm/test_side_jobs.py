@@ -78,7 +78,7 @@ def test_checkpoints_are_evaluated_during_training_and_recorded_by_one_writer(cl
     assert max(event.step for event in events.Scalars("train/loss")) == 60
 
 
-def test_the_model_is_served_until_the_job_is_cancelled(cluster: Cluster, run: str, shared_folder: Path) -> None:
+def test_the_model_is_served_until_the_job_is_canceled(cluster: Cluster, run: str, shared_folder: Path) -> None:
     python = cluster.execute("which", "python3").stdout.strip()
     program = shared_folder / "vllm"
     program.write_text(VLLM.replace("{python}", python))

@@ -153,9 +153,9 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
     assert cluster.records(long_run, "start")[-1]["resumed_from"] == resumed_from
 
 
-def test_a_cancelled_run_ends_and_is_not_requeued(cluster: Cluster, long_run: str) -> None:
+def test_a_canceled_run_ends_and_is_not_requeued(cluster: Cluster, long_run: str) -> None:
     job = cluster.job(long_run)
     cluster.ftkit("cancel", job)
-    assert cluster.wait_for_end(long_run)["state"] == "cancelled"
+    assert cluster.wait_for_end(long_run)["state"] == "canceled"
     queue = cluster.execute("squeue", "--noheader", "--jobs", job, "--states=PENDING,RUNNING").stdout
     assert queue == ""

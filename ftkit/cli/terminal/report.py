@@ -27,9 +27,10 @@ STATE_STYLES = {
     RunState.RUNNING: "cyan",
     RunState.PENDING: "yellow",
     RunState.STOPPED: "yellow",
-    RunState.CANCELLED: "yellow",
+    RunState.CANCELED: "yellow",
     RunState.UNKNOWN: "dim",
     RunState.DAMAGED: "red",
+    RunState.UNREADABLE: "dim",
     **dict.fromkeys(FAILURES, "red"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from conftest import FakePrograms, Result, RunMaker
@@ -56,6 +57,42 @@ def test_a_damaged_run_is_listed_with_its_damage(
     assert "400/400" in shown.out
     assert ftkit("resume", "victim").code == 3
     assert str(tmp_path) in ftkit("resume", "victim").err
+
+
+@pytest.fixture
+def no_privileges() -> Iterator[None]:
+    """Give up the capabilities with which root reads every file: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    sets = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    effective = sets[0]
+    sets[0] &= ~0b110
+    assert libc.capset(header, sets) == 0
+    yield
+    sets[0] = effective
+    assert libc.capset(header, sets) == 0
+
+
+@pytest.mark.usefixtures("no_privileges")
+def test_a_private_run_of_another_user_is_listed_as_unreadable_and_not_as_damaged(
+    ftkit: Callable[..., Result], run: SubmittedRun
+) -> None:
+    run.layout.root.chmod(0)
+    try:
+        result = ftkit("runs")
+        assert [line.split()[2] for line in result.out.splitlines()[1:]] == ["unreadable", "unknown"]
+        assert f"warning: {run.id} is unreadable: plan.json can't be read: you have no permission" in result.err
+        assert "damaged" not in result.err
+        assert ftkit("prune", "--dry-run").code == 0
+        for command in (["status"], ["resume"], ["report"], ["compare", "good"], ["checkpoints"], ["rm", "--yes"]):
+            refused = ftkit(*command, "victim")
+            assert refused.code == 4, refused.err
+            assert f"{run.id} can't be read: you have no permission; it belongs to" in refused.err
+        run.layout.root.chmod(0o700)
+        run.layout.plan.chmod(0)
+        assert "plan.json can't be read: you have no permission" in ftkit("status", "victim").err
+    finally:
+        run.layout.root.chmod(0o700)
 
 
 FILES_TWICE_HELD_OUT = {"kind": "files", "train": "/a.jsonl", "heldout": "/b.jsonl", "num_heldout": 3}

@@ -209,12 +209,12 @@ def test_an_interrupt_does_not_stop_the_run_and_shows_how_to_follow_it(
     assert "ftkit cancel demo-" in result.err
 
 
-def test_a_running_run_is_cancelled_by_name(ftkit: Callable[..., Result], job: Callable[[str], None]) -> None:
+def test_a_running_run_is_canceled_by_name(ftkit: Callable[..., Result], job: Callable[[str], None]) -> None:
     job("exec sleep 3600")
     assert ftkit("run", "demo", "--no-follow").code == 0
     assert "canceled demo-" in ftkit("cancel", "demo").err
-    assert "has already ended: cancelled" in ftkit("cancel", "demo").err
-    assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "cancelled"
+    assert "has already ended: canceled" in ftkit("cancel", "demo").err
+    assert json.loads(ftkit("status", "demo", "--json").out)["state"] == "canceled"
 
 
 def test_a_job_rejected_by_slurm_leaves_no_run(

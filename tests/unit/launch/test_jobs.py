@@ -11,11 +11,14 @@ from ftkit.launch.jobs import cancel, resume, submit
 from ftkit.launch.observe import observe
 from ftkit.launch.slurm import UncertainSubmitError
 from ftkit.planning.plan import read_plan
+from ftkit.runs.manifest import record_start
+from ftkit.runs.progress import list_restarts
 from ftkit.runs.states import RunState
 from ftkit.runs.submission import read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import FakePrograms, RunMaker
 
@@ -69,7 +72,7 @@ def test_a_run_that_slurm_may_have_accepted_stays_and_can_be_resubmitted(
     assert resume(slurm_plan, os.environ).submission.job_id == "5"
 
 
-def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_cancelled(
+def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled(
     slurm_plan: RunPlan, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
@@ -87,7 +90,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_cancelle
     assert programs.calls("scancel") == ["scancel 8 7"]
 
 
-def test_a_preparation_job_is_cancelled_if_the_training_job_is_rejected(
+def test_a_preparation_job_is_canceled_if_the_training_job_is_rejected(
     slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "invalid partition" >&2; exit 1;; esac')
@@ -99,7 +102,7 @@ def test_a_preparation_job_is_cancelled_if_the_training_job_is_rejected(
 
 
 @pytest.mark.parametrize("left", ["8", None])
-def test_a_run_whose_preparation_failed_has_failed_and_not_been_cancelled(
+def test_a_run_whose_preparation_failed_has_failed_and_not_been_canceled(
     slurm_plan: RunPlan, programs: FakePrograms, sacct_line: Callable[..., str], left: str | None
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
@@ -124,7 +127,7 @@ def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
 ) -> None:
     run = make_run(job_id="1")
     layout = run.layout
-    left = (layout.cancelled, layout.stop_request, layout.job_stop_request("1"), layout.job_exit_code("1"))
+    left = (layout.canceled, layout.stop_request, layout.job_stop_request("1"), layout.job_exit_code("1"))
     for path in (*left, layout.exit_code):
         path.write_text("1")
     programs.answer("squeue")
@@ -136,6 +139,33 @@ def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
     programs.answer("squeue", squeue_line(again, "RUNNING"))
     with pytest.raises(SubmitError, match="is running"):
         resume(read_plan(layout), os.environ)
+
+
+@pytest.mark.parametrize(
+    ("accounting", "reason"),
+    [("CANCELLED by 1000", "canceled"), ("TIMEOUT", "its job reached its time limit"), ("FAILED", "preempted")],
+)
+def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
+    accounting: str,
+    reason: str,
+    make_run: RunMaker,
+    programs: FakePrograms,
+    sacct_line: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    run = make_run(job_id="1")
+    layout = run.layout
+    layout.manifest.write_text("{}")
+    record_start(layout.manifest, tmp_path)
+    layout.end_reason.write_text("preempted\n")  # by the job script, which then could not requeue itself
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, accounting))
+    programs.answer("sbatch", "2\n")
+    resume(read_plan(layout), os.environ)
+    record_start(layout.manifest, tmp_path)
+    record_start(layout.manifest, tmp_path)
+    killed = "ended without an error: its processes were killed, or its node failed"
+    assert [each.reason for each in list_restarts(layout)] == [reason, killed]
 
 
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
@@ -158,12 +188,12 @@ def test_cancellation_is_recorded_before_slurm_ends_the_job(
 ) -> None:
     run = make_run(job_id="77")
     programs.answer("squeue", squeue_line(run, "RUNNING"))
-    programs.add("scancel", f'test -e "{run.layout.cancelled}"')
+    programs.add("scancel", f'test -e "{run.layout.canceled}"')
     assert cancel(run) is None
     assert programs.calls("scancel") == ["scancel 77"]
 
 
-def test_a_job_that_could_not_be_cancelled_is_not_marked_cancelled(
+def test_a_job_that_could_not_be_canceled_is_not_marked_canceled(
     make_run: RunMaker, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     run = make_run()
@@ -171,5 +201,5 @@ def test_a_job_that_could_not_be_cancelled_is_not_marked_cancelled(
     programs.answer("scancel", stderr="scancel: error: permission denied", code=1)
     with pytest.raises(SubmitError):
         cancel(run)
-    assert not run.layout.cancelled.exists()
+    assert not run.layout.canceled.exists()
     assert observe(run).state is RunState.RUNNING

@@ -81,14 +81,14 @@ def test_remaining_processes_of_a_killed_script_count_as_running(started: Callab
     wait_until(lambda: process.start_time(int(run.submission.job_id)) is None)
     assert observe(run).state is RunState.RUNNING
     assert cancel(run) is None
-    assert observe(run).state is RunState.CANCELLED
+    assert observe(run).state is RunState.CANCELED
 
 
 def test_canceling_lets_the_script_shut_down(started: Callable[[str], SubmittedRun]) -> None:
     run = started(POLITE)
     wait_until((run.layout.root / "ready").exists)
     assert cancel(run) is None
-    assert observe(run).state is RunState.CANCELLED
+    assert observe(run).state is RunState.CANCELED
     assert "stopping" in run.layout.job_log.read_text()
     assert process.group_members(int(run.submission.job_id)) == []
 
@@ -100,16 +100,16 @@ def test_a_script_that_ignores_sigterm_is_killed(
     run = started(STUBBORN)
     wait_until((run.layout.root / "ready").exists)
     assert cancel(run) is None
-    assert observe(run).state is RunState.CANCELLED
+    assert observe(run).state is RunState.CANCELED
 
 
-def test_an_ended_run_cannot_be_cancelled(started: Callable[[str], SubmittedRun]) -> None:
+def test_an_ended_run_cannot_be_canceled(started: Callable[[str], SubmittedRun]) -> None:
     run = started("echo 5 >exit-code")
     wait_until(lambda: observe(run).is_final)
     ended = cancel(run)
     assert ended is not None
     assert ended.state is RunState.FAILED
-    assert not run.layout.cancelled.exists()
+    assert not run.layout.canceled.exists()
 
 
 def test_a_later_process_with_the_same_id_is_not_the_run(make_run: RunMaker) -> None:

@@ -115,36 +115,36 @@ def test_a_preempted_run_mentions_its_checkpoint(
 
 
 @pytest.mark.parametrize("word", ["FAILED", "COMPLETED", "CANCELLED by 0"])
-def test_a_run_that_the_user_cancelled_is_cancelled_however_its_script_ended(
+def test_a_run_that_the_user_canceled_is_canceled_however_its_script_ended(
     make_run: RunMaker, slurm_says: Callable[..., None], word: str
 ) -> None:
     run = make_run()
-    run.layout.cancelled.touch()
+    run.layout.canceled.touch()
     slurm_says(run, accounting=word)
-    assert observe(run).state is RunState.CANCELLED
+    assert observe(run).state is RunState.CANCELED
 
 
 @pytest.mark.parametrize("has_exit_code", [True, False])
-def test_a_run_that_completed_just_before_it_was_cancelled_is_completed(
+def test_a_run_that_completed_just_before_it_was_canceled_is_completed(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None], *, has_exit_code: bool
 ) -> None:
     run = make_run()
     records.write(run, replace(records.end(), time=run.submission.submitted + 1))
     if has_exit_code:
         run.layout.exit_code.write_text("0\n")
-    run.layout.cancelled.touch()
+    run.layout.canceled.touch()
     slurm_says(run, accounting="CANCELLED by 0")
     assert observe(run).state is RunState.COMPLETED
 
 
-def test_a_resumed_run_that_is_cancelled_is_not_completed_because_it_was_before(
+def test_a_resumed_run_that_is_canceled_is_not_completed_because_it_was_before(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None]
 ) -> None:
     run = make_run()
     records.write(run, replace(records.end(), time=run.submission.submitted - 1))
-    run.layout.cancelled.touch()
+    run.layout.canceled.touch()
     slurm_says(run, accounting="CANCELLED by 0")
-    assert observe(run).state is RunState.CANCELLED
+    assert observe(run).state is RunState.CANCELED
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_saved_state_is_ignored_if_the_lease_is_newer(
     assert observe(run).state is RunState.RUNNING
 
 
-@pytest.mark.parametrize(("accounting", "expected"), [("CANCELLED by 0", "cancelled"), ("NODE_FAIL", "running")])
+@pytest.mark.parametrize(("accounting", "expected"), [("CANCELLED by 0", "canceled"), ("NODE_FAIL", "running")])
 def test_processes_of_an_ended_job_may_remain_only_on_a_lost_node(
     accounting: str,
     expected: str,

@@ -184,7 +184,7 @@ def test_a_job_with_the_same_id_in_another_folder_is_another_run(
     ("word", "state"),
     [
         ("COMPLETED", RunState.COMPLETED),
-        ("CANCELLED by 1000", RunState.CANCELLED),
+        ("CANCELLED by 1000", RunState.CANCELED),
         ("TIMEOUT", RunState.TIMED_OUT),
         ("OUT_OF_MEMORY", RunState.OUT_OF_MEMORY),
         ("OUT_OF_ME+", None),

@@ -45,7 +45,7 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     write_rank_error(layout.rank_error(3), error)
     record_start(layout.manifest, none)
     assert [(each.step, each.reason) for each in list_restarts(layout)] == [
-        (None, "ended without an error: it was killed, or its node was lost"),
+        (None, "ended without an error: its processes were killed, or its node failed"),
         (1, "asked to stop"),
         (None, "rank 3 on n7 failed: RuntimeError: NCCL: unhandled system error"),
     ]

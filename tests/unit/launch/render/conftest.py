@@ -52,6 +52,7 @@ STAND_INS = {
         'elif [[ $1 == show ]]; then printf "%s\\n" ${FAKE_NODES:-n1 n2}\n'
         'else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n'
     ),
+    "sacct": 'printf "%s\\n" ${FAKE_ACCOUNTING-}',
     "python3": 'case "$*" in *ftkit.train*) eval "${FAKE_TRAINER-}" ;; *) eval "${FAKE_PREPARE-}" ;; esac\n',
 }
 

@@ -127,8 +127,27 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
+    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "its time limit was near\n"
     assert not list(slurm_plan.layout.root.glob("stop-requested*"))
     assert machine.exit_code(slurm_plan) is None, "a run that continues has no exit code"
+
+
+@pytest.mark.parametrize(
+    ("accounting", "reason"),
+    [
+        ("REQUEUED NODE_FAIL RUNNING", "a node of its job failed"),
+        ("PREEMPTED RUNNING", "preempted"),
+        ("REQUEUED PENDING", "its job was requeued"),
+        ("RUNNING", None),
+    ],
+)
+def test_a_job_that_slurm_requeued_asks_the_accounting_why(
+    accounting: str, reason: str | None, slurm_plan: RunPlan, machine: Machine
+) -> None:
+    machine.environment = {"SLURM_RESTART_COUNT": "2", "FAKE_ACCOUNTING": accounting}
+    assert machine.run(slurm_plan)[0] == 0
+    noted = slurm_plan.layout.end_reason
+    assert (noted.read_text(encoding="utf-8").strip() if noted.exists() else None) == reason
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -161,10 +180,10 @@ def test_a_job_that_fails_is_not_held_in_the_queue(is_expedited: bool, slurm_pla
     assert machine.exit_code(slurm_plan) == 9
 
 
-@pytest.mark.parametrize("why_not", ["completed", "failed", "cancelled", "SIGTERM"])
+@pytest.mark.parametrize("why_not", ["completed", "failed", "canceled", "SIGTERM"])
 def test_a_job_is_not_requeued_without_a_reason(why_not: str, slurm_plan: RunPlan, machine: Machine) -> None:
     outcome = _end("completed" if why_not == "completed" else "stopped")
-    cancel = "touch cancelled; " if why_not == "cancelled" else ""
+    cancel = "touch canceled; " if why_not == "canceled" else ""
     code = 7 if why_not == "failed" else 0
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{cancel}{outcome}; exit {code}"}
     number = signal.SIGTERM if why_not == "SIGTERM" else signal.SIGUSR1
@@ -296,7 +315,7 @@ def test_requeueing_after_a_lost_node_is_left_to_slurm(slurm_plan: RunPlan, mach
     [
         ("all nodes answer", {}),
         ("srun does not work at all", {"FAKE_PROBE_ALL": "1", "FAKE_PROBE_HERE": "1"}),
-        ("cancelled", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": "touch cancelled; exit 1"}),
+        ("canceled", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": "touch canceled; exit 1"}),
         ("completed", {"FAKE_PROBE_ALL": "1", "FAKE_TRAINER": _end("completed") + "; exit 1"}),
     ],
 )
@@ -367,11 +386,11 @@ def test_an_unresponsive_node_is_replaced_while_there_are_spare_nodes(make_plan:
 
 
 @pytest.mark.usefixtures("_no_delay")
-@pytest.mark.parametrize("why_not", ["a reason that comes again", "cancelled", "completed"])
+@pytest.mark.parametrize("why_not", ["a reason that comes again", "canceled", "completed"])
 def test_training_does_not_restart_if_a_restart_cannot_help(why_not: str, plan: RunPlan, machine: Machine) -> None:
     ends = {
         "a reason that comes again": FOR_GOOD,
-        "cancelled": "touch cancelled; ",
+        "canceled": "touch canceled; ",
         "completed": _end("completed") + "; ",
     }
     machine.environment = {"FAKE_TRAINER": f"{ends[why_not]}exit 9"}
