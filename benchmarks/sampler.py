@@ -11,30 +11,26 @@ sampler with its standard error over the rounds; the last one is the cost for th
 
 from __future__ import annotations
 
-import argparse
-import os
 import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from save_stall import SIMPLE, make_model, make_work
-from train import CASES, make_plan
+from save_stall import case_parser, make_model, make_work, measure_in_processes
 
 from ftkit.health.sampler import INTERVAL_SECONDS
-from ftkit.planning.setup import GPUS
-from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-CHECKOUT = Path(__file__).parent.parent
+    from ftkit.train.world import World
+
 OFTEN = 100
 COLUMNS = "{:<28} {:>8} {:>12} {:>10} {:>10} {:>12}"
 
@@ -125,30 +121,17 @@ def measure_steps(work: Callable[[], None], world: World, options: argparse.Name
 
 
 def main() -> None:
-    """Measure the sampler, start the training processes, or measure in one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
+    """Measure the sampler alone, then steps with and without it."""
+    parser = case_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=30, help="seconds of steps in each round and way")
     parser.add_argument("--samples", type=int, default=500, help="samples taken to measure one")
-    parser.add_argument("--folder", type=Path, help="where samples are written (a temporary folder)")
-    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        options.overrides = [*SIMPLE, *options.overrides]
-        plan = make_plan(options.case, CASES[options.case], options, options.folder)
-        with init_world(plan.placement) as world:
-            measure_steps(make_work(make_model(plan, world), plan, world), world, options)
-        os._exit(0)  # as the trainer does: threads of the communication library can abort while the interpreter ends
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measure_sampler(Path(folder), options.samples)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
-        command = [sys.executable, *torchrun, __file__, *sys.argv[1:], f"--folder={folder}"]
-        sys.exit(subprocess.run(command, check=False).returncode)
+    measure_in_processes(
+        options,
+        lambda plan, world: measure_steps(make_work(make_model(plan, world), plan, world), world, options),
+        lambda folder: measure_sampler(folder, options.samples),
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from train import CASES, make_plan
+from train import CASES, CHECKOUT, make_plan
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.execution import GIB
@@ -268,30 +268,54 @@ def measure_all(plan: RunPlan, world: World, num_saves: int) -> None:
             synchronous = synchronous or waits
 
 
-def main() -> None:
-    """Start the processes, or measure in one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+# --- Processes -----------------------------------------------------------------------------------
+
+
+def case_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of a benchmark of one case in processes of its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
-    parser.add_argument("--saves", type=int, default=3, help="saves of each kind, after the first")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written (a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where files are written (a temporary folder)")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    return parser
+
+
+def measure_in_processes(
+    options: argparse.Namespace,
+    measure: Callable[[RunPlan, World], None],
+    prepare: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Start the processes of a case, or measure in one of them; end this process.
+
+    Args:
+        options: as parsed by `case_parser`.
+        measure: called in each process.
+        prepare: called before the processes start, with their folder.
+    """
     if "RANK" in os.environ:
         options.overrides = [*SIMPLE, *options.overrides]
         plan = make_plan(options.case, CASES[options.case], options, options.folder)
         with init_world(plan.placement) as world:
-            measure_all(plan, world, options.saves)
+            measure(plan, world)
         os._exit(0)  # as the trainer does: threads of the communication library can abort while the interpreter ends
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        prepare(Path(folder))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
-        arguments = [*sys.argv[1:], f"--folder={folder}"]
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run([sys.executable, *torchrun, __file__, *arguments], check=False,
-                              env=os.environ | {"PYTHONPATH": paths})  # fmt: skip
-    sys.exit(done.returncode)
+        command = [sys.executable, *torchrun, *sys.argv, f"--folder={folder}"]
+        code = subprocess.run(command, check=False).returncode
+    sys.exit(code)
+
+
+def main() -> None:
+    """Measure the ways to save."""
+    parser = case_parser(__doc__)
+    parser.add_argument("--saves", type=int, default=3, help="saves of each kind, after the first")
+    options = parser.parse_args()
+    measure_in_processes(options, lambda plan, world: measure_all(plan, world, options.saves))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ftkit.config.training import Precision
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
+from ftkit.errors import NotFoundError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
-from ftkit.evaluate.streamed_model import check_streaming_memory
+from ftkit.evaluate.streamed_model import check_memory, peak_bytes
 from ftkit.files import atomic_folder
 from ftkit.model_folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan
@@ -78,7 +78,7 @@ def export_run(
     parts = _load_parts(plan)
     model = build_export_model(parts)
     if verify is not None:
-        _check_memory(model)
+        check_memory(_verification_bytes(model), available_bytes())
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
         trained = CheckpointTensors(checkpoint, shapes)
@@ -128,17 +128,10 @@ def _check_checkpoint(folder: Path, step: int) -> None:
         raise _damaged(folder, damage)
 
 
-def _check_memory(model: PreTrainedModel) -> None:
-    """Check that the machine can verify the export: here one decoder layer at a time, elsewhere one module."""
-    available = available_bytes()
-    check_streaming_memory(max(parameter.numel() for parameter in model.parameters()), available)
-    needed = streamed_bytes(model)
-    if 0 < available < needed:
-        raise PrerequisiteError(
-            f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {available / 2**30:.1f} GiB are free",
-            meaning="the trained model's logits are computed in fp32, with one decoder layer at a time in memory",
-            fix="export on a machine with more memory, or without the check: --no-verify",
-        )
+def _verification_bytes(model: PreTrainedModel) -> int:
+    """Return the memory that verifying takes: of this process, or of the other one, which loads the export."""
+    largest = max(parameter.numel() for parameter in model.parameters())
+    return max(streamed_bytes(model), peak_bytes(largest))
 
 
 def _damaged(folder: Path, damage: str) -> TrainingError:

@@ -29,21 +29,25 @@ _PROCESS_BYTES = 2**29
 """Memory of a process that has imported torch and transformers, and of activations."""
 
 
-def check_streaming_memory(largest: int, free: int) -> None:
-    """Check that there is memory for the largest tensor of a model whose weights are read module by module.
+def peak_bytes(largest: int) -> int:
+    """Return the memory of a process that runs a `streamed_model` whose largest tensor has `largest` values."""
+    return _BYTES_PER_VALUE * largest + _PROCESS_BYTES
+
+
+def check_memory(needed: int, free: int) -> None:
+    """Check that an export can be verified: logits are computed with a part of the weights at a time in memory.
 
     Args:
-        largest: its number of values.
+        needed: bytes that this takes.
         free: bytes that processes may allocate; 0 if unknown.
 
     Raises:
         PrerequisiteError: there is too little.
     """
-    needed = _BYTES_PER_VALUE * largest + _PROCESS_BYTES
     if 0 < free < needed:
         raise PrerequisiteError(
             f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free",
-            meaning="the check computes logits in fp32, with the weights of one module at a time in memory",
+            meaning="logits are computed in fp32, with one decoder layer or module at a time in memory",
             fix="use a machine with more memory; ftkit export can leave the check out: --no-verify",
         )
 

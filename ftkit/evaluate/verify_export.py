@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.source import fetch_model
-from ftkit.evaluate.streamed_model import check_streaming_memory, streamed_model
+from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
 from ftkit.files import DamagedFileError, read_json
 from ftkit.model_folder import EXPORT_RECORD, count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
@@ -169,7 +169,7 @@ def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -
     num_bytes = 4 * sum(counts)
     is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
     if is_streamed:
-        check_streaming_memory(max(counts), free)
+        check_memory(peak_bytes(max(counts)), free)
     report(
         f"loading the model, one module at a time: in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and "
         f"{free / 2**30:.1f} GiB are free"

@@ -302,6 +302,8 @@ def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
+    if error.reports_lost_peer:
+        reason = f"processes were killed, or their node failed; rank {error.rank} on {error.host} only lost them"
     # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
     same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
     return _End(reason, {"where": where, "error": same}, start.get("failure"))

@@ -44,10 +44,15 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     error = RankError(begun, 3, "n7", "RuntimeError", "NCCL: unhandled\nsystem error", "", 1)
     write_rank_error(layout.rank_error(3), error)
     record_start(layout.manifest, none)
+    write_rank_error(
+        layout.rank_error(3), replace(error, time=time.time(), message="Read error: Connection reset by peer")
+    )
+    record_start(layout.manifest, none)
     assert [(each.step, each.reason) for each in list_restarts(layout)] == [
         (None, "ended without an error: its processes were killed, or its node failed"),
         (1, "asked to stop"),
         (None, "rank 3 on n7 failed: RuntimeError: NCCL: unhandled system error"),
+        (None, "processes were killed, or their node failed; rank 3 on n7 only lost them"),
     ]
 
 
