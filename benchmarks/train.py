@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.setup import GPUS
 from ftkit.runs.metrics_file import read_records
-from ftkit.runs.records import StepRecord
+from ftkit.runs.records import FirstStepRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +148,7 @@ class Result:
 
     Attributes:
         start_seconds: from the start of torchrun to the end of step 1, where the trainer records it.
+        phases: seconds of each of its phases.
     """
 
     tokens_per_second: float = 0.0
@@ -157,6 +158,7 @@ class Result:
     attention: str = ""
     data_wait_ratio: float | None = None
     start_seconds: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
     failure: str = ""
 
 
@@ -238,7 +240,9 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
             for record in records
         ]
 
-    return measure(plan, [sys.executable, *command, str(plan.layout.plan)], read_steps, options)
+    result = measure(plan, [sys.executable, *command, str(plan.layout.plan)], read_steps, options)
+    starts = [record for record in read_records(plan.layout.metrics) if isinstance(record, FirstStepRecord)]
+    return replace(result, phases=starts[0].phases) if starts else result
 
 
 def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespace) -> Result:
@@ -349,7 +353,8 @@ def main() -> None:
             flops = sum(length * document_flops(shape, training, length).total for length in lengths)
             mfu_of_one_token = flops / training.sequence_length / peak
             ours = measure_ftkit(plan, options)
-            print(row(plan, "ftkit", ours, ours, mfu_of_one_token), flush=True)
+            print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
+            print("start: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ours.phases.items()), flush=True)
             for peer in options.peer:
                 result = measure_peer(plan, PEERS[peer], peer, options)
                 print(row(plan, peer, result, ours, mfu_of_one_token), flush=True)

@@ -13,6 +13,7 @@ from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    FirstStepRecord,
     MemoryRecord,
     StageRecord,
     StartRecord,
@@ -69,6 +70,8 @@ class History:
     speeds: tuple[float, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()
     checks: VerificationRecord | None = None
+    first_step: FirstStepRecord | None = None
+    """Of the last start."""
     evaluations: tuple[EvaluationRecord, ...] = ()
     anomalies: tuple[AnomalyRecord, ...] = ()
     end: EndRecord | None = None
@@ -165,6 +168,7 @@ def read_history(layout: RunLayout) -> History:
         speeds=tuple(speed for _, speed in steady),
         memory=tuple(memory.values()),
         checks=verifications[-1] if verifications else None,
+        first_step=next((each for each in reversed(records) if isinstance(each, FirstStepRecord)), None),
         evaluations=tuple(each for each in records if isinstance(each, EvaluationRecord)),
         anomalies=tuple(each for each in records if isinstance(each, AnomalyRecord)),
         end=last if isinstance(last, EndRecord) else None,

@@ -68,6 +68,20 @@ class MemoryRecord:
 
 
 @dataclass(frozen=True)
+class FirstStepRecord:
+    """The first step of a start is complete, `seconds` after the job script started torchrun.
+
+    `phases` has the seconds of each phase, in their order.
+    """
+
+    event: ClassVar[str] = "first_step"
+    time: Seconds
+    step: Count
+    seconds: Seconds
+    phases: dict[str, Seconds]
+
+
+@dataclass(frozen=True)
 class SourceLoss:
     """The mean loss over the trained tokens of one source of a mixture, and their number."""
 
@@ -254,6 +268,7 @@ Record = (
     | StartRecord
     | VerificationRecord
     | MemoryRecord
+    | FirstStepRecord
     | StepRecord
     | AnomalyRecord
     | EvaluationRecord

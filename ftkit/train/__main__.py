@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
-from ftkit.train.launcher import follow_launcher
+from ftkit.train.launcher import LAUNCHED, follow_launcher
 from ftkit.train.quiet import silence_torchao
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run this rank; write its error next to its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
     rank = int(os.environ["RANK"])
+    begun = {"starting the ranks": float(os.environ.get(LAUNCHED, time.time())), "importing libraries": time.time()}
     at_end = ExitStack()  # closed by whichever comes first: the end of training, or torchrun's SIGTERM
     follow_launcher(at_end.close)
     _start_logs(layout, rank)
@@ -44,6 +46,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
             from ftkit.train.world import init_world  # noqa: PLC0415
 
+            begun["joining the process group"] = time.time()
             record_collectives()
             plan = read_plan(layout)
             if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
@@ -53,7 +56,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             with init_world(plan.placement, context_parallel, num_replicas) as world:  # all ranks wait for rank 0
                 layout.rank_error(rank).unlink(missing_ok=True)  # left by an earlier start
                 with copied_beside(plan) if rank == 0 else nullcontext():
-                    run_training(plan, world)
+                    run_training(plan, world, begun)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         return _fail(layout, rank, error)
     return 0

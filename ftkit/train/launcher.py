@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,8 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that its torchrun ended, in a shell's convention."""
 
 
+LAUNCHED = "FTKIT_LAUNCHED"
+"""Variable with the time when the launcher began, for the ranks' record of the first step."""
 _REPORT_SECONDS = 120
 _HEED_SIGNALS = "--heed-signals"
 _LIKELY_CAUSES = {
@@ -56,6 +59,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code: 1 if a rank failed.
     """
+    os.environ[LAUNCHED] = str(time.time())
     if arguments[0] == _HEED_SIGNALS:
         arguments = arguments[1:]
     else:

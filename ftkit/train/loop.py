@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 from contextlib import contextmanager, nullcontext
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ftkit.runs.records import EvaluationRecord
 
 
+log = logging.getLogger(__name__)
+
 Outcome = Literal["completed", "stopped"]
 
 
@@ -68,6 +71,7 @@ class TrainingLoop:
         reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
         stopwatch, reducer = Stopwatch(), StepReducer(self.sources)
         stopped = False
+        first_step = self.state.step + 1
         steps = range(self.state.step, self.num_steps)
         with (
             self._reporting_to_the_end(reporter, reducer),
@@ -88,9 +92,11 @@ class TrainingLoop:
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report_and_check(reporter, previous)
                 watchdog.end()
+                if stopped or self._syncs_with_step() or self.state.step == first_step:
+                    stopped |= self._report_and_check(reporter, reducer.pop())
                 with stopwatch.paused():
-                    if stopped or self._syncs_with_step():
-                        stopped |= self._report_and_check(reporter, reducer.pop())
+                    if self.state.step == first_step:
+                        self._report_start(first_step)
                     is_best = self._evaluate_if_due()
                     is_last = stopped or self.is_complete
                     self.rank_times.write_if_due(is_last=is_last)
@@ -182,6 +188,12 @@ class TrainingLoop:
         if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
             reporter.report(result, self.batches.epoch_of_step(result.step))
         return result.stop_requested
+
+    def _report_start(self, first_step: int) -> None:
+        record = self.trace.first_step(first_step)
+        self.recorder.write(record)
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.phases.items())
+        log.info("step %d ended %.1f s after the start: %s", record.step, record.seconds, phases)
 
     def _is_evaluation_due(self) -> bool:
         evaluation, step = self.plan.recipe.evaluation, self.state.step

@@ -67,6 +67,8 @@ from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World, with_tensor_parallel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PretrainedConfig
 
     from ftkit.train.engine import Engine
@@ -249,6 +251,7 @@ class Trainer:
         prepare_method(model, recipe.training, self.world.device)
 
         def initialize(sharded: nn.Module) -> None:
+            self.trace.begin("initializing the weights")
             if folder is None:
                 init_weights(sharded, recipe.model.architecture, recipe.training.seed)
             else:
@@ -331,8 +334,13 @@ class Trainer:
         log.info("%s", text)
 
 
-def run_training(plan: RunPlan, world: World) -> None:
+def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
     """Execute a plan in this process.
+
+    Args:
+        plan: the plan of the run.
+        world: this process among all.
+        begun: stages before this call, with the times when they began, for the record of the first step.
 
     Raises:
         TrainingError: a check failed, or a checkpoint can't be loaded.
@@ -345,7 +353,7 @@ def run_training(plan: RunPlan, world: World) -> None:
     tokenizer = load_saved_tokenizer(data.tokenizer)
     with open_trackers(plan, world) as send:
         recorder = Recorder(plan.layout, world, send)
-        Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write)).run()
+        Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write, begun)).run()
 
 
 def _device_name(device: torch.device) -> str:

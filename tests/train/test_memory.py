@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ftkit.errors import MemoryExhaustedError, TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.metrics_file import read_records
-from ftkit.runs.records import EndRecord, MemoryRecord
+from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord
 from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -56,6 +56,7 @@ def test_memory_is_recorded_for_each_stage_of_a_run_in_order(finished_run: Any) 
     records = finished_run.records(MemoryRecord)
     assert finished_run.memory_stages() == [
         "building the model",
+        "initializing the weights",
         "creating the optimizer",
         "verifying sharding and document isolation",
         "loading the newest checkpoint",
@@ -72,6 +73,16 @@ def test_memory_is_recorded_for_each_stage_of_a_run_in_order(finished_run: Any) 
         assert record.allocated_gib <= record.peak_gib <= record.largest_peak_gib
     assert isinstance([*read_records(finished_run.layout.metrics)][-1], EndRecord)
     assert "memory after first backward: " in finished_run.layout.rank_log(1).read_text()
+
+
+def test_the_first_step_records_the_seconds_of_each_stage_before_it(finished_run: Any) -> None:
+    (record,) = finished_run.records(FirstStepRecord)
+    stages = finished_run.memory_stages()
+    assert [*record.phases] == [
+        "starting the ranks", "importing libraries", "joining the process group", *stages[: stages.index("training")]
+    ]  # fmt: skip
+    assert record.seconds == pytest.approx(sum(record.phases.values()), abs=0.1)
+    assert all(record.phases[stage] for stage in ("importing libraries", "building the model", "first forward"))
 
 
 class Counters:
@@ -158,7 +169,7 @@ def test_an_out_of_memory_error_reports_the_stage(plan: RunPlan, world: World, m
     assert "'first backward', in step 1:" in message(plan, world)
     monkeypatch.setattr(session, "init_weights", exhaust)
     text = message(plan, world)
-    assert "'building the model':" in text
+    assert "'initializing the weights':" in text
     assert "held: not attributed yet" in text
 
 

@@ -18,7 +18,7 @@ from ftkit.planning.plan import plan_to_json
 from ftkit.runs.lease import current_holder
 from ftkit.runs.metrics_file import read_last_step
 from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
-from ftkit.runs.records import EndRecord
+from ftkit.runs.records import EndRecord, FirstStepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,6 +105,8 @@ def test_slurm_signals_to_all_processes_end_none(make_run: Callable[..., Any]) -
         run.layout.stop_request.touch()
         assert launcher.wait(PATIENCE_SECONDS) == 0
     assert [record.outcome for record in run.records(EndRecord)] == ["stopped"]
+    (first,) = run.records(FirstStepRecord)
+    assert first.phases["starting the ranks"] > 0
 
 
 def test_a_hanging_rank_is_reported_and_ends_the_run(make_run: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from ftkit.runs.gpu_samples import gpu_curve, read_samples, summarize_samples
 from ftkit.runs.history import History, merge_spans, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
-from ftkit.runs.records import AnomalyRecord, EvaluationRecord, Sample
+from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class RunReport:
     restarts: list[Restart]
     stragglers: list[Straggler]
     checks: dict[str, str]
+    first_step: FirstStepRecord | None
     facts: dict[str, list[tuple[str, str]]]
     doubts: list[str]
     command: str
@@ -146,6 +147,7 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         restarts=list_restarts(layout),
         stragglers=find_stragglers(read_timings(layout)),
         checks=history.checks.checks if history.checks else {},
+        first_step=history.first_step,
         facts=_facts(plan, manifest, history) if plan else {},
         doubts=explain_missing_digests(layout),
         command=" ".join(map(str, manifest.get("command", []))),

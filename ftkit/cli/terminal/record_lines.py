@@ -11,6 +11,7 @@ from ftkit.runs.records import (
     EndRecord,
     EvaluationRecord,
     FailedCheckpointRecord,
+    FirstStepRecord,
     MemoryRecord,
     ScriptStepRecord,
     ShardingRecord,
@@ -56,7 +57,7 @@ def checks_text(checks: Mapping[str, str]) -> str:
     return ", ".join(words.format(value) for words, value in found if value != "0")
 
 
-def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind of record
+def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for each kind of record
     """Return a record as one line of text."""
     match record:
         case StageRecord():
@@ -70,6 +71,8 @@ def record_line(record: Record) -> str:  # noqa: C901 - one case for each kind o
                 f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "
                 f"peak {record.largest_peak_gib:.2f} GiB"
             )
+        case FirstStepRecord():
+            line = first_step_line(record)
         case StepRecord():
             line = step_line(record)
         case AnomalyRecord():
@@ -102,6 +105,13 @@ def early_stopping(record: EndRecord) -> str:
     if record.early_stopping_patience is None:
         return ""
     return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
+
+
+def first_step_line(record: FirstStepRecord) -> str:
+    """Describe how long a start took, with its longest phases."""
+    longest = sorted(record.phases.items(), key=lambda phase: -phase[1])[:3]
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest)
+    return f"step {record.step} ended {record.seconds:.1f} s after the start; longest: {phases}"
 
 
 def anomaly_line(record: AnomalyRecord) -> str:

@@ -1,4 +1,4 @@
-"""Measure the allocated memory of a run, stage by stage."""
+"""Measure the allocated memory and the time of a run, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftkit.config.execution import GIB
-from ftkit.runs.records import MemoryRecord
+from ftkit.runs.records import FirstStepRecord, MemoryRecord
 from ftkit.train.memory.host_memory import reset_peak, resident_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ftkit.train.world import World
 
@@ -52,12 +52,20 @@ class MemoryTrace:
         step: the current optimizer step, counted from 1; None outside the training loop.
     """
 
-    def __init__(self, world: World, write: Callable[[MemoryRecord], None]) -> None:
-        """Start without a stage; `write` takes the records."""
+    def __init__(
+        self, world: World, write: Callable[[MemoryRecord], None], begun: Mapping[str, float] | None = None
+    ) -> None:
+        """Start without a stage.
+
+        Args:
+            world: this process among all.
+            write: takes the records.
+            begun: earlier stages in their order, with the times when they began, in seconds since the epoch.
+        """
         self._world = world
         self._write = write
         self._highest = 0.0
-        self._begun: set[str] = set()
+        self._begun = dict(begun or {})
         self.stage = ""
         self.step: int | None = None
 
@@ -68,7 +76,7 @@ class MemoryTrace:
         if self.stage:
             self._record(memory)
         self.stage = stage
-        self._begun.add(stage)
+        self._begun.setdefault(stage, time.time())
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
         else:
@@ -82,6 +90,14 @@ class MemoryTrace:
     def begin_step(self, step: int | None) -> None:
         """Record which step begins, for error messages; None at the end of the loop."""
         self.step = step
+
+    def first_step(self, step: int) -> FirstStepRecord:
+        """Return the record of the first step, which is complete, with the time of each stage up to it."""
+        now = time.time()
+        # The current stage began when the host had queued the step; the device finished it only now.
+        stages, times = list(self._begun)[:-1], [*list(self._begun.values())[:-1], now]
+        phases = {stage: round(end - begin, 3) for stage, begin, end in zip(stages, times[:-1], times[1:], strict=True)}
+        return FirstStepRecord(now, step, round(now - times[0], 3), phases)
 
     def peak_gib(self) -> float | None:
         """Return the peak of allocated memory since the start, over all stages; None on CPUs."""

@@ -18,7 +18,15 @@ import pytest
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.report import page_handler
-from ftkit.runs.records import CheckpointRecord, EvaluationRecord, MemoryRecord, Sample, StageRecord, StartRecord
+from ftkit.runs.records import (
+    CheckpointRecord,
+    EvaluationRecord,
+    FirstStepRecord,
+    MemoryRecord,
+    Sample,
+    StageRecord,
+    StartRecord,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +51,7 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
         MemoryRecord(4.0, "building the model", *[1.0] * 3, 1.0, 2.5, 3.0),
         EvaluationRecord(6.0, 0, "before", 5.0, 148.0, 0.0, (sample,)),
         begin,
+        FirstStepRecord(8.5, 1, 35.25, {"importing libraries": 14.5, "first forward": 20.75}),
         *(records.step(number, 5 / number) for number in range(1, num_records // 2)),
         CheckpointRecord(50.0, 20, "x", 1.0, 0.5),
         StartRecord(61.0, 400, 20, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"}),
@@ -116,6 +125,7 @@ def test_the_report_of_a_run_is_complete(ftkit: Callable[..., Result], make_run:
     for part in ("completed", "Learning rate", "Gradient norm", "Throughput", "Memory by stage", "Timeline",
                  "repeated steps", "down between starts", "SQL execution 100.0%", "from 0.0%",
                  "before wrong SELECT 2", "after correct SELECT 1",
+                 "35.2 s from torchrun to the end of step 1", "importing libraries 14.5 s",
                  f"ftkit rerun {run.id}", "Can't be repeated exactly"):  # fmt: skip
         assert part in text, part
 
