@@ -286,7 +286,7 @@ def measure(
         return Result(failure=errors[0] if errors else output.read_text()[-3000:])
     text = output.read_text()
     attention = re.search(r"attention: (\w+)", text)
-    is_whole = "can't be compiled as a whole" not in text
+    is_whole = "can't be compiled" not in text
     seconds = statistics.median(step.seconds for step in steady)
     waits = [step.data_wait_ratio for step in steady if step.data_wait_ratio is not None]
     return Result(

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import torch
 import torch._dynamo
+import torch.fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,6 +220,79 @@ def test_lora_b_products_are_recomputed_without_reading_4_bit_weights() -> None:
     unneeded = 3  # gradients of the frozen embedding's output, which the first layer reads
     assert products.count == LAYERS * (narrow + gradients_of_adapters) - unneeded
     assert frozen.count == back.count  # the other's name is its prefix: no forward matmul ran
+
+
+@pytest.mark.parametrize(("family", "recomputed"), [("llama", 6), ("olmo3", 7)])  # a norm reads OLMo's last product
+def test_compiled_full_checkpointing_saves_inputs_and_recomputes_what_the_backward_pass_reads(
+    family: MeasuredFamily, recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: dict[str, torch.fx.Graph] = {}
+
+    def keep(name: str) -> Any:
+        return lambda module, _: graphs.update({name: module.graph}) or make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
+    model = build(family, training())
+    apply_activation_checkpointing(find_decoder_layers(model), "full", compiled=True)
+    batch = micro_batch()
+    model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state.sum().backward()
+    products = [node for node in graphs["backward"].nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == 2 * 7 + recomputed
+    (_, *saved), *_ = graphs["forward"].output_node().args
+    computed = [node.meta["val"] for node in saved if node.op != "placeholder"]
+    assert not any(value.is_floating_point() for value in computed)  # there may be the state of a random generator
+
+
+class NoisyResidual(torch.nn.Module):
+    """Adds its input with dropout, multiplied by the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16, bias=False)
+        torch.nn.init.eye_(self.linear.weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.linear(torch.nn.functional.dropout(hidden, 0.5))
+
+
+def test_the_compiler_recomputes_the_same_dropout() -> None:
+    layers = torch.nn.ModuleList([NoisyResidual(), NoisyResidual()])
+    weights = [layer.linear.weight for layer in layers]
+    apply_activation_checkpointing(layers, "full", compiled=True)
+    first = torch.randn(32, 16, requires_grad=True)
+    second = layers[0](first)
+    third = layers[1](second)
+    gradient = torch.randn(32, 16)
+    third.backward(gradient)
+    dropped = (third - second).detach()
+    assert 0 < (dropped == 0).sum() < dropped.numel()
+    torch.testing.assert_close(weights[1].grad, gradient.T @ dropped)
+
+
+class RememberingResidual(NoisyResidual):
+    """Has a side effect, as DoRA's layers do, which the compiler doesn't trace in a checkpoint."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_tokens = len(hidden)
+        return hidden + self.linear(hidden)
+
+
+def test_full_checkpointing_that_the_compiler_cannot_trace_calls_the_compiled_layer_twice(
+    compiles: CompileCounterWithBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers = torch.nn.ModuleList([RememberingResidual(), RememberingResidual()])
+    apply_activation_checkpointing(layers, "full", compiled=True)
+    hidden = torch.randn(32, 16, requires_grad=True)
+    layers[1](layers[0](hidden)).sum().backward()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, torch.full_like(hidden, 4.0))
+    assert compiles.frame_count == 1
+    assert caplog.text.count("can't be compiled with its recomputation") == 1
 
 
 @pytest.mark.parametrize(

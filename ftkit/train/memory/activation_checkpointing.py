@@ -9,7 +9,8 @@ Saved for each layer, besides tensors that all layers share (rotary tables, mask
   Compiled layers save outputs only if the backward pass reads them, so not those of `down` and the output projection
   if no norm follows them.
 * `full`: the layer's input; with `activation_offload` it is moved to host memory, and two are on the device at a time.
-  One layer at a time is recomputed, with the activations that `none` would save.
+  One layer at a time is recomputed, with the activations that `none` would save, and without its last matmul unless a
+  norm follows it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis.torch import GROUPED_MM, SCALED_MM, raise_recompile_limit
+from ftkit.train.private_apis.torch import CHECKPOINTS_SHARE_GRAPHS, GROUPED_MM, SCALED_MM, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +54,9 @@ def apply_activation_checkpointing(
 ) -> None:
     """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
-    Names of parameters don't change. With `selective`, the compiler takes part in the selection, so it traces the
-    checkpoint; with `full`, the compiled layer is called twice.
+    Names of parameters don't change. The compiler traces the checkpoint: it takes part in the selection, and recomputes
+    only what the backward pass reads (docs/adr/0055). If it can't trace it with `full`, the compiled layer is called
+    twice.
 
     Args:
         layers: decoder layers, in the order of their calls.
@@ -93,15 +95,8 @@ class RecomputedLayer(nn.Module):
     ) -> None:
         """Adopt a layer's parameters, buffers, submodules and attributes."""
         vars(self).update(vars(layer))
-        forward = super().forward
-        if mode == "selective":
-            forward = _recomputing(forward, context_fn=_select)
-        if compiled:
-            forward = CompiledForward(forward, f"{type(layer).__qualname__}.forward")
-        if mode == "full":
-            forward = _recomputing(forward)
+        self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
-        self._run = forward
         self._offload = offload if mode == "full" else None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +108,23 @@ class RecomputedLayer(nn.Module):
 @cache
 def _recomputed_class(layer_class: type[nn.Module]) -> type[RecomputedLayer]:
     return type(f"Recomputed{layer_class.__name__}", (RecomputedLayer, layer_class), {})
+
+
+def _forward_of(
+    plain: Callable[..., Any], name: str, mode: ActivationCheckpointing, *, compiled: bool
+) -> Callable[..., Any]:
+    """Return a layer's forward that is recomputed, compiled, or both; `name` is for warnings."""
+    recomputed = {
+        "none": plain,
+        "selective": _recomputing(plain, context_fn=_select),
+        "full": _recomputing(plain),
+    }[mode]
+    if not compiled:
+        return recomputed
+    if mode != "full":
+        return CompiledForward(recomputed, name)
+    called_twice = _recomputing(CompiledForward(plain, name))
+    return CompiledForward(recomputed, name, fallback=called_twice) if CHECKPOINTS_SHARE_GRAPHS else called_twice
 
 
 def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

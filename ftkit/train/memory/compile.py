@@ -26,26 +26,38 @@ class CompiledForward:
     much memory, as without a compiler. Here that logs a warning, as does a forward that is called with too many shapes.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str) -> None:
-        """Compile `forward` at its first call; warnings call it `name`."""
+    def __init__(self, forward: Callable[..., Any], name: str, fallback: Callable[..., Any] | None = None) -> None:
+        """Compile `forward` at its first call; warnings call it `name`.
+
+        Args:
+            forward: what is called.
+            name: of the forward.
+            fallback: computes the same, and is called instead if `forward` can't be one graph. If None, `forward` is
+                compiled in parts.
+        """
         self._forward = forward
         self._name = name
+        self._fallback = fallback
         self._failures = compile_failures()
         self._compiled = torch.compile(forward, fullgraph=True, backend=compile_with_joint_adapters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled forward; if it can't be one graph, compile it in parts from then on."""
+        """Call the compiled forward; if it can't be one graph, its fallback from then on."""
         try:
             return self._compiled(*args, **kwargs)
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
             reason = "It was recompiled too often (torch's recompile limit)." if is_limit else one_line(error)
-            _warn_once(self._name, reason)
-            self._compiled = torch.compile(self._forward, backend=compile_with_joint_adapters)
+            if self._fallback is None:
+                _warn_once(f"{self._name} can't be compiled as one graph: it is slower and takes more memory", reason)
+                self._compiled = torch.compile(self._forward, backend=compile_with_joint_adapters)
+            else:
+                _warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
+                self._compiled = self._fallback
         return self._compiled(*args, **kwargs)
 
 
 @cache
-def _warn_once(name: str, reason: str) -> None:
+def _warn_once(message: str, reason: str) -> None:
     """Warn once, not for each of many equal layers."""
-    log.warning("%s can't be compiled as one graph: it is slower and takes more memory. %s", name, reason)
+    log.warning("%s. %s", message, reason)

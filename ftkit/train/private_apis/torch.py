@@ -27,6 +27,10 @@ sums gradients where NCCL averages them. Stream methods are missing too, which i
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 
+CHECKPOINTS_SHARE_GRAPHS = TORCH >= (2, 11)
+"""Whether layers with a compiled checkpoint share a graph: not in torch 2.6, which compiles each layer. Versions in
+between were not tested."""
+
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
@@ -45,11 +49,12 @@ def complete_cpu_streams() -> None:
 def compile_failures() -> tuple[type[Exception], type[Exception]]:
     """Return the exceptions of a compiled function that can't be one graph, and of one with too many recompilations.
 
-    `torch._dynamo.exc`, torch 2.6 to 2.15. If one disappears: compile without `fullgraph`, and lose the warning.
+    The first is the base class of those that tracing and compilation raise. `torch._dynamo.exc`, torch 2.6 to 2.15. If
+    one disappears: compile without `fullgraph`, and lose the warning.
     """
     from torch._dynamo import exc  # noqa: PLC0415 - loads the compiler
 
-    return exc.Unsupported, exc.FailOnRecompileLimitHit
+    return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 def inductor() -> Callable[..., Any]:
