@@ -136,8 +136,13 @@ class SlurmRun(Run):
         return self._is_over
 
     def _ask(self, job: str) -> bool:
-        fields = "--Format=State: ,RestartCnt: ,Reason"
-        answer = self.cluster.slurm("squeue", "--noheader", "--jobs", job, "--states=all", fields).split()
+        # Of all jobs: only then is an empty answer that of Slurm, and not of a controller that is too busy.
+        fields = "--Format=JobID: ,State: ,RestartCnt: ,Reason"
+        try:
+            rows = self.cluster.slurm("squeue", "--noheader", "--states=all", fields, check=True).splitlines()
+        except RuntimeError:
+            return False
+        answer = next((row.split()[1:] for row in rows if row.split()[:1] == [job]), [])
         if answer[:1] == ["PENDING"] and answer[2:] == ["BeginTime"] and (job, answer[1]) not in self.hurried:
             # Later: slurmd rejects a new credential of a job in the second in which it revoked the previous one.
             self.cluster.slurm("scontrol", "update", f"jobid={job}", "StartTime=now+3")
@@ -155,7 +160,7 @@ class SlurmRun(Run):
 
     def nodes(self) -> list[str]:
         listed = self.cluster.slurm("squeue", "--noheader", "--jobs", self.job, "--format=%N").strip()
-        return self.cluster.slurm("scontrol", "show", "hostnames", listed).split()
+        return self.cluster.slurm("scontrol", "show", "hostnames", listed).split() if listed else []
 
     def _processes(self, kind: str) -> dict[str, int]:
         """Return this run's processes by rank, or its launchers by process id."""
@@ -213,7 +218,7 @@ class SlurmSite:
     @property
     def faults(self) -> dict[str, Callable[[SlurmRun, Random], None]]:
         return FAULTS | {
-            "kill -9 of a launcher": lambda run, chance: kill([chance.choice(run.launchers())]),
+            "kill -9 of a launcher": lambda run, chance: kill([chance.choice(wait_for(run, run.launchers))]),
             "kill -9 of slurmd": kill_slurmd,
             "power cut of a node": self._kill_node,
             "scontrol requeue": lambda run, _: self.cluster.slurm("scontrol", "requeue", run.job),
@@ -224,7 +229,7 @@ class SlurmSite:
         }
 
     def _kill_node(self, run: SlurmRun, chance: Random) -> None:
-        node = chance.choice(run.nodes())
+        node = chance.choice(wait_for(run, run.nodes))
         self.cluster.call("kill-node", node)
         self.cluster.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
         self.dead.append(node)
@@ -239,8 +244,8 @@ class SlurmSite:
 
 def kill_slurmd(run: SlurmRun, chance: Random) -> None:
     """Kill a node's slurmd, and start it again before or after Slurm notices (SlurmdTimeout is 10 s)."""
-    node = chance.choice(run.nodes())
-    run.cluster.call("node", node, "--", "pkill", "-KILL", "-x", "slurmd")
+    node = chance.choice(wait_for(run, run.nodes))
+    run.cluster.call("node", node, "--", "pkill", "-KILL", "-x", "slurmd", check=False)
     time.sleep(chance.choice([3, 25]))
     run.cluster.call("node", node, "--", "sh", "-c", "exec setsid --fork slurmd -D >/dev/null 2>&1")
 

@@ -32,8 +32,7 @@ def kill(pids: Iterable[int]) -> None:
 
 def kill_rank(run: Run, chance: Random) -> None:
     """Kill a rank at random."""
-    wait_for(run, run.ranks)
-    ranks = run.ranks()
+    ranks = wait_for(run, run.ranks)
     kill([ranks[chance.choice(sorted(ranks))]])
 
 

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from safetensors.numpy import load_file
 from waiting import PATIENCE_SECONDS
@@ -16,6 +16,8 @@ from waiting import PATIENCE_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from random import Random
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass
@@ -43,12 +45,14 @@ class Run(ABC):
         """Return the end of what it printed."""
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        """Return its records of a kind; none while the file can't be read."""
+        """Return its records of a kind; none while the file can't be read. Lines that were cut off are skipped."""
+        found = []
         with contextlib.suppress(OSError):
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-            found = (json.loads(line) for line in lines if f'"event": "{event}"' in line and line.endswith("}"))
-            return [record for record in found if record["event"] == event]
-        return []
+            for line in (self.folder / "metrics.jsonl").read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    record = json.loads(line) if f'"event": "{event}"' in line else {}
+                    found += [record] if record.get("event") == event else []
+        return found
 
     def step(self) -> int:
         """Return its last step."""
@@ -67,13 +71,14 @@ class Run(ABC):
         return sorted((self.folder / "checkpoints").glob("step-*"))
 
 
-def wait_for(run: Run, condition: Callable[[], object]) -> None:
-    """Return once a condition holds, or raise with what the run printed."""
+def wait_for(run: Run, condition: Callable[[], ValueT]) -> ValueT:
+    """Return what a condition returns once that is true, or raise with what the run printed."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{run.folder.name}, at step {run.step()}: {run.output()}")
         time.sleep(0.1)
+    return found
 
 
 class Site(Protocol):
