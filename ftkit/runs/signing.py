@@ -21,6 +21,8 @@ Purpose = Literal["ftkit-bundle", "ftkit-image"]
 PRINCIPAL: Final = "ftkit"
 """Identity of the signer in ssh-keygen's allowed-signers file."""
 SUFFIXES: dict[Signer, str] = {"minisign": ".minisig", "ssh-keygen": ".sig", "cosign": ".sigstore.json"}
+_UNLOGGED: Final = "--tlog-upload=false"
+"""cosign would publish each signature in a public log for good, through the internet; with a key, no log is needed."""
 _MAX_KEY_BYTES: Final = 1 << 20
 _KEY_MARKS: Final[dict[str, Signer]] = {
     "minisign": "minisign",
@@ -75,8 +77,10 @@ def sign(path: Path, key: Path, signer: Signer, purpose: Purpose) -> Path:
     commands: dict[Signer, list[str]] = {
         "minisign": ["minisign", "-S", "-s", str(key), "-m", str(path), "-x", str(signature)],
         "ssh-keygen": ["ssh-keygen", "-Y", "sign", "-f", str(key), "-n", purpose, str(path)],
-        "cosign": ["cosign", "sign-blob", "--yes", "--key", str(key), "--bundle", str(signature), str(path)],
+        "cosign": ["cosign", "sign-blob", "--yes", _UNLOGGED, "--key", str(key), "--bundle", str(signature), str(path)],
     }
+    if signer == "cosign" and "--use-signing-config" in process.run(["cosign", "sign-blob", "--help"]).stdout:
+        commands[signer].insert(2, "--use-signing-config=false")  # from 2.6 on; its services include the public log
     if sys.stdin is not None and sys.stdin.isatty():
         code, output = process.run_asking(commands[signer]), ""
     else:
@@ -139,7 +143,10 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
         allowed = _allowed_signers(key, Path(folder)) if signer == "ssh-keygen" else key
         commands: dict[Signer, list[str]] = {
             "minisign": ["minisign", "-V", "-p", str(key), "-m", str(path), "-x", str(signature)],
-            "cosign": ["cosign", "verify-blob", "--key", str(key), "--bundle", str(signature), str(path)],
+            "cosign": [
+                "cosign", "verify-blob", "--insecure-ignore-tlog=true", "--key", str(key), "--bundle", str(signature),
+                str(path),
+            ],
             "ssh-keygen": [
                 "ssh-keygen", "-Y", "verify", "-f", str(allowed), "-I", PRINCIPAL, "-n", purpose, "-s", str(signature),
             ],

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from ftkit.runs.signing import (
     verify_beside,
 )
 
+if TYPE_CHECKING:
+    from conftest import FakePrograms
+
 
 @dataclass(frozen=True)
 class KeyPair:
@@ -34,8 +38,9 @@ class KeyPair:
 def make_keys(signer: Signer, folder: Path, name: str) -> KeyPair:
     if shutil.which(signer) is None:
         pytest.skip(f"needs {signer}")
-    private, public = folder / name, folder / f"{name}.pub"
+    private, public = folder / (f"{name}.key" if signer == "cosign" else name), folder / f"{name}.pub"
     commands = {
+        "cosign": ["cosign", "generate-key-pair", "--output-key-prefix", folder / name],
         "ssh-keygen": ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", private],
         "minisign": ["minisign", "-G", "-W", "-s", private, "-p", public],
     }
@@ -43,8 +48,9 @@ def make_keys(signer: Signer, folder: Path, name: str) -> KeyPair:
     return KeyPair(signer, private, public)
 
 
-@pytest.fixture(params=["ssh-keygen", "minisign"])
-def keys(request: pytest.FixtureRequest, tmp_path: Path) -> KeyPair:
+@pytest.fixture(params=["ssh-keygen", "minisign", "cosign"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeyPair:
+    monkeypatch.setenv("COSIGN_PASSWORD", "")
     return make_keys(request.param, tmp_path, "key")
 
 
@@ -67,6 +73,19 @@ def test_a_signature_is_valid_only_for_its_file_and_key(keys: KeyPair, file: Pat
     sign(file, make_keys(keys.signer, tmp_path, "other").private, keys.signer, "ftkit-bundle")
     with pytest.raises(SignatureError, match="does not match its signature"):
         verify_beside(file, keys.public, "ftkit-bundle")
+
+
+@pytest.mark.parametrize("newer", ["", "--use-signing-config=true:"])
+def test_cosign_publishes_nothing_in_a_public_log(newer: str, file: Path, programs: FakePrograms) -> None:
+    signature = file.with_name(file.name + SUFFIXES["cosign"])
+    programs.add("cosign", f'case "$*" in *--help*) echo "{newer}" ;; *) : >"{signature}" ;; esac')
+    (file.parent / "key.pub").write_text("-----BEGIN PUBLIC KEY-----\n")
+    sign(file, file.parent / "key", "cosign", "ftkit-bundle")
+    verify_beside(file, file.parent / "key.pub", "ftkit-bundle")
+    signed, verified = [call for call in programs.calls() if "--help" not in call]
+    assert "--tlog-upload=false" in signed
+    assert ("--use-signing-config=false" in signed) == bool(newer)
+    assert "--insecure-ignore-tlog=true" in verified
 
 
 def test_a_public_key_does_not_sign_and_a_private_one_does_not_verify(keys: KeyPair, file: Path) -> None:
