@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.train.distributed.checks import ProbeResult, run_probe, verify_isolation
+from ftkit.train.distributed.checks import verify_isolation
+from ftkit.train.distributed.probe import ProbeResult, run_probe
 from ftkit.train.model.build import why_not_packed
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights

@@ -28,8 +28,9 @@ from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
+from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method

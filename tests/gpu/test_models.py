@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
-from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits
+from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights

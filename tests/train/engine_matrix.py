@@ -40,9 +40,10 @@ from ftkit.planning.estimates.parameters import count_repeated_parameters, metho
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.checks import run_probe, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.probe import run_probe
 from ftkit.train.distributed.tensor_parallel import whole_pack_attention
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ShardingOptions

@@ -30,10 +30,6 @@ from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import (
-    ProbeResult,
-    _packed_layout,
-    _padded_layout,
-    run_probe,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -41,6 +37,7 @@ from ftkit.train.distributed.checks import (
     verify_targets,
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, implementation_of
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
