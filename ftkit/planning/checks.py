@@ -13,7 +13,7 @@ from ftkit.families import MEASURED, UNPACKED
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
-from ftkit.planning.job_checks import check_image, check_mounts, check_placement, image_origin
+from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit, image_origin
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *_adapters(recipe, model),
         *_added_tokens(recipe, model),
         *check_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
+        *check_time_limit(cluster, recipe.resources.time_limit),
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
         *_tensor_parallel(recipe, shape, processes_per_node),

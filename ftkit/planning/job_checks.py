@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ftkit.config.cluster import format_time_limit, parse_time_limit
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.errors import Problem
@@ -43,6 +44,25 @@ def check_placement(
             f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
             f"Use at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
+
+
+def check_time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:
+    """Yield the reason why a job would be asked to stop as soon as it starts, again after each requeue.
+
+    Slurm may send the signal up to a minute early (`sbatch --signal`).
+    """
+    limit = cluster.limit_time(wanted)
+    seconds = parse_time_limit(limit) if limit else None
+    shortest = cluster.stop_signal_seconds + 60
+    if cluster.scheduler == "slurm" and cluster.stop_signal_seconds and seconds and seconds <= shortest:
+        is_wanted = wanted is not None and limit == wanted
+        yield Problem(
+            COMMAND_LINE if is_wanted else f"cluster {cluster.name}",
+            "resources.time_limit" if is_wanted else "time_limit",
+            f"{limit} is too short: Slurm asks the job to stop {cluster.stop_signal_seconds} s before its end "
+            "(stop_signal_seconds in the profile), or a minute earlier, so it would never train for long.",
+            f"Use more than {format_time_limit(shortest)}.",
+        )
 
 
 def check_image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:

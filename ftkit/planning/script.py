@@ -11,7 +11,7 @@ from ftkit.config.training import ResourcesSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.planning.job import JobPlan
-from ftkit.planning.job_checks import check_image, check_mounts, check_placement
+from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit
 from ftkit.planning.plan import (
     PlanError,
     RunPlan,
@@ -111,6 +111,7 @@ def _find_problems(
     script: Script, cluster: ClusterProfile, request: RunRequest, num_nodes: int, per_node: int
 ) -> Iterator[Problem]:
     yield from check_placement(cluster, request, num_nodes, per_node, script.resources.spare_nodes)
+    yield from check_time_limit(cluster, script.resources.time_limit)
     yield from check_image(cluster, request)
     folders = site_folders(cluster, request.workspace, num_nodes)
     owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)

@@ -48,6 +48,7 @@ class RunResults:
         num_processes: number of processes of the newest start.
         cost: cost of all GPUs in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: number of times that training was restarted.
+        restart_reasons: for each restart, why the start before it ended; empty if it was not recorded.
         gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
         gpu_power: mean of a GPU, in W.
         energy_kwh: energy of all GPUs.
@@ -64,6 +65,7 @@ class RunResults:
     measured_gib: float | None
     training_seconds: float | None
     num_restarts: int
+    restart_reasons: tuple[str, ...] = ()
     held_seconds: float | None = None
     num_processes: int | None = None
     cost: float | None = None
@@ -120,6 +122,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
     last = history.last_step
     after = history.last_evaluation
     gpus = summarize_samples(read_samples(layout))
+    restarts = list_restarts(layout)
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
@@ -131,7 +134,8 @@ def read_run(layout: RunLayout) -> ComparedRun:
         predicted_gib=_predicted_gib(plan),
         measured_gib=history.peak_gib,
         training_seconds=history.training_seconds,
-        num_restarts=len(list_restarts(layout)),
+        num_restarts=len(restarts),
+        restart_reasons=tuple(each.reason for each in restarts),
         held_seconds=history.held_seconds,
         num_processes=history.starts[-1].world_size if history.starts else None,
         cost=_cost(plan, history),

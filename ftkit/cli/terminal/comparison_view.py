@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
         ids=[run.id for run in runs],
         results=_results(runs),
         differences=[(_title(each), list(map(_short, each.values))) for each in find_differences(runs)],
-        verdicts=_verdicts(runs),
+        verdicts=[*_restarts(runs), *_verdicts(runs)],
         charts=draw_comparison(layouts, names),
     )
 
@@ -55,8 +56,8 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         columns = (Column("TOKENS", is_number=True), *(Column(f"LOSS {name}", is_number=True) for name in names))
         terminal.table(columns, [(count(tokens), *(f"{loss:.4f}" for loss in losses)) for tokens, losses in points])
     terminal.text(is_data=True)
-    for verdict in _verdicts(runs):
-        terminal.text(verdict, is_data=True)
+    for line in (*_restarts(runs), *_verdicts(runs)):
+        terminal.text(line, is_data=True)
 
 
 def _names(number: int) -> list[str]:
@@ -66,6 +67,17 @@ def _names(number: int) -> list[str]:
 
 def _title(difference: Difference) -> str:
     return f"{difference.section}: {difference.key}".removeprefix("recipe: ")
+
+
+def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return a line for each run that was restarted, with the reasons, without the errors' texts."""
+    lines = []
+    for name, run in zip(_names(len(runs)), runs, strict=True):
+        found = Counter(each.partition(":")[0] for each in run.results.restart_reasons if each)
+        if found:
+            reasons = ", ".join(reason if number == 1 else f"{reason} ({number})" for reason, number in found.items())
+            lines.append(f"{name} was restarted after: {reasons}")
+    return lines
 
 
 def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:

@@ -57,6 +57,20 @@ def test_a_comparison_as_json_is_complete(ftkit: Callable[..., Result], make_run
     assert "from 8.19 k tokens on" in ftkit("compare", "one", "two").out
 
 
+def test_the_reasons_of_restarts_are_counted(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    one, two = make_run("one"), make_run("two")
+    for run in (one, two):
+        records.write(run, records.step(1, 2.0))
+    ends = ["", "canceled", "rank 0 on n1 failed: RuntimeError: no", "canceled"]
+    two.layout.manifest.write_text(
+        json.dumps({"starts": [{"time": float(n), "after": each} for n, each in enumerate(ends)]})
+    )
+    out = ftkit("compare", "one", "two").out
+    assert "B was restarted after: canceled (2), rank 0 on n1 failed\n" in out
+    results = json.loads(ftkit("compare", "one", "two", "--json").out)["results"]
+    assert [results[run.id]["restart_reasons"] for run in (one, two)] == [[], ends[1:]]
+
+
 def test_power_and_energy_are_compared_if_sampled(
     ftkit: Callable[..., Result], make_run: RunMaker, records: Any
 ) -> None:
