@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -72,6 +73,7 @@ def read_yaml(path: Path) -> Layers:
     return parse_bytes(data, str(path))
 
 
+@lru_cache(maxsize=128)  # many recipes extend the same file, and parsing it takes longer than all else
 def parse_bytes(data: bytes, where: str) -> Layers:
     """Parse a file's content, as `read_yaml` does; `where` is its name in messages."""
     if len(data) > MAX_BYTES:

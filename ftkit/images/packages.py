@@ -46,12 +46,12 @@ def python_packages(document: Path) -> frozenset[str] | None:
 def _python_packages() -> list[dict[str, Any]]:
     found = {}
     for package in metadata.distributions():
-        name = package.metadata["Name"]
-        if name:
-            found[f"{_PYPI}{normalize_name(name)}@{quote(package.version, safe='')}"] = (name, package)
+        fields = package.metadata  # parsed at each access
+        if fields["Name"]:
+            found[f"{_PYPI}{normalize_name(fields['Name'])}@{quote(fields['Version'], safe='')}"] = fields
     return [
-        _component(url, name, package.version, package.metadata.json.get("license_expression"))
-        for url, (name, package) in found.items()
+        _component(url, fields["Name"], fields["Version"], fields.json.get("license_expression"))
+        for url, fields in found.items()
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.data.files import count_rows, find_files, read_file
@@ -96,6 +96,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.dictionaries(st.text(max_size=5), json_values, max_size=4), max_size=8),
     st.booleans(),

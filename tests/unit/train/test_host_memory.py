@@ -4,8 +4,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
-
 from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
