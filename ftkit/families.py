@@ -113,6 +113,8 @@ class Family:
         has_sinks: whether each query head has a learned attention sink.
         has_output_gate: whether `q_proj` also computes a gate for the attention's output.
         expert_bias: whether router and experts have biases.
+        expert_parts: names of an expert's matrices in files: those that transformers 5 joins to `gate_up_proj`, and
+            that of `down_proj`; none where files have them joined.
         savings: activations that a layer saves for its backward pass.
         usual_experts: assumed experts if config.json can't be read.
     """
@@ -129,6 +131,7 @@ class Family:
     has_sinks: bool = False
     has_output_gate: bool = False
     expert_bias: bool = False
+    expert_parts: tuple[tuple[str, ...], tuple[str, ...]] = (("gate_proj", "up_proj"), ("down_proj",))
     savings: LayerSavings = _PLAIN
     usual_experts: UsualExperts | None = None
 
@@ -188,7 +191,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BASE, "vocab_size": 32_000, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
-        usual_experts=UsualExperts(8, 2, 1),
+        expert_parts=(("w1", "w3"), ("w2",)), usual_experts=UsualExperts(8, 2, 1),
     ),
     "olmoe": Family(
         defaults={
@@ -212,7 +215,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 4,
         },
         full_attention_every=2, bias=(*_QKV, "o_proj"), has_sinks=True, expert_bias=True,
-        usual_experts=UsualExperts(128, 4, 1),
+        expert_parts=((), ()), usual_experts=UsualExperts(128, 4, 1),
     ),
     "gemma4_text": Family(
         defaults={
@@ -221,7 +224,7 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
             "global_head_dim": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
         },
-        full_attention_every=6, last_is_full=True, qk_norm="head", num_norms=4, savings=_GEMMA,
+        full_attention_every=6, last_is_full=True, qk_norm="head", num_norms=4, expert_parts=((), ()), savings=_GEMMA,
     ),
     "qwen3_5_text": Family(
         defaults={

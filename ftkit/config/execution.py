@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ftkit.config.model import ExpertMatrix
     from ftkit.config.training import LoraSpec, Quantization
 
 GIB: Final = 2**30
@@ -50,6 +51,12 @@ class ParameterCounts:
 def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
     """Count the parameters of the adapter of one projection."""
     return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
+
+
+def expert_adapter_size(lora: LoraSpec, matrix: ExpertMatrix) -> int:
+    """Count the parameters of the adapters of one matrix of all experts of a layer; 0 if it is no target."""
+    rank = matrix.num_ranks(lora.targets) * lora.rank
+    return matrix.experts * rank * (matrix.inputs + matrix.outputs)
 
 
 ROWWISE: Final = frozenset({"o_proj", "down_proj"})

@@ -1,5 +1,6 @@
 """The model: its weights, its architecture and its tokenizer."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -159,6 +160,41 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class ExpertMatrix:
+    """A matrix that each routed expert has; transformers 5 stacks those of a layer in one parameter.
+
+    Attributes:
+        name: name of the parameter, and a target of adapters.
+        parts: names of the matrices that it is joined from, such as `gate_proj` and `up_proj`: targets too.
+        experts: experts of a layer.
+        inputs: columns of an expert's matrix.
+        outputs: its rows.
+        count: layers that have it.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    experts: int
+    inputs: int
+    outputs: int
+    count: int
+
+    def num_ranks(self, targets: Collection[str]) -> int:
+        """Return how many times the rank of other adapters the adapter of each expert has; 0 without one.
+
+        The parts share an adapter with the rank of all together, as in peft.
+        """
+        if self.name in targets:
+            return 1
+        return len(self.parts) if self.parts and {*self.parts} <= {*targets} else 0
+
+    def missing_parts(self, targets: Collection[str]) -> list[str]:
+        """Return the parts that are no targets although others are: parts are adapted together or not at all."""
+        missing = [part for part in self.parts if part not in targets]
+        return missing if self.name not in targets and len(missing) < len(self.parts) else []
+
+
+@dataclass(frozen=True)
 class AttentionLayers:
     """Decoder layers whose attention costs the same.
 
@@ -197,6 +233,7 @@ class ModelCounts:
         experts_per_token: experts that a token is routed to; 0 without any.
         linears: the linear layers in the decoder layers, without experts that are stacked in one tensor.
         attention: the attention of all decoder layers; empty: derived from the shape.
+        expert_matrices: the matrices of routed experts that can get adapters.
     """
 
     source: CountSource
@@ -208,6 +245,7 @@ class ModelCounts:
     experts_per_token: int
     linears: tuple[Linear, ...]
     attention: tuple[AttentionLayers, ...] = ()
+    expert_matrices: tuple[ExpertMatrix, ...] = ()
 
     @property
     def total(self) -> int:

@@ -65,8 +65,9 @@ class LoraSpec(Spec):
     dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
     """Dropout probability of an adapter's inputs during training."""
     targets: tuple[ProjectionName, ...] = ()
-    """Linear layers of each decoder layer that get an adapter. If empty: those of attention and feed-forward layers;
-    with experts, which are not linear layers, those of attention only."""
+    """Linear layers of each decoder layer that get an adapter, and matrices of its routed experts (`gate_proj`,
+    `up_proj`, `down_proj`). If empty: those of attention and feed-forward layers; in a mixture of experts, those of
+    attention only."""
     use_rslora: bool = False
     """Rank-stabilized scaling (Kalajdzievski 2023)."""
     use_dora: bool = False
@@ -75,7 +76,12 @@ class LoraSpec(Spec):
     @property
     def scaling(self) -> float:
         """The factor of the adapters' output."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return self.scaling_of(1)
+
+    def scaling_of(self, num_ranks: int) -> float:
+        """Return the factor of an adapter with `num_ranks` times the rank and alpha."""
+        rank = num_ranks * self.rank
+        return num_ranks * self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @model_validator(mode="after")
     def _each_target_once(self) -> Self:

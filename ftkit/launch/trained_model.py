@@ -12,13 +12,14 @@ from ftkit.config.strict import RUN
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD
+from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import MARKER, choose_step
 from ftkit.runs.find import find_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from ftkit.config.recipe import RecipePlan
     from ftkit.config.training import LoraSpec
@@ -191,7 +192,6 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
         yield "peft_type", f"these are adapters of kind {stored.get('peft_type')}; ftkit trains LORA.", merge
         return
     reasons = {
-        "target_parameters": "it adapts parameters that are not linear layers, such as the experts of a layer.",
         "modules_to_save": "it trains full modules in addition to the adapters.",
         "trainable_token_indices": "it trains rows of the embedding in addition to the adapters.",
         "rank_pattern": "it has adapters of several ranks.",
@@ -199,13 +199,24 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
         "bias": "it trains biases in addition to the adapters.",
         "lora_bias": "its adapters have biases.",
     }
-    known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT}
+    known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT, "target_parameters"}
+    if _has_joined_experts(stored):
+        known |= {"rank_pattern", "alpha_pattern"}
     for key, value in stored.items():
         if key == "init_lora_weights":
             if value not in _INIT_KEEPS_BASE:
                 yield key, f"'{value}' changed the base model's weights when training began.", merge
         elif key not in known and value and value != "none":
             yield key, reasons.get(key, f"ftkit does not train adapters with {key}."), merge
+
+
+def _has_joined_experts(stored: Mapping[str, Any]) -> bool:
+    """Return whether the only other ranks are multiples for parameters of experts, with the same scale."""
+    ranks, alphas = stored.get("rank_pattern") or {}, stored.get("alpha_pattern") or {}
+    rank, alpha = stored.get("r"), stored.get("lora_alpha")
+    if not stored.get("target_parameters") or not rank or not alpha or ranks.keys() != alphas.keys():
+        return False
+    return all(ranks[name] * alpha == alphas[name] * rank and ranks[name] % rank == 0 for name in ranks)
 
 
 def check_adapter(recipe: RecipePlan) -> None:
@@ -228,12 +239,26 @@ def check_adapter(recipe: RecipePlan) -> None:
         for key, name in _LORA_KEYS.items()
         if there.get(name) is not None and there[name] != getattr(lora, key)
     ]
-    targets = there.get("target_modules")
-    if isinstance(targets, list) and {*targets} != {*lora.targets}:
-        what = f"[{', '.join(lora.targets)}] in the recipe, [{', '.join(sorted(targets))}] there."
+    targets, own = there.get("target_modules"), {*lora.targets}
+    if there.get("target_parameters"):
+        parameters = [name.removesuffix(".weight") for name in there["target_parameters"]]
+        targets = [*targets, *(name.rpartition(".")[2] for name in parameters)] if isinstance(targets, list) else None
+        own = _targets_in_peft(recipe, lora)
+    if isinstance(targets, list) and {*targets} != own:
+        what = f"[{', '.join(sorted(own))}] in the recipe, [{', '.join(sorted(targets))}] there."
         problems.append(Problem(where, "training.lora.targets", what, fix))
     if problems:
         raise ConfigError(problems)
+
+
+def _targets_in_peft(recipe: RecipePlan, lora: LoraSpec) -> set[str]:
+    """Return the adapted linear layers and parameters of experts: `gate_up_proj` for `gate_proj` and `up_proj`."""
+    counts, targets = count_model(recipe.model.architecture), {*lora.targets}
+    linears = {each.name for each in counts.linears}
+    for matrix in counts.expert_matrices:
+        if matrix.num_ranks(lora.targets):
+            targets = targets - ({*matrix.parts} - linears) | {matrix.name}
+    return targets
 
 
 def _as_peft(lora: LoraSpec | None) -> dict[str, Any]:

@@ -222,16 +222,30 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
 
 
 def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:
-    adapters, counts = recipe.training.adapters, count_model(shape)
-    known = list(dict.fromkeys(linear.name for linear in counts.linears))
-    unknown = [name for name in adapters.targets if name not in known] if adapters else []
+    adapters, counts, where = recipe.training.adapters, count_model(shape), f"recipe {recipe.name}"
     # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
-    is_known = shape.is_measured or (counts.is_exact and cluster.runtime == "none")
-    if unknown and is_known:
+    if adapters is None or not (shape.is_measured or (counts.is_exact and cluster.runtime == "none")):
+        return
+    of_experts = [name for each in counts.expert_matrices for name in (each.parts or (each.name,))]
+    known = list(dict.fromkeys((*(linear.name for linear in counts.linears), *of_experts)))
+    accepted = {*known, *(each.name for each in counts.expert_matrices)}
+    if unknown := [name for name in adapters.targets if name not in accepted]:
         yield Problem(
-            f"recipe {recipe.name}", "training.lora.targets",
-            f"{', '.join(unknown)}: {shape.family} has no such projection.", f"It has {', '.join(known)}.",
+            where, "training.lora.targets", f"{', '.join(unknown)}: {shape.family} has no such projection.",
+            f"It has {', '.join(known)}.",
         )  # fmt: skip
+    for matrix in counts.expert_matrices:
+        if missing := matrix.missing_parts(adapters.targets):
+            yield Problem(
+                where, "training.lora.targets",
+                f"{' and '.join(matrix.parts)} of the experts are adapted together: {', '.join(missing)} is missing.",
+                "Name all of them, or none.",
+            )  # fmt: skip
+        if adapters.use_dora and matrix.num_ranks(adapters.targets):
+            yield Problem(
+                where, "training.lora.use_dora", f"{matrix.name} of the experts has no DoRA, in peft neither.",
+                "Leave it out, or name other layers in training.lora.targets.",
+            )  # fmt: skip
 
 
 def _load_balancing(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:

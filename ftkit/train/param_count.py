@@ -18,13 +18,14 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized
+from ftkit.config.execution import ParameterCounts, adapter_size, expert_adapter_size, is_quantized
 from ftkit.config.experts import Experts, read_experts
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import count_attention
 from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.linears import linear_sizes, linears_in_layers
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def count_modules(model: Any, feed_forward: int) -> ModelCounts:
         experts_per_token=0 if experts is None else experts.per_token,
         linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
         attention=count_attention(config) if has_heads else (),
+        expert_matrices=expert_matrices(model),
     )
 
 
@@ -104,6 +106,7 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
         return ParameterCounts(total=base, trained=base)
     targeted = find_targets(model, lora.targets)
     adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
+    adapters += sum(each.count * expert_adapter_size(lora, each) for each in expert_matrices(model))
     return ParameterCounts(base + adapters, adapters, _count_quantized(model, training))
 
 
@@ -111,13 +114,15 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, in
     """Return the numbers of inputs and outputs of the linear layers that get an adapter.
 
     Raises:
-        TrainingError: the model has no linear layer of a target's name.
+        TrainingError: the model has no linear layer, and no matrix of experts, of a target's name.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if (sizes := linear_sizes(module)) is not None:
             found.setdefault(name.rpartition(".")[2], []).append(sizes)
-    missing = [target for target in targets if target not in found]
+    of_experts = {name for each in expert_matrices(model) for name in (each.parts or (each.name,))}
+    of_experts |= {each.name for each in expert_matrices(model)}
+    missing = [target for target in targets if target not in found and target not in of_experts]
     if missing:
         available = dict.fromkeys(name.rpartition(".")[2] for name, *_ in linears_in_layers(model))
         others = {
@@ -135,7 +140,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, in
             if available
             else "set training.method=full",
         )
-    return [sizes for target in targets for sizes in found[target]]
+    return [sizes for target in targets for sizes in found.get(target, ())]
 
 
 def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:

@@ -94,6 +94,7 @@ def test_the_formula_matches_the_model_class(family: str, variant: dict[str, Any
     if TRANSFORMERS_5:  # in transformers 4, experts were modules
         assert sorted(map(str, planned.linears)) == sorted(map(str, counted.linears))
         assert planned.attention == counted.attention
+        assert sorted(map(str, planned.expert_matrices)) == sorted(map(str, counted.expert_matrices))
 
 
 @pytest.mark.parametrize("family", WITH_FORMULA)

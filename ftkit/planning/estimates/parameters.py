@@ -8,13 +8,19 @@ them with the real classes. For other families they are estimates, unless the pa
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.execution import ParameterCounts, adapter_size, is_quantized, whole_adapter_size
+from ftkit.config.execution import (
+    ParameterCounts,
+    adapter_size,
+    expert_adapter_size,
+    is_quantized,
+    whole_adapter_size,
+)
 from ftkit.config.experts import has_routed_experts, read_experts
-from ftkit.config.model import ArchitecturePlan, AttentionLayers, Linear, ModelCounts
+from ftkit.config.model import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.families import FAMILIES, family_of
@@ -107,15 +113,21 @@ def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
 
 
 def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices per projection, and DoRA's magnitudes."""
+    """Count the parameters of all adapters: two narrow matrices per projection, and DoRA's magnitudes.
+
+    Of experts, each has its own.
+    """
     counts = count_model(shape)
     adapters = sum(
         linear.count * adapter_size(lora, linear.inputs, linear.outputs)
         for linear in counts.linears
         if linear.name in lora.targets
     )
+    adapters += sum(matrix.count * expert_adapter_size(lora, matrix) for matrix in counts.expert_matrices)
     # For families with other projections, an estimate.
-    unknown = set() if counts.is_exact else set(lora.targets) - {linear.name for linear in counts.linears}
+    known = {linear.name for linear in counts.linears}
+    known |= {name for matrix in counts.expert_matrices for name in (matrix.name, *matrix.parts)}
+    unknown = set() if counts.is_exact else set(lora.targets) - known
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
 
 
@@ -159,7 +171,7 @@ class _Layer:
     Attributes:
         linears: numbers of inputs and outputs of its linear layers, by name.
         others: parameters of other matrices that are active for every token: routers and convolutions.
-        experts: parameters of the matrices of all routed experts.
+        experts: the matrices of its routed experts.
         active_experts: parameters of the matrices of the experts that a token is routed to.
         vectors: parameters of norms, biases, scales and sinks.
         feed_forward: width of the feed-forward layer that a token passes through.
@@ -167,7 +179,7 @@ class _Layer:
 
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
     others: int = 0
-    experts: int = 0
+    experts: tuple[ExpertMatrix, ...] = ()
     active_experts: int = 0
     vectors: int = 0
     feed_forward: int = 0
@@ -192,13 +204,15 @@ class _Layer:
 
     @property
     def total(self) -> int:
-        return self.in_linears + self.others + self.experts + self.vectors
+        experts = sum(each.experts * each.inputs * each.outputs for each in self.experts)
+        return self.in_linears + self.others + experts + self.vectors
 
 
 def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
     family, experts = family_of(str(config.get("model_type"))), read_experts(config)
     layers = [_layer(config, family, experts, index) for index in range(config["num_hidden_layers"])]
     linears = Counter((name, *sizes) for layer in layers for name, sizes in layer.linears.items())
+    matrices = Counter(matrix for layer in layers for matrix in layer.experts)
     return ModelCounts(
         source,
         layers=sum(layer.total for layer in layers),
@@ -209,6 +223,7 @@ def _count(config: Mapping[str, Any], source: CountSource) -> ModelCounts:
         experts_per_token=experts.per_token if experts else 0,
         linears=tuple(Linear(*kind, count) for kind, count in linears.items()),
         attention=count_attention(config),
+        expert_matrices=tuple(replace(matrix, count=count) for matrix, count in matrices.items()),
     )
 
 
@@ -305,7 +320,10 @@ def _experts(config: Mapping[str, Any], family: Family, experts: Experts) -> _La
     hidden, wide = config["hidden_size"], experts.shared_width
     each = _MATRICES_OF_AN_EXPERT * hidden * experts.width
     routed = _Layer(
-        experts=experts.num * each,
+        experts=(
+            ExpertMatrix("gate_up_proj", family.expert_parts[0], experts.num, hidden, 2 * experts.width, 1),
+            ExpertMatrix("down_proj", family.expert_parts[1], experts.num, experts.width, hidden, 1),
+        ),
         active_experts=experts.per_token * each,
         vectors=experts.num * (1 + 2 * experts.width + hidden) if family.expert_bias else 0,
         feed_forward=experts.per_token * experts.width + wide,

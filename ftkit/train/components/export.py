@@ -32,6 +32,8 @@ from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
+from ftkit.train.model.expert_adapters import transposed_experts
+from ftkit.train.model.expert_peft import to_peft
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
@@ -211,7 +213,8 @@ class Exporter:
         lora = self._parts.recipe.training.adapters
         if lora is None:
             return self._with_untrained(self._trained)
-        return MergedTensors(self._required_base(), self._trained, lora, dtype, transposed_weights(self._plain))
+        transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
+        return MergedTensors(self._required_base(), self._trained, lora, dtype, transposed)
 
     def _write_adapters(self, dtype: torch.dtype, folder: Path) -> dict[str, SavedFile]:
         """Write the files for `PeftModel.from_pretrained` on the pretrained model, which may be multimodal.
@@ -222,12 +225,12 @@ class Exporter:
         if lora is None:
             raise AssertionError("a run without adapters exports the full model")
         names = peft_names(self._plain, filter(is_adapter, self._trained), is_wrapped=is_wrapped)
-        named = {stored: self._trained[name].to(dtype) for name, stored in names.items()}
+        named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in names.items()}
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(lora, base=self._parts.recipe.model.weights, model=self._plain)
         if is_wrapped:
-            config.target_modules = wrapped_targets(lora.targets)
+            config.target_modules = wrapped_targets(each for each in lora.targets if each in config.target_modules)
         config.save_pretrained(str(folder))
         return files
 

@@ -15,9 +15,17 @@ from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import adapt_experts, check_expert_targets, expert_matrices
+from ftkit.train.model.expert_peft import (
+    add_experts,
+    from_peft,
+    is_of_experts,
+    peft_names_of_experts,
+    shape_in_peft,
+)
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.lazy_tensors import LazyTensors
-from ftkit.train.model.linears import transposed_weights
+from ftkit.train.model.linears import linear_sizes, transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
@@ -95,20 +103,29 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, ou
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
 
-    if fused := targets_of_experts(model, lora):
+    matrices = expert_matrices(model)
+    check_expert_targets(matrices, lora)
+    of_experts = {name for each in matrices if each.num_ranks(lora.targets) for name in (each.name, *each.parts)}
+    if fused := targets_of_experts(model, lora) - of_experts:
         raise TrainingError(
             f"training.lora.targets: {', '.join(sorted(fused))} would adapt the experts of a "
-            f"'{cast('Any', model).config.model_type}', which are not linear layers",
-            meaning="transformers holds the experts of a layer in one parameter; ftkit adapts linear layers, "
-            "and peft would load them onto the experts",
+            f"'{cast('Any', model).config.model_type}', which can't be adapted",
+            meaning="its class computes them in a way of its own; linear layers of the same name can't be adapted "
+            "either, because peft would load their adapters onto the experts",
             fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
         )
     is_empty = next(model.parameters()).is_meta
-    with warnings.catch_warnings():
-        # peft corrects its own setting for each layer, and warns of it.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
-        # Not wrapped in a PeftModel: parameters keep the names that they have in the family.
-        inject_adapter_in_model(peft_config(lora), cast("Any", model), ADAPTER, low_cpu_mem_usage=is_empty)
+    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if linear_sizes(module)}
+    if of_linears := tuple(target for target in lora.targets if target in linears):
+        config = peft_config(lora.model_copy(update={"targets": of_linears}))
+        with warnings.catch_warnings():
+            # peft corrects its own setting for each layer, and warns of it.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+            # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
+            # alone, peft does not know the family, whose experts it would adapt.
+            owner = find_decoder_layers(model) if of_experts else model
+            inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
+    adapt_experts(model, lora)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
@@ -169,22 +186,33 @@ class MergedTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, module = self._base[name], name.removesuffix("weight")
-        down = self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")
-        if down is None or module == name:
+        is_turned = name in self._transposed
+        if (down := self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
+            up, magnitude = (
+                self._adapters[f"{module}lora_B.{ADAPTER}.weight"],
+                self._adapters.get(module + DORA_MAGNITUDE),
+            )
+            merged = self._merged(weight.T if is_turned else weight, up, down, magnitude)
+            return merged.T.contiguous() if is_turned else merged
+        owner, _, matrix = name.rpartition(".")
+        if (down := self._adapters.get(f"{owner}.lora_A_{matrix}")) is None:
             return weight
-        if name in self._transposed:
-            return self._merged(weight.T, module, down).T.contiguous()
-        return self._merged(weight, module, down)
+        turned = weight.mT if is_turned else weight
+        factors = zip(turned, self._adapters[f"{owner}.lora_B_{matrix}"], down, strict=True)
+        experts = torch.stack([self._merged(*each) for each in factors])
+        return experts.mT.contiguous() if is_turned else experts
 
-    def _merged(self, weight: torch.Tensor, module: str, down: torch.Tensor) -> torch.Tensor:
-        """Merge the adapter of a layer into its matrix, [outputs, inputs]."""
-        up, down = self._adapters[f"{module}lora_B.{ADAPTER}.weight"].float(), down.float()
-        magnitude = self._adapters.get(module + DORA_MAGNITUDE)
+    def _merged(
+        self, weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, magnitude: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Merge an adapter into its matrix, [outputs, inputs]."""
+        up, down = up.float(), down.float()
+        scaling = self._lora.scaling_of(down.shape[0] // self._lora.rank)
         merged = torch.empty(weight.shape, dtype=self._dtype)
         height = max(1, _MERGED_AT_ONCE // weight.shape[1])
         for first in range(0, weight.shape[0], height):
             rows = slice(first, first + height)
-            sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=self._lora.scaling)
+            sums = weight[rows].to(torch.float32, copy=True).addmm_(up[rows], down, alpha=scaling)
             if magnitude is not None:
                 sums *= (magnitude[rows].float() / torch.linalg.norm(sums, dim=1))[:, None]
             merged[rows] = sums
@@ -209,7 +237,7 @@ def peft_config(lora: LoraSpec, *, base: str | None = None, model: nn.Module | N
     transposed = () if model is None else transposed_weights(model)
     from peft import LoraConfig, TaskType  # noqa: PLC0415 - takes seconds, and only adapters need it
 
-    return LoraConfig(
+    config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
         inference_mode=base is not None,
@@ -221,6 +249,9 @@ def peft_config(lora: LoraSpec, *, base: str | None = None, model: nn.Module | N
         use_dora=lora.use_dora,
         fan_in_fan_out=any(name.endswith(is_of_target) for name in transposed),
     )
+    if model is not None:
+        add_experts(config, model, lora, targets_of_experts(model, lora))
+    return config
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:
@@ -229,12 +260,12 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     Values depend only on the seed and the parameter's name, not on engine and number of processes.
     """
     for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
+        if ".lora_A" in name:
             shard = local_shard(parameter)
             generator = torch.Generator().manual_seed(_seed_of(name, seed))
-            bound = 1 / math.sqrt(shard.shape[1])
+            bound = 1 / math.sqrt(shard.shape[-1])
             shard.copy_from(torch.empty(shard.shape).uniform_(-bound, bound, generator=generator))
-        elif ".lora_B." in name:
+        elif ".lora_B" in name:
             local_shard(parameter).values.zero_()
 
 
@@ -251,15 +282,15 @@ def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> 
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     own_names = {exported: name for name, exported in peft_names(model, parameters, is_wrapped=is_wrapped).items()}
-    own_names |= {_peft_name(name): name for name in parameters}
+    own_names |= {_peft_name(name): name for name in parameters if not is_of_experts(name)}
     wanted = {name: local_shard(parameter) for name, parameter in parameters.items()}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
-        there = {name: torch.Size(file.get_slice(each).get_shape()) for name, each in stored.items()}
+        there = {name: file.get_slice(each).get_shape() for name, each in stored.items()}
         wrong = sorted(
             stored.get(name, _peft_name(name))
             for name in {*wanted, *there}
-            if name not in wanted or there.get(name) != wanted[name].shape
+            if name not in wanted or there.get(name) != shape_in_peft(name, wanted[name].shape)
         )
         if wrong:
             raise TrainingError(
@@ -268,7 +299,8 @@ def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> 
                 fix="set training.lora as the earlier run had it",
             )
         for name, shard in wanted.items():
-            shard.copy_from(file.get_tensor(stored[name]).to(shard.values.device))
+            tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)
+            shard.copy_from(tensor.to(shard.values.device))
 
 
 def _seed_of(name: str, seed: int) -> int:
@@ -277,8 +309,10 @@ def _seed_of(name: str, seed: int) -> int:
 
 def peft_names(model: PreTrainedModel, adapters: Iterable[str], *, is_wrapped: bool) -> dict[str, str]:
     """Return the names that `PeftModel.from_pretrained` expects, by a model's names of its adapters."""
+    names = [*adapters]
     name_of = wrapped_name if is_wrapped else partial(name_for_peft, model)
-    return {name: _peft_name(name_of(name)) for name in adapters}
+    of_linears = {name: _peft_name(name_of(name)) for name in names if not is_of_experts(name)}
+    return of_linears | peft_names_of_experts(model, names, wrapped_name if is_wrapped else str)
 
 
 def _peft_name(name: str) -> str:

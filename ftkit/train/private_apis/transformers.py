@@ -107,3 +107,24 @@ def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
     `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: a warning lists such tensors.
     """
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def computes_experts_one_by_one(config: PretrainedConfig) -> bool:
+    """Return whether a model computes stacked experts one after the other, as it does if their sizes are odd.
+
+    `config._experts_implementation`, transformers 5.0 to 5.23; only setting it has a public method. If it goes: keep
+    what `build_empty` decided.
+    """
+    return bool(config._experts_implementation == "eager")  # noqa: SLF001
+
+
+def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply sorted rows, [S, I], by the matrices of their experts, [E, I, O]; expert e has the rows before ends[e].
+
+    `transformers.integrations.moe._grouped_linear`, transformers 5.0 to 5.23: `torch._grouped_mm`, or a loop where
+    torch or its compiler lacks it. If it goes: `torch.nn.functional.grouped_mm`, which torch 2.10 and newer have.
+    """
+    from transformers.integrations.moe import _grouped_linear  # noqa: PLC0415 - transformers 5
+
+    product: torch.Tensor = _grouped_linear(rows, matrices, offs=ends, is_transposed=True)
+    return product

@@ -1,0 +1,197 @@
+"""Adapters of routed experts, whose matrices transformers 5 stacks in one parameter for each layer.
+
+For the tokens x that are routed to expert e: y = x W^T + s (x A^T) B^T with the expert's own W, A and B, each product
+grouped by expert. peft computes the same with W + s B A, which reads and writes the weights of all experts in each
+forward pass. The parts of a joined parameter, such as gate and up, share an adapter with the rank of both, as in peft.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ftkit.config.model import ExpertMatrix
+from ftkit.errors import TrainingError
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.private_apis.transformers import WeightConversions, computes_experts_one_by_one, grouped_mm
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from ftkit.config.training import LoraSpec
+
+_NDIM = 3
+_RANK_MULTIPLE = 8
+"""A grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16."""
+
+
+def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with the stacked experts of each decoder layer, and their names in it.
+
+    These are transformers' classes that are computed by grouped products; others can't be adapted.
+    """
+    for layer in find_decoder_layers(model):
+        yield from _experts_in(layer)
+
+
+def _experts_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that `transformers.integrations.moe.use_experts_implementation` has decorated."""
+    modules = layer.named_modules()
+    return [(name, each) for name, each in modules if hasattr(each, "is_transposed") and hasattr(each, "_apply_gate")]
+
+
+def expert_matrices(model: nn.Module) -> tuple[ExpertMatrix, ...]:
+    """Return the matrices of a model's routed experts that can get adapters."""
+    found = Counter(
+        ExpertMatrix(name, _parts(model, f"{path}.{name}"), *_sizes(experts, name), 1)
+        for path, experts in experts_in_layers(model)
+        for name in matrix_names(experts)
+    )
+    return tuple(replace(matrix, count=count) for matrix, count in found.items())
+
+
+def matrix_names(experts: nn.Module) -> list[str]:
+    """Return the names of the stacked matrices of a layer's experts, in the order in which peft wraps them."""
+    own = experts.named_parameters(recurse=False)
+    return [name for name, each in own if each.ndim == _NDIM and not name.startswith("lora_")]
+
+
+def transposed_experts(model: nn.Module) -> frozenset[str]:
+    """Return the names of the stacked matrices of a model without adapters that are [experts, inputs, outputs]."""
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if getattr(module, "is_transposed", False) is True and hasattr(module, "_apply_gate")
+        for name in matrix_names(module)
+    )
+
+
+def _sizes(experts: Any, name: str) -> tuple[int, int, int]:
+    """Return the number of experts, and the numbers of inputs and outputs of a matrix."""
+    num, rows, columns = getattr(experts, name).shape
+    return (num, rows, columns) if experts.is_transposed else (num, columns, rows)
+
+
+def _parts(model: Any, parameter: str) -> tuple[str, ...]:
+    """Return the names of the matrices in files that a stacked parameter is joined from."""
+    for converter in WeightConversions.of(model).converters:
+        targets = [pattern.strip("$^").removesuffix(".weight") for pattern in converter.target_patterns]
+        if any(f".{parameter}".endswith(f".{target.lstrip('.')}") for target in targets):
+            patterns = [pattern.strip("$^").removesuffix(".weight") for pattern in converter.source_patterns]
+            parts = tuple(pattern.rpartition(".")[2] for pattern in patterns)
+            if all(part.isidentifier() for part in parts):
+                return parts
+    return ()
+
+
+def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> None:
+    """Check that targets among the matrices of experts can be adapted.
+
+    Raises:
+        TrainingError: they can't.
+    """
+    for matrix in matrices:
+        if missing := matrix.missing_parts(lora.targets):
+            raise TrainingError(
+                f"training.lora.targets: without {', '.join(missing)}, the experts can't be adapted",
+                meaning=f"{' and '.join(matrix.parts)} of all experts of a layer are one parameter with one adapter",
+                fix=f"name all of them, or leave out {' and '.join(set(matrix.parts) - set(missing))}",
+            )
+        if lora.use_dora and matrix.num_ranks(lora.targets):
+            raise TrainingError(
+                f"training.lora.use_dora: {matrix.name} of the experts has no DoRA",
+                meaning="neither ftkit nor peft trains the magnitudes of stacked experts",
+                fix="set training.lora.use_dora=false, or name other layers in training.lora.targets",
+            )
+
+
+def adapt_experts(model: nn.Module, lora: LoraSpec) -> None:
+    """Add adapters in fp32 to the stacked experts that are targets; `init_adapters` initializes them."""
+    ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
+    if not any(ranks.values()):
+        return
+    for layer in find_decoder_layers(model):
+        for name, experts in _experts_in(layer):
+            adapted_class = _adapted_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
+            layer.set_submodule(name, adapted_class(experts, lora, ranks))
+
+
+class AdaptedExperts(nn.Module):
+    """Mixed into the class of a layer's experts, so that the names of their parameters don't change.
+
+    The adapters of a matrix, such as `down_proj`, are the parameters `lora_A_down_proj`, [E, R, inputs], and
+    `lora_B_down_proj`, [E, outputs, R].
+    """
+
+    def __init__(self, experts: nn.Module, lora: LoraSpec, ranks: dict[str, int]) -> None:
+        """Adopt the experts' parameters, submodules and attributes, and add adapters; `ranks` is in ranks of `lora`."""
+        vars(self).update(vars(experts))
+        self._scaling = {name: lora.scaling_of(num) for name, num in ranks.items() if num}
+        self._dropout = lora.dropout
+        for name in matrix_names(experts):
+            if ranks[name]:
+                num, inputs, outputs = _sizes(experts, name)
+                rank, device = ranks[name] * lora.rank, getattr(experts, name).device
+                self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.empty(num, rank, inputs, device=device)))
+                self.register_parameter(f"lora_B_{name}", nn.Parameter(torch.empty(num, outputs, rank, device=device)))
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        """Return the weighted sums of the chosen experts' outputs.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: the experts of each token, [T, K].
+            top_k_weights: the weights of their outputs, [T, K].
+        """
+        own = cast("Any", self)
+        expert_of_row, order = top_k_index.flatten().sort()
+        every = torch.arange(own.num_experts, device=order.device)
+        ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
+        rows = hidden_states[order // top_k_index.shape[-1]]
+        if getattr(own, "has_gate", True):
+            inner = own._apply_gate(self._multiply("gate_up_proj", rows, expert_of_row, ends))  # noqa: SLF001
+        else:
+            inner = own.act_fn(self._multiply("up_proj", rows, expert_of_row, ends))
+        outputs = self._multiply("down_proj", inner, expert_of_row, ends)
+        if getattr(own, "has_post_expert_norm", False):
+            outputs = own.post_expert_norm(outputs)
+        outputs = outputs * top_k_weights.flatten()[order, None]
+        sums: torch.Tensor = outputs[order.argsort()].view(*top_k_index.shape, -1).sum(dim=1)
+        return sums.to(hidden_states.dtype)
+
+    def _multiply(self, name: str, rows: torch.Tensor, expert_of_row: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Multiply rows, [S, inputs], sorted by expert, by a matrix of their experts and by its adapters."""
+        own = cast("Any", self)
+        weight = getattr(self, name)
+        rows = rows.to(weight.dtype)
+        product = self._grouped(rows, weight if own.is_transposed else weight.mT, ends)
+        if getattr(own, "has_bias", False):
+            product = product + getattr(self, f"{name}_bias")[expert_of_row]
+        if name not in self._scaling:
+            return product
+        down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
+        if missing := -down.shape[1] % _RANK_MULTIPLE:
+            down, up = functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))
+        narrow = self._grouped(functional.dropout(rows, self._dropout, self.training), down.mT, ends)
+        return product + self._grouped(narrow * self._scaling[name], up.mT, ends)
+
+    def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""
+        if not computes_experts_one_by_one(cast("Any", self).config):
+            return grouped_mm(rows, matrices, ends)
+        first, products = 0, []
+        for end, matrix in zip(ends.tolist(), matrices, strict=True):
+            products.append(rows[first:end] @ matrix)
+            first = end
+        return torch.cat(products)
+
+
+@cache
+def _adapted_class(experts_class: type[nn.Module]) -> type[AdaptedExperts]:
+    return type(f"Adapted{experts_class.__name__}", (AdaptedExperts, experts_class), {})

@@ -1,0 +1,105 @@
+"""peft's form of the experts' adapters: names, shapes and configuration.
+
+peft wraps a layer's experts once for each adapted parameter, and stores their adapters in two matrices: lora_A is
+[E * R, inputs], with the rows of an expert together, and lora_B [outputs, R * E], with the columns of a rank together.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ftkit.train.model.expert_adapters import expert_matrices, experts_in_layers, matrix_names
+from ftkit.train.model.linears import linears_in_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    import torch
+    from torch import nn
+
+    from ftkit.config.training import LoraSpec
+
+_NAME = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether an adapter belongs to experts, by its name in the model."""
+    return _NAME.fullmatch(name) is not None
+
+
+def peft_names_of_experts(model: nn.Module, adapters: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
+    """Return the names of adapters of experts in peft's files, by their names in a model.
+
+    Args:
+        model: with or without adapters.
+        adapters: names of adapters; those of linear layers are left out.
+        rename: returns the name of a module in the class that peft loads.
+    """
+    found = [match for name in adapters if (match := _NAME.fullmatch(name))]
+    adapted = {(match["experts"], match["matrix"]) for match in found}
+    names = {}
+    for match in found:
+        order = [
+            name for name in matrix_names(model.get_submodule(match["experts"])) if (match["experts"], name) in adapted
+        ]
+        levels = len(order) - 1 - order.index(match["matrix"])
+        module = rename(match["experts"]) + ".base_layer" * levels
+        names[match.string] = f"base_model.model.{module}.lora_{match['factor']}.weight"
+    return names
+
+
+def to_peft(name: str, adapter: torch.Tensor) -> torch.Tensor:
+    """Return an adapter in peft's form: of experts, [E, R, inputs] or [E, outputs, R], as a matrix."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return adapter
+    return adapter.flatten(0, 1) if match["factor"] == "A" else adapter.permute(1, 2, 0).flatten(1)
+
+
+def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return an adapter in its form in the model, of `shape`."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return stored
+    if match["factor"] == "A":
+        return stored.view(shape)
+    experts, outputs, rank = shape
+    return stored.view(outputs, rank, experts).permute(2, 0, 1).contiguous()
+
+
+def shape_in_peft(name: str, shape: torch.Size) -> list[int]:
+    """Return the shape of an adapter in peft's form."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return [*shape]
+    experts, first, second = shape
+    return [experts * first, second] if match["factor"] == "A" else [first, second * experts]
+
+
+def add_experts(config: Any, model: nn.Module, lora: LoraSpec, ambiguous: Collection[str]) -> None:
+    """Add the adapters of experts to peft's configuration of exported adapters.
+
+    Args:
+        config: with all targets as names of linear layers.
+        model: without adapters.
+        lora: the adapters.
+        ambiguous: targets that peft takes for experts although linear layers have the same names: it adapts the
+            parameters of these instead.
+    """
+    ranks = {each.name: num for each in expert_matrices(model) if (num := each.num_ranks(lora.targets))}
+    if not ranks:
+        return
+    linears = {name: name.rpartition(".")[2] for name, *_ in linears_in_layers(model)}
+    config.target_modules = {*linears.values()} & {*lora.targets} - {*ambiguous}
+    parameters = {
+        f"{path}.{name}": ranks[name]
+        for path, each in experts_in_layers(model)
+        for name in matrix_names(each)
+        if name in ranks
+    }
+    config.rank_pattern = {name: num * lora.rank for name, num in parameters.items() if num > 1}
+    config.alpha_pattern = {name: num * lora.alpha for name, num in parameters.items() if num > 1}
+    own = {f"{name}.weight" for name, target in linears.items() if target in lora.targets and target in ambiguous}
+    config.target_parameters = {*parameters, *own}
+    config.lora_dropout = 0.0  # peft's adapters of parameters have none; it matters in training alone

@@ -1,0 +1,194 @@
+"""Adapters of routed experts: exact, trained by every engine, resumed, exported, and loaded again by ftkit and peft."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.data.encoding import IGNORED
+from ftkit.data.store import PreparedData
+from ftkit.errors import TrainingError
+from ftkit.launch.trained_model import check_adapter
+from ftkit.planning.estimates.parameters import method_counts
+from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, prepare_method
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ftkit.train.world import World
+
+pytestmark = pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="in transformers 4, experts are linear layers")
+
+TARGETS = ("q_proj", "gate_proj", "up_proj", "down_proj")
+NAMES = {"qwen3_moe": TARGETS, "mixtral": ("w1", "w2", "w3"), "gpt_oss": ("q_proj", "gate_up_proj", "down_proj")}
+
+
+SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "rope_scaling": None,
+}  # fmt: skip
+
+
+def build(family: str) -> Any:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
+
+
+def training(lora: LoraSpec) -> TrainingPlan:
+    return TrainingPlan(
+        sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora", lora=lora,
+        precision="fp32",
+    )  # fmt: skip
+
+
+def adapted(family: str, world: World, lora: LoraSpec) -> Any:
+    model = build(family)
+    prepare_method(model, training(lora), world.device)
+    init_adapters(model, 0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B" in name:
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    logits = model(input_ids=tokens, use_cache=False).logits
+    logits.square().mean().backward()
+    return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_and_gradients_are_those_of_merged_weights(family: str, world: World) -> None:
+    """The gradients of A and B follow from that of the merged weight W + s B A."""
+    lora = LoraSpec(rank=3, alpha=7, targets=NAMES[family], use_rslora=True)
+    model, plain = adapted(family, world, lora), build(family)
+    adapters = {name: each.detach() for name, each in model.named_parameters() if is_adapter(name)}
+    base = {name: each.detach() for name, each in plain.named_parameters()}
+    turned = {name for name in base if family == "gpt_oss" and base[name].ndim == 3}
+    merged = MergedTensors(base, adapters, lora, transposed=turned)
+    plain.load_state_dict({**plain.state_dict(), **{name: merged[name] for name in base}})
+    tokens = torch.arange(3, 43)[None]
+    found, expected = gradients(model, tokens), gradients(plain, tokens)
+    torch.testing.assert_close(found["logits"], expected["logits"])
+    checked = 0
+    for name, down in adapters.items():
+        experts, _, matrix = name.rpartition(".lora_A_")
+        if not experts:
+            continue
+        up, gradient = adapters[name.replace("lora_A", "lora_B")], expected[f"{experts}.{matrix}"]
+        gradient = (gradient.mT if turned else gradient) * lora.scaling_of(down.shape[1] // lora.rank)
+        torch.testing.assert_close(found[name], up.mT @ gradient)
+        torch.testing.assert_close(found[name.replace("lora_A", "lora_B")], gradient @ down.mT)
+        checked += 1
+    assert checked == 4
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_and_recomputed_layers_have_the_same_gradients(mode: Any, world: World) -> None:
+    lora, tokens = LoraSpec(rank=4, targets=TARGETS), torch.arange(3, 43)[None]
+    expected, model = gradients(adapted("qwen3_moe", world, lora), tokens), adapted("qwen3_moe", world, lora)
+    apply_activation_checkpointing(find_decoder_layers(model), mode, compiled=mode == "selective")
+    found = gradients(model, tokens)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def test_dropout_of_experts_is_drawn_in_training_alone(world: World) -> None:
+    lora, tokens = LoraSpec(rank=4, targets=TARGETS[1:], dropout=0.5), torch.arange(3, 43)[None]
+    with_dropout, without = (
+        adapted("qwen3_moe", world, each) for each in (lora, lora.model_copy(update={"dropout": 0.0}))
+    )
+    expected = gradients(without, tokens)["logits"]
+    assert not torch.allclose(gradients(with_dropout.train(), tokens)["logits"], expected)
+    torch.testing.assert_close(gradients(with_dropout.eval(), tokens)["logits"], expected)
+
+
+def test_what_experts_do_not_support_is_rejected(world: World) -> None:
+    with pytest.raises(TrainingError, match="without up_proj, the experts can't be adapted"):
+        adapted("qwen3_moe", world, LoraSpec(targets=("q_proj", "gate_proj", "down_proj")))
+    with pytest.raises(TrainingError, match="use_dora: gate_up_proj of the experts has no DoRA"):
+        adapted("qwen3_moe", world, LoraSpec(targets=TARGETS, use_dora=True))
+
+
+def validation_loss(model: Any, run: Any) -> float:
+    store = PreparedData(run.plan.data_directory).read_validation()
+    total = 0.0
+    for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
+        with torch.no_grad():
+            logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
+    return total / float(store.num_targets.sum())
+
+
+MIXTURE = (
+    "model.architecture.family=qwen3_moe",
+    "model.architecture.intermediate_size=32",
+    "evaluation.sql_execution=null",
+)
+ON_EXPERTS = (
+    "training.method=lora", "training.lora={rank: 2, alpha: 8, targets: [q_proj, gate_proj, up_proj, down_proj]}",
+    "training.learning_rate=0.02", "training.max_steps=2", "training.checkpoint_every_steps=1",
+    "evaluation.sql_execution=null",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(make_run: Callable[..., Any], world: World) -> tuple[Any, Any]:
+    """A mixture of experts, and adapters on its experts, trained by two processes. Tests copy the second."""
+    base = make_run("mixture", *MIXTURE, "training.max_steps=1", processes=1)
+    base.train_here(world)
+    run = make_run("adapted-experts", f"model.weights={base.layout.export}", *MIXTURE, *ON_EXPERTS)
+    run.train()
+    return base, run
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+def test_peft_loads_exported_experts_and_ftkit_continues_from_them(
+    runs: tuple[Any, Any], make_run: Callable[..., Any], world: World
+) -> None:
+    base, run = runs
+    before, after = (record.loss for record in run.records(EvaluationRecord))
+    assert after < before
+    plain = AutoModelForCausalLM.from_pretrained(base.layout.export)
+    model = PeftModel.from_pretrained(plain, str(run.layout.export)).eval()
+    assert validation_loss(model, run) == pytest.approx(after, rel=1e-5)
+    assert validation_loss(model.merge_and_unload(), run) == pytest.approx(after, rel=1e-5)
+    settings = (f"model.weights={run.layout.export}", "training.max_steps=1")
+    continued = make_run("more-experts", *MIXTURE, *ON_EXPERTS, *settings, processes=1)
+    check_adapter(continued.plan.recipe)
+    continued.train_here(world)
+    assert continued.records(EvaluationRecord)[0].loss == pytest.approx(after, rel=1e-5)
+    counted = int(continued.records(VerificationRecord)[0].checks["trainable parameters"].replace(",", ""))
+    assert counted == method_counts(continued.plan.recipe.model.architecture, continued.plan.recipe.training).trained
+
+
+def test_adapters_of_experts_resume_on_another_number_of_processes(
+    runs: tuple[Any, Any], make_run: Callable[..., Any], world: World
+) -> None:
+    base, run = runs
+    settings = (f"model.weights={base.layout.export}", *MIXTURE, *ON_EXPERTS)
+    resumed = make_run("adapted-experts-alone", *settings, processes=1)
+    shutil.copytree(run.layout.checkpoint(1), resumed.layout.checkpoint(1))
+    resumed.train_here(world)
+    assert [record.resumed_from for record in resumed.records(StartRecord)] == [1]
+    assert resumed.losses()[2] == pytest.approx(run.losses()[2], rel=1e-5)
