@@ -50,6 +50,8 @@ from ftkit.train.private_apis.transformers import (
     WeightConversions,
     attention_backends,
     attention_implementation,
+    computes_experts_one_by_one,
+    grouped_mm,
     ignored_tensors,
     revert_weight_conversion,
     router_classes,
@@ -144,6 +146,18 @@ def test_the_matmuls_of_experts_are_an_operator() -> None:
 
 
 @pytest.mark.oldest
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 has no stacked experts")
+def test_rows_are_multiplied_by_the_matrix_of_their_expert() -> None:
+    rows, matrices = torch.randn(5, 16), torch.randn(3, 16, 8)
+    product = grouped_mm(rows, matrices, torch.tensor([2, 2, 5], dtype=torch.int32))
+    torch.testing.assert_close(product, torch.cat([rows[:2] @ matrices[0], rows[2:] @ matrices[2]]))
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1))
+    assert not computes_experts_one_by_one(model.config)
+    model.set_experts_implementation("eager")
+    assert computes_experts_one_by_one(model.config)
+
+
 def test_the_attention_implementation_of_a_configuration_is_known() -> None:
     assert attention_implementation(LlamaConfig(attn_implementation="eager")) == "eager"
 

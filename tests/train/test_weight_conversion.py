@@ -15,7 +15,6 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
 from ftkit.planning.choices import least_memory
@@ -25,7 +24,6 @@ from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
-from ftkit.train.model.lora import prepare_method
 from ftkit.train.model.weight_conversion import (
     Fp8Tensor,
     JoinedPieces,
@@ -191,16 +189,6 @@ def test_transformers_and_ftkit_load_an_export(world: World, tmp_path: Path) -> 
     for name, value in expected.items():
         assert torch.equal(loaded[name], value), name
         assert torch.equal(again.state_dict()[name], value), name
-
-
-@needs_conversions
-def test_peft_adapters_on_experts_are_rejected(world: World) -> None:
-    lora = TrainingPlan(
-        sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora",
-        lora=LoraSpec(targets=("q_proj", "gate_proj", "down_proj")),
-    )  # fmt: skip
-    with pytest.raises(TrainingError, match=r"down_proj, gate_proj would adapt the experts of a 'qwen3_moe'"):
-        prepare_method(build("qwen3_moe"), lora, world.device)
 
 
 def test_fp8_blocks_dequantized_by_rows_match_the_full_matrix() -> None:
