@@ -6,6 +6,7 @@ CPUs, and GPUs without Triton, use torch's operators.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ _ELEMENTS = 2048
 """Elements that a program handles, of vectors."""
 _ROWS = 64
 """Rows and columns that a program handles, of matrices."""
+_HASH_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
+"""Right shifts and factors, int32, of `triple32` (https://github.com/skeeto/hash-prospector)."""
 
 
 def average_rows(rows: torch.Tensor, averages: torch.Tensor) -> None:
@@ -63,6 +66,50 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     transposed = matrix.new_empty(num_columns, num_rows)
     triton_kernels.transpose[_blocks_of(matrix)](matrix, transposed, num_rows, num_columns, BLOCK=_ROWS)
     return transposed
+
+
+def drop(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features: tuple[int, int]) -> torch.Tensor:
+    """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
+
+    The position of an element, and the seed, determine whether it is kept: everywhere and always the same.
+
+    Args:
+        inputs: contiguous or not; so is its gradient, whose dropout is the same.
+        seed: fp32 [2], in [0, 1).
+        probability: below 1.
+        features: index of the first of the K features, and number of all, of which other ranks may have the rest.
+    """
+    if triton_kernels is None or not inputs.is_cuda or torch.compiler.is_compiling():
+        # A compiler fuses these operators with others.
+        return torch.where(_is_kept(inputs, seed, probability, features), inputs * (1 / (1 - probability)), 0)
+    inputs = inputs.contiguous()
+    dropped = torch.empty_like(inputs)
+    triton_kernels.drop[(_num_blocks(inputs.numel(), _ELEMENTS),)](
+        inputs, dropped, seed, inputs.shape[-1], *features, _first_kept(probability), 1 / (1 - probability),
+        inputs.numel(), *itertools.chain(*_HASH_ROUNDS), BLOCK=_ELEMENTS,
+    )  # fmt: skip
+    return dropped
+
+
+def _is_kept(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features: tuple[int, int]) -> torch.Tensor:
+    """Return a mask by hashes of positions, modulo 2^32, and of the seed, which is mixed in twice.
+
+    Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
+    """
+    first, total = features
+    width = inputs.shape[-1]
+    rows = torch.arange(inputs.numel() // width, dtype=torch.int32, device=inputs.device)
+    columns = torch.arange(first, first + width, dtype=torch.int32, device=inputs.device)
+    keys = (seed * 2**24).int() * _HASH_ROUNDS[0][1]
+    hashes = (rows[:, None] * total + columns) ^ keys[0]
+    for shift, factor in _HASH_ROUNDS:
+        hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + keys[1]
+    return (hashes >= _first_kept(probability)).view(inputs.shape)
+
+
+def _first_kept(probability: float) -> int:
+    """Return the smallest hash, int32, of an element that is kept."""
+    return round(probability * 2**32) - 2**31
 
 
 def can_update(parameter: torch.Tensor) -> bool:

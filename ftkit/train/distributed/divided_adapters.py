@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from ftkit.train.model.adapted_linear import AdaptedLinear, merged_squares
+from ftkit.train.model.dropout import Dropout
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,20 +25,17 @@ if TYPE_CHECKING:
     from ftkit.config.training import LoraSpec
 
 
-class DividedAdapter(nn.Module, ABC):
+class DividedAdapter(AdaptedLinear, ABC):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
-    All ranks of the mesh must have the same seed. Dropout is then that of an undivided layer: ranks draw equal masks
-    for inputs that all of them have; of divided inputs, each draws the mask of all features, and uses its part.
+    All ranks of the mesh must have the same seed. Dropout is then that of an undivided layer: ranks have equal masks
+    for inputs that all of them have; of divided inputs, each has the part of its features.
     """
 
     def __init__(self, adapted: nn.Module, lora: LoraSpec, mesh: DeviceMesh) -> None:
-        """Divide peft's layer; its parameters may be on the meta device."""
-        super().__init__()
-        self._lora, self._mesh = lora, mesh
-        self.base_layer = cast("nn.Linear", adapted.base_layer)
-        self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
-        self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)  # empty without DoRA
+        """Divide a layer; its parameters may be on the meta device."""
+        super().__init__(adapted, lora)
+        self._mesh = mesh
 
     def _divide(self, base: Placement, down: Placement, up: Placement, outputs: Placement) -> None:
         """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `outputs`."""
@@ -45,30 +45,28 @@ class DividedAdapter(nn.Module, ABC):
         _distribute(self.lora_magnitude_vector, self._mesh, lambda _: outputs)
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the outputs, or its summands of them, without the bias.
+        """Return this rank's part of the outputs, or its summands of them, without the bias."""
+        return self._adapt(inputs, self._multiply(inputs))
 
-        As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales.
-        """
-        dropped = self._drop(inputs, self._lora.dropout) if self.training and self._lora.dropout else inputs
+    def _down(self, inputs: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+        down = _local(_only(self.lora_A))
+        return functional.linear(inputs, down) if dropout is None else dropout.multiply(inputs, down)
+
+    def _up(self, products: torch.Tensor) -> torch.Tensor:
+        return functional.linear(products, _local(_only(self.lora_B)))
+
+    def _multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.linear(inputs, _local(_only(self.base_layer)))
+
+    def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
+        return output  # `forward` adds it
+
+    def _magnitudes(self) -> torch.Tensor:
+        return _local(_only(self.lora_magnitude_vector))
+
+    def _norms(self) -> torch.Tensor:
         base, down, up = (_local(_only(part)) for part in (self.base_layer, self.lora_A, self.lora_B))
-        product = functional.linear(inputs, base)
-        adapted = self._lora.scaling * functional.linear(functional.linear(dropped, down), up)
-        if not self._lora.use_dora:
-            return product + adapted
-        scales = (_local(_only(self.lora_magnitude_vector)) / self._norms(base, down, up)).to(product.dtype)
-        scaled = product if dropped is inputs else functional.linear(dropped, base)
-        return product + (scales - 1) * scaled + scales * adapted
-
-    @torch.no_grad()
-    def _norms(self, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return the norms of the rows of the merged weight, in fp32; DoRA takes them for constants."""
-        with torch.autocast(base.device.type, enabled=False):
-            squares = torch.addmm(base.float(), up, down, alpha=self._lora.scaling).square().sum(dim=1)
-        return self._sum(squares).sqrt()
-
-    @abstractmethod
-    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
-        """Return this rank's inputs with dropout."""
+        return self._sum(merged_squares(base, down, up, self._lora.scaling)).sqrt()
 
     @abstractmethod
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -82,13 +80,10 @@ class ColwiseAdapter(DividedAdapter):
         super().__init__(adapted, lora, mesh)
         self._divide(base=Shard(0), down=Replicate(), up=Shard(0), outputs=Shard(0))
 
-    def forward(self, inputs: DTensor) -> torch.Tensor:
+    def forward(self, inputs: DTensor) -> torch.Tensor:  # type: ignore[override]
         """Return this rank's features, [B, T, outputs / ranks], for inputs [B, T, inputs]."""
         product = self._product(inputs.to_local(grad_placements=[Partial()]))
         return product if self.base_layer.bias is None else product + _local(self.base_layer.bias)
-
-    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
-        return functional.dropout(inputs, probability)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         return squares
@@ -107,11 +102,8 @@ class RowwiseAdapter(DividedAdapter):
         outputs = summed.redistribute(placements=[Shard(1)]).to_local()
         return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
 
-    def _drop(self, inputs: torch.Tensor, probability: float) -> torch.Tensor:
-        *tokens, features = inputs.shape
-        mask = torch.empty(*tokens, self._mesh.size() * features, dtype=torch.bool, device=inputs.device)
-        kept = mask.bernoulli_(1 - probability).narrow(-1, self._mesh.get_local_rank() * features, features)
-        return inputs * kept.to(inputs.dtype) / (1 - probability)
+    def _draw(self, inputs: torch.Tensor) -> Dropout:
+        return Dropout.draw(self._lora.dropout, inputs, self._mesh.get_local_rank(), self._mesh.size())
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)

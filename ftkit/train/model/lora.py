@@ -14,6 +14,7 @@ from safetensors import safe_open
 from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import adapt_experts, check_expert_targets, expert_matrices
 from ftkit.train.model.expert_peft import (
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """File of peft's weights in a folder of adapters."""
-ADAPTER = "default"
-"""peft's default name for an adapter; part of its parameters' names."""
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
@@ -102,6 +101,7 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, ou
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
     from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
+    from peft.tuners.lora import Linear  # noqa: PLC0415
 
     matrices = expert_matrices(model)
     check_expert_targets(matrices, lora)
@@ -130,6 +130,9 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
     compute_in_input_dtype(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear):
+            model.set_submodule(name, AdaptedLinear(module, lora))
 
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
