@@ -6,6 +6,7 @@ failed rank, upon which the others are terminated.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -139,6 +140,7 @@ def _start(job: Job, rank: int) -> int:
         output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.enable()  # a crash of native code ends without any other word
         os.environ.clear()
         os.environ |= job.environment | {
             "RANK": str(rank),

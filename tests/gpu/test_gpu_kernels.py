@@ -69,3 +69,12 @@ def test_updates_of_large_parameters_match_torch() -> None:
             torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-6)
             for name, value in theirs.state[other].items():
                 assert torch.allclose(ours.state[parameter][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("features", [(0, 1003), (1003, 4012)])
+def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], *, compiled: bool) -> None:
+    drop = torch.compile(gpu_kernels.drop, fullgraph=True) if compiled else gpu_kernels.drop
+    inputs, seed = torch.randn(2, 500, 1003), torch.rand(2)
+    found = drop(inputs.cuda(), seed.cuda(), 0.1, features)
+    torch.testing.assert_close(found.cpu(), gpu_kernels.drop(inputs, seed, 0.1, features))

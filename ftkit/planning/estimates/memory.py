@@ -26,7 +26,7 @@ from ftkit.planning.estimates.parameters import count_model, count_repeated_para
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import LoraSpec, TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.planning.setup import Setup
 
 FP32 = 4
@@ -206,8 +206,6 @@ class _Sizes:
             size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
-        if self.training.adapters is not None and self.training.adapters.dropout:
-            size += dropout_bytes(self.shape, self.training.adapters, self.width)
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
         size += 3 * (self.tensor_parallel - 1) * self.width * self.shape.hidden_size
         return self.tokens * size
@@ -315,21 +313,6 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adap
     if not compiled:
         size += 4 * _numbers(savings.eager_fp32, shape)
     return size + width * _expert_numbers(shape, are_frozen=has_adapters)
-
-
-_SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
-"""Linear layers whose input a layer saves once if adapters have no dropout."""
-
-
-def dropout_bytes(shape: ArchitectureSpec, lora: LoraSpec, width: int) -> float:
-    """Return the bytes that a layer saves per token for dropout: of each adapter, a mask and the inputs that are left.
-
-    Measured on compiled layers of Llama. Without dropout, adapters share an input, which is counted elsewhere.
-    """
-    linears = [each for each in count_model(shape).linears if each.name in lora.targets]
-    inputs = sum(each.count * each.inputs for each in linears) / shape.num_hidden_layers
-    shared = sum(max((each.inputs for each in linears if each.name in names), default=0) for names in _SAME_INPUT)
-    return inputs + width * (inputs - shared)
 
 
 def selective_numbers(shape: ArchitectureSpec) -> int:
