@@ -296,14 +296,23 @@ def test_full_checkpointing_that_the_compiler_cannot_trace_calls_the_compiled_la
 
 
 @pytest.mark.parametrize(
-    ("method", "mode", "graphs"),
+    ("method", "mode", "lora", "graphs"),
     # With adapters, the output of the frozen embedding needs no gradient: the first layer has its own graph.
-    [("full", "full", 1), ("full", "selective", 1), ("qlora", "selective", 2)],
+    [
+        ("full", "full", None, 1),
+        ("full", "selective", None, 1),
+        ("qlora", "selective", {"rank": 4, "dropout": 0.2, "use_dora": True, "targets": ("q_proj", "down_proj")}, 2),
+    ],
 )
 def test_layers_compile_once_without_graph_breaks(
-    method: Method, mode: ActivationCheckpointing, graphs: int, world: World, compiles: CompileCounterWithBackend
+    method: Method,
+    mode: ActivationCheckpointing,
+    lora: dict[str, Any] | None,
+    graphs: int,
+    world: World,
+    compiles: CompileCounterWithBackend,
 ) -> None:
-    spec = training(method=method, lora=None if method == "full" else {"rank": 4})
+    spec = training(method=method, lora=lora)
     expected = gradients("llama", spec, world)
     changes = {"activation_checkpointing": mode, "compile": "layers", "activation_offload": mode == "full"}
     found = gradients("llama", spec.model_copy(update=changes), world)
