@@ -273,7 +273,7 @@ def _explain(word: str, reason: str) -> str:
     if word in ("SUSPENDED", "STOPPED"):
         return "Slurm has suspended it"
     code = reason.strip("()").partition(", UnavailableNodes")[0]
-    if code in ("", "None", "null"):
+    if code in ("", "None", "null", "NonZeroExitCode"):  # the state and the exit code say more
         return ""
     meaning = _REASONS.get(code)
     return f"{code}: {meaning}" if meaning else code

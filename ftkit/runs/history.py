@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -264,11 +265,34 @@ class _Timeline:
 
 
 def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
-    """Merge neighboring spans of one kind, and spans shorter than `shortest` seconds into the one before."""
+    """Merge neighboring spans of one kind; spans shorter than `shortest` seconds are merged with each other.
+
+    A merged group has the kind that takes most of its time. A group that stays shorter joins the span before it.
+    """
     merged: list[Span] = []
-    for span in spans:
+    short: list[Span] = []
+
+    def join(span: Span) -> None:
         if merged and (merged[-1].kind == span.kind or span.seconds < shortest):
             merged[-1] = replace(merged[-1], end=span.end, step=span.step)
         else:
             merged.append(span)
+
+    def join_short() -> None:
+        if short:
+            seconds: Counter[SpanKind] = Counter()
+            for each in short:
+                seconds[each.kind] += each.seconds  # type: ignore[assignment] # counts may be floats
+            join(replace(short[-1], kind=max(seconds, key=seconds.__getitem__), begin=short[0].begin))
+            short.clear()
+
+    for span in spans:
+        if span.seconds >= shortest:
+            join_short()
+            join(span)
+        else:
+            short.append(span)
+            if span.end - short[0].begin >= shortest:
+                join_short()
+    join_short()
     return merged

@@ -26,6 +26,8 @@ SkipStepOptimizer). Logarithms are compared: losses and gradient norms are posit
 multiply a norm near zero."""
 _FLOOR = 1e-3
 """Smaller values are raised to this one: a multiple of a negligible loss is negligible too."""
+_MIN_RISE = math.log(1.1)
+"""A spike is at least 10% above the mean: the deviation of steps that hardly differ is rounding."""
 _MAX_SKIPPED = 10
 """Consecutive skipped steps after which the cause is not single batches."""
 _MAX_SHOWN = 8
@@ -103,4 +105,4 @@ def _is_spike(value: float, before: deque[float]) -> bool:
     if len(before) < _MIN_STEPS:
         return False
     usual = [math.log(max(each, _FLOOR)) for each in before]
-    return math.log(max(value, _FLOOR)) > fmean(usual) + _SIGMAS * pstdev(usual)
+    return math.log(max(value, _FLOOR)) > fmean(usual) + max(_SIGMAS * pstdev(usual), _MIN_RISE)

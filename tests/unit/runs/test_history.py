@@ -117,6 +117,11 @@ def test_spans_are_contiguous_for_any_records(
         assert whole <= now - 1000.0 + 500.0
 
 
-def test_short_spans_are_merged_into_the_previous_one() -> None:
+def test_short_spans_are_merged_and_have_the_kind_that_takes_most_of_their_time() -> None:
     spans = [Span("training", 0, 10), Span("other", 10, 10.1), Span("training", 10.1, 20), Span("down", 20, 30)]
     assert merge_spans(spans, 1.0) == [Span("training", 0, 20), Span("down", 20, 30)]
+    steps = [
+        Span(kind, n / 4, (n + 1) / 4) for n in range(40) for kind in (("other",) if n % 4 == 0 else ("training",))
+    ]
+    alone = [Span("start-up", -20, 0), *steps, Span("down", 10, 30)]
+    assert merge_spans(alone, 1.0) == [Span("start-up", -20, 0), Span("training", 0, 10), Span("down", 10, 30)]
