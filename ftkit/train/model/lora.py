@@ -26,7 +26,7 @@ from ftkit.train.model.expert_peft import (
 )
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.lazy_tensors import LazyTensors
-from ftkit.train.model.linears import linear_sizes, transposed_weights
+from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
@@ -115,8 +115,8 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
             fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
         )
     is_empty = next(model.parameters()).is_meta
-    linears = {name.rpartition(".")[2] for name, module in model.named_modules() if linear_sizes(module)}
-    if of_linears := tuple(target for target in lora.targets if target in linears):
+    only_of_experts = of_experts - {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if of_linears := tuple(target for target in lora.targets if target not in only_of_experts):
         config = peft_config(lora.model_copy(update={"targets": of_linears}))
         with warnings.catch_warnings():
             # peft corrects its own setting for each layer, and warns of it.
