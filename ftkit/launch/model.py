@@ -19,7 +19,7 @@ from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
 from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem
-from ftkit.families import family_of
+from ftkit.families import FAMILIES, family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.cache import TOKENIZER_FILE, find_folder
 from ftkit.model_folder import holds_adapters, read_model_config
@@ -206,7 +206,7 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     if done.returncode == NO_CAUSAL_CLASS:
         raise ConfigError([_no_causal_class(query)])
     if done.returncode == UNKNOWN_FAMILY:
-        raise ConfigError([_unknown_family(query["config"])])
+        raise ConfigError([_unknown_family(query)])
     if done.returncode != 0:
         return None
     try:
@@ -222,20 +222,30 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
 
 
 def _no_causal_class(query: dict[str, Any]) -> Problem:
-    family = query["config"]["model_type"] if "config" in query else query["architecture"]["family"]
+    key, family = _family_in(query)
     return Problem(
         "",
-        "model.weights",
+        key,
         f"transformers has no causal language model for '{family}', so ftkit can't train it on text.",
         "Choose a text-only model, or another family, such as Gemma 3 or Mistral Small 3.",
     )
 
 
-def _unknown_family(config: Mapping[str, Any]) -> Problem:
+def _family_in(query: dict[str, Any]) -> tuple[str, str]:
+    """Return the key of the recipe that chose the family, and the family."""
+    if "config" in query:
+        return "model.weights", query["config"]["model_type"]
+    return "model.architecture.family", query["architecture"]["family"]
+
+
+def _unknown_family(query: dict[str, Any]) -> Problem:
     from importlib.metadata import version  # noqa: PLC0415 - tens of milliseconds, for an error alone
 
-    here, family = f"transformers {version('transformers')}", config["model_type"]
-    if config.get("auto_map"):
+    here, (key, family) = f"transformers {version('transformers')}", _family_in(query)
+    if "architecture" in query:
+        what = f"{here} does not have the family '{family}'."
+        fix = f"Use {', '.join(sorted(FAMILIES))}, or the model_type of another causal language model in transformers."
+    elif query["config"].get("auto_map"):
         what = f"'{family}' comes with custom code (auto_map in config.json), and {here} does not have it."
         fix = (
             "ftkit never runs code that comes with a model. Choose a model whose model_type is in transformers; many "
@@ -244,7 +254,7 @@ def _unknown_family(config: Mapping[str, Any]) -> Problem:
     else:
         what = f"{here} does not have the model_type '{family}' of config.json."
         fix = "Install a newer transformers that has it, here and in the image, or choose another model."
-    return Problem("", "model.weights", what, fix)
+    return Problem("", key, what, fix)
 
 
 def _cache_file(text: str, environment: Mapping[str, str]) -> Path:

@@ -154,11 +154,12 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
 def main() -> None:
     """Print the counts of the model in the first argument, given by its configuration or its shape."""
     request = json.loads(sys.argv[1])
-    if "config" in request:
-        raw = request["config"]
-        if raw["model_type"] not in CONFIG_MAPPING:
-            sys.exit(UNKNOWN_FAMILY)
-        config: Any = CONFIG_MAPPING[raw["model_type"]].from_dict(raw).get_text_config(decoder=True)
+    raw = request.get("config")
+    family = raw["model_type"] if raw else request["architecture"]["family"]
+    if family not in CONFIG_MAPPING:
+        sys.exit(UNKNOWN_FAMILY)
+    if raw:
+        config: Any = CONFIG_MAPPING[family].from_dict(raw).get_text_config(decoder=True)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit import assets
 from ftkit.config.execution import adapter_size
-from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.errors import ConfigError
@@ -23,6 +23,7 @@ from ftkit.launch.model import resolve_model
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import StartRecord, VerificationRecord
+from ftkit.train import param_count
 from ftkit.train.param_count import count_method, count_modules
 
 if TYPE_CHECKING:
@@ -159,6 +160,16 @@ def test_the_plan_rejects_a_family_that_transformers_cannot_train(
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     with pytest.raises(ConfigError, match=message):
         resolve_model(ModelSpec(weights=str(tmp_path)), environment, Workspace(tmp_path))
+
+
+@pytest.mark.parametrize(("family", "code"), [("llamma", UNKNOWN_FAMILY), ("clip", NO_CAUSAL_CLASS)])
+def test_random_weights_of_a_family_that_transformers_lacks_are_not_counted(
+    family: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["param_count", json.dumps({"architecture": {"family": family} | SMALL})])
+    with pytest.raises(SystemExit) as ended:
+        param_count.main()
+    assert ended.value.code == code
 
 
 def test_a_run_uses_the_param_count_of_the_model_class(make_run: Callable[..., Any]) -> None:

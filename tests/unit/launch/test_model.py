@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.model import ModelSpec
+from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
 from ftkit.errors import ConfigError
 from ftkit.files import to_json
 from ftkit.launch import model as launch_model
@@ -85,6 +85,24 @@ def test_other_families_are_counted_by_a_subprocess_once_or_estimated_if_it_fail
     assert found == estimated
     assert program.calls == 3
     assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "what"), [(UNKNOWN_FAMILY, "does not have the family 'llamma'"), (NO_CAUSAL_CLASS, "no causal language")]
+)
+def test_random_weights_of_a_family_that_cannot_be_trained_are_rejected(
+    program: Program, tmp_path: Path, code: int, what: str
+) -> None:
+    program.output = ProgramOutput(code, "", "")
+    shape = {"family": "llamma", "head_dim": 128} | {key: MIXTRAL[key] for key in MIXTRAL if "experts" not in key}
+    shape.pop("model_type")
+    model = ModelSpec.model_validate(
+        {"weights": "random", "architecture": shape, "tokenizer": {"source": "trained", "vocab_size": 32000}}
+    )
+    with pytest.raises(ConfigError, match=f"{what}.*") as error:
+        resolve_model(model, {"XDG_CACHE_HOME": str(tmp_path)}, Workspace(tmp_path))
+    assert error.value.problems[0].key == "model.architecture.family"
+    assert code == NO_CAUSAL_CLASS or "Use deepseek_v2, " in str(error.value)
 
 
 def test_a_configuration_in_the_hub_cache_is_read(tmp_path: Path, program: Program) -> None:
