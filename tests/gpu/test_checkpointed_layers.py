@@ -1,0 +1,91 @@
+"""Gradients of compiled layers on a GPU: the same with and without activation checkpointing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from ftkit.config.model import ArchitectureSpec
+from ftkit.config.training import AttentionChoice, TrainingPlan
+from ftkit.train.components.batches import to_micro_batch
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.model.attention import implementation_of
+from ftkit.train.model.build import build_empty, make_config
+from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.model.weights import init_weights
+
+if TYPE_CHECKING:
+    from ftkit.train.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Raised by the compiler when it inspects a layer's input.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+LENGTH, VOCABULARY = 512, 1000
+IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+ADAPTED = {"method": "lora", "lora": {"rank": 8, "dropout": 0.1}}
+
+
+def gradients(family: str, kernel: AttentionChoice, mode: str, world: World, changes: dict[str, Any]) -> dict[str, Any]:
+    torch.compiler.reset()
+    training = TrainingPlan.model_validate(
+        {
+            "sequence_length": LENGTH, "global_batch_size": 2, "micro_batch_size": 2, "max_steps": 1,
+            "learning_rate": 1e-3, "precision": "bf16", "activation_checkpointing": mode, **changes,
+        },
+    )  # fmt: skip
+    shape = ArchitectureSpec.model_validate(
+        {
+            "family": family, "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+            "max_position_embeddings": LENGTH, "initializer_range": 0.08,
+        },
+    )  # fmt: skip
+    model = build_empty(make_config(shape, IDS), implementation_of(kernel))
+    prepare_method(model, training, world.device)
+
+    def initialize(sharded: torch.nn.Module) -> None:
+        init_weights(sharded, shape, 0)
+        init_adapters(sharded, 0)
+        for name, parameter in sharded.named_parameters():
+            if "lora_B" in name:  # zeros would have no gradients behind them
+                torch.nn.init.constant_(parameter, 0.02)
+
+    engine = Fsdp2Engine(model, training, world, initialize)
+    packs = np.random.default_rng(0).integers(0, VOCABULARY, (2, 3, LENGTH), dtype=np.int32)
+    packs[:, 1, :-1] = packs[:, 0, 1:]
+    packs[:, 2] = np.tile(np.arange(LENGTH // 2), 2)
+    torch.manual_seed(7)
+    engine.backward(engine.forward(to_micro_batch(packs, world.device)), 2 * LENGTH, is_last=True)
+    named = engine.model.hf_model.named_parameters()
+    grads = {name: each.grad for name, each in named if each.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "changes"),
+    [
+        ("llama", "flash4", {}),
+        ("llama", "flex", ADAPTED),
+        ("olmo3", "sdpa", ADAPTED),
+        ("llama", "flash4", ADAPTED | {"base_precision": "fp8"}),
+        ("gemma3_text", "flex", ADAPTED | {"method": "qlora"}),
+        ("llama", "flash4", {"precision": "fp8"}),
+    ],
+)
+def test_gradients_equal_those_without_checkpointing(
+    family: str, kernel: AttentionChoice, changes: dict[str, Any], world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = gradients(family, kernel, "none", world, changes)
+    found = gradients(family, kernel, "full", world, changes)
+    assert found.keys() == expected.keys()
+    assert "can't be compiled" not in caplog.text
+    for name, grad in found.items():
+        difference = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)
+        assert float(difference) < 0.03, f"{name}: {float(difference):.3f}"  # rounding in bf16
