@@ -159,6 +159,10 @@ class TrainingSpec(Spec):
     attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
     and a third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to
     spare."""
+    checkpointed_layers: PositiveInt | None = None
+    """Number of decoder layers with the mode of `activation_checkpointing`, the first of the model. The others use the
+    next one that recomputes less: `selective` after `full` (`none` with engine zero3), `none` after `selective`. All if
+    null; with `auto` checkpointing, as many as memory requires."""
     activation_offload: bool = False
     """With `full` checkpointing: keep the inputs of decoder layers in host memory until the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -285,6 +289,15 @@ class TrainingSpec(Spec):
         return self
 
     @model_validator(mode="after")
+    def _some_layers_have_a_mode(self) -> Self:
+        if self.checkpointed_layers is not None and self.activation_checkpointing in {"none", "auto"}:
+            raise ValueError(
+                "checkpointed_layers is the number of layers with activation_checkpointing 'selective' or 'full': set "
+                "one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _packs_are_divided_evenly(self) -> Self:
         if self.sequence_length % self.gpus_per_pack:
             sizes = {"context_parallel": self.context_parallel, "tensor_parallel": self.tensor_parallel}
@@ -377,6 +390,19 @@ class TrainingPlan(TrainingSpec):
         """Combine the recipe's settings with the resolved values."""
         resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
         return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
+
+    def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
+        """Return the activation checkpointing of each decoder layer."""
+        mode = self.activation_checkpointing
+        num = num_layers if self.checkpointed_layers is None else min(self.checkpointed_layers, num_layers)
+        others: ActivationCheckpointing = "selective" if mode == "full" and engine == "fsdp2" else "none"
+        return [mode] * num + [others] * (num_layers - num)
+
+    @property
+    def checkpointing_label(self) -> str:
+        """The activation checkpointing in words."""
+        first = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of the layers"
+        return f"'{self.activation_checkpointing}'{first}"
 
 
 class ResourcesSpec(Spec):

@@ -46,6 +46,7 @@ _HARMLESS = (
             "activation_checkpointing",
             "activation_offload",
             "checkpoint_every_steps",
+            "checkpointed_layers",
             "collectives",
             "context_parallel",
             "keep_checkpoints",
@@ -169,6 +170,8 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
     """
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
+    if "activation_checkpointing" in chosen:  # it includes their number
+        values["training"]["checkpointed_layers"] = None
     return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
 
 

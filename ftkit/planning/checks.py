@@ -45,6 +45,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *_batch(recipe, num_nodes * processes_per_node),
         *_context_parallel(recipe, shape, processes_per_node),
         *_tensor_parallel(recipe, shape, processes_per_node),
+        *_checkpointed_layers(recipe, shape),
         *_shard_degree(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
@@ -179,6 +180,15 @@ def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
             f"recipe {recipe.name} on cluster {cluster.name}", "training.activation_offload",
             "has no effect without GPUs: everything is in host memory anyway.",
             "Leave it out, or use a cluster with GPUs.",
+        )  # fmt: skip
+
+
+def _checkpointed_layers(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
+    num, existing = recipe.training.checkpointed_layers, shape.num_hidden_layers
+    if num is not None and num > existing:
+        yield Problem(
+            f"recipe {recipe.name}", "training.checkpointed_layers",
+            f"{num} is more than the model's {existing} decoder layers.", "Leave it out for all layers.",
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
@@ -213,7 +214,8 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
     modes = MODES if is_mode_open else (resolved.activation_checkpointing,)
     room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
-    best = fastest_option(possible_options(lightest, gpu, sizes, modes), room * gpu.usable_gib)
+    room_gib = room * gpu.usable_gib
+    best = fastest_option(possible_options(lightest, gpu, sizes, modes, room_gib if is_mode_open else None), room_gib)
     if best is None:
         return resolved, ExecutionPlan(chosen, f"the least memory: no choice leaves {1 - room:.0%} of the GPU free")
     speedup = predict_option(lightest, gpu).step_seconds / best.step_seconds
@@ -230,13 +232,49 @@ def predict_option(setup: Setup, gpu: Gpu) -> Option:
 
 
 def possible_options(
-    setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing]
+    setup: Setup,
+    gpu: Gpu,
+    sizes: Sequence[int],
+    modes: Sequence[ActivationCheckpointing],
+    room_gib: float | None,
 ) -> Iterator[Option]:
-    """Yield the possible settings with their predictions, in the order of micro-batch, then checkpointing."""
-    for size, mode in product(sizes, modes):
-        if (mode == "selective" and setup.engine != "fsdp2") or (mode != "full" and setup.training.activation_offload):
-            continue
-        yield predict_option(setup.with_training(micro_batch_size=size, activation_checkpointing=mode), gpu)
+    """Yield the possible settings with their predictions, in the order of micro-batch, then checkpointing.
+
+    Args:
+        setup: setup of the run.
+        gpu: the GPUs.
+        sizes: micro-batch sizes.
+        modes: of activation checkpointing.
+        room_gib: available memory. A mode is then also used in as few layers as fit, if the one before does not fit.
+            If None, the setup's number of layers stays.
+    """
+    for size in sizes:
+        lighter_fits = False
+        for mode in modes:
+            if (mode == "selective" and setup.engine != "fsdp2") or (
+                mode != "full" and setup.training.activation_offload
+            ):
+                continue
+            sized = setup.with_training(micro_batch_size=size, activation_checkpointing=mode)
+            if room_gib is None:
+                yield predict_option(sized, gpu)
+                continue
+            option = predict_option(sized.with_training(checkpointed_layers=None), gpu)
+            yield option
+            if mode != "none" and not lighter_fits and option.total_gib <= room_gib:
+                yield predict_option(sized.with_training(checkpointed_layers=fewest_layers(sized, room_gib)), gpu)
+            lighter_fits = option.total_gib <= room_gib
+
+
+def fewest_layers(setup: Setup, room_gib: float) -> int:
+    """Return in how many layers at least the setup's mode of checkpointing is needed, if it fits with all of them."""
+    resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
+
+    def fits(num: int) -> bool:
+        return predict_memory(with_sharding(resharded.with_training(checkpointed_layers=num))).total <= room_gib
+
+    numbers = range(1, setup.shape.num_hidden_layers)
+    return 1 + bisect_left(numbers, True, key=fits)  # noqa: FBT003 - what is searched for
 
 
 def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:

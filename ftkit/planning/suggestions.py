@@ -12,6 +12,7 @@ from ftkit.planning.choices import (
     MODES,
     MOST_TOKENS,
     OPEN,
+    ROOM,
     WORTHWHILE,
     fastest_option,
     micro_batch_sizes,
@@ -25,7 +26,7 @@ from ftkit.planning.setup import Setup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training import ActivationCheckpointing, TrainingPlan
     from ftkit.planning.setup import Gpu
 
 NUM_SUGGESTIONS = 3
@@ -106,10 +107,15 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
     """
     now = predict_option(setup, gpu).step_seconds
-    best = fastest_option(possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), MODES), gpu.usable_gib)
+    options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), MODES, ROOM * gpu.usable_gib)
+    best = fastest_option(options, gpu.usable_gib)
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
     changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
+    if best.differs_in("checkpointed_layers", setup.training):
+        changed |= {
+            field: getattr(best.training, field) for field in ("activation_checkpointing", "checkpointed_layers")
+        }
     return FasterSuggestion(_format_override(changed), now / best.step_seconds, best.total_gib)
 
 
@@ -151,19 +157,25 @@ class _Run:
         yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
 
     def _checkpointing(self) -> list[Change]:
-        training = self.training
-        steps = (("none", False), ("selective", False), ("full", False), ("full", True))
-        now = steps.index((training.activation_checkpointing, training.activation_offload))
-        possible = [
-            (checkpointing, offload)
-            for checkpointing, offload in steps[now + 1 :]
-            if (checkpointing != "selective" or self.setup.engine == "fsdp2")
-            and not (offload and self.cluster.device == "cpu")
+        """Return the changes to stronger modes, each in a quarter, half, three quarters or all of the layers."""
+        training, total = self.training, self.setup.shape.num_hidden_layers
+        parts = sorted({max(1, total * quarters // 4) for quarters in (1, 2, 3)} - {total})
+        steps: list[tuple[ActivationCheckpointing, int | None, bool]] = [
+            *(("selective", num, False) for num in (*parts, None) if self.setup.engine == "fsdp2"),
+            *(("full", num, False) for num in (*parts, None)),
+            *(("full", None, True) for _ in range(self.cluster.device != "cpu")),
         ]
+        fields = ("activation_checkpointing", "checkpointed_layers", "activation_offload")
+        now = tuple(getattr(training, field) for field in fields)
+
+        def strength(mode: ActivationCheckpointing, num: int | None, offload: bool) -> tuple[bool, int, int]:  # noqa: FBT001
+            return offload, MODES.index(mode), num or total
+
         return [
-            ({} if checkpointing == steps[now][0] else {"activation_checkpointing": checkpointing})
-            | ({"activation_offload": True} if offload else {})
-            for checkpointing, offload in possible
+            {field: value for field, value, old in zip(fields, step, now, strict=True) if value != old}
+            | ({"activation_checkpointing": step[0]} if step[1] else {})  # a number alone needs a mode in the recipe
+            for step in steps
+            if strength(*step) > strength(*now)
         ]
 
     def _optimizer_states(self) -> list[Change]:
@@ -208,7 +220,7 @@ def _halves(length: int) -> list[int]:
 
 def _format_override(change: Change) -> str:
     """Format a change as an override."""
-    words = {field: "true" if value is True else value for field, value in change.items()}
+    words = {field: "null" if value is None else str(value).lower() for field, value in change.items()}
     return " ".join(
         f"--nodes {value}" if field == "num_nodes" else f"training.{field}={value}" for field, value in words.items()
     )

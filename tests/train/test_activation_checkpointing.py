@@ -82,6 +82,10 @@ def micro_batch() -> MicroBatch:
     return MicroBatch(tokens, positions, torch.arange(2 * LENGTH - 1), tokens.flatten()[1:], borders, 15)
 
 
+def apply_to_all(layers: torch.nn.ModuleList, mode: ActivationCheckpointing, *, compiled: bool = False) -> None:
+    apply_activation_checkpointing(layers, [mode] * len(layers), compiled=compiled)
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls of an operator."""
 
@@ -143,7 +147,7 @@ def test_selective_checkpointing_does_not_repeat_the_matmuls_of_experts() -> Non
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    apply_activation_checkpointing(find_decoder_layers(model), "selective", compiled=False)
+    apply_to_all(find_decoder_layers(model), "selective")
     loss = model(torch.arange(16)[None], use_cache=False).logits.float().square().mean()
     with Calls("_grouped_mm") as calls:
         loss.backward()
@@ -164,6 +168,25 @@ def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offload
     assert parked == LAYERS * [torch.Size([2, LENGTH, 32])]
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("compiled", ["none", "layers"])
+@pytest.mark.usefixtures("compiles")
+def test_gradients_are_the_same_with_some_checkpointed_layers(
+    compiled: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients("llama", training(), world)
+    parked: list[torch.Size] = []
+    park = ActivationOffload._offload
+    monkeypatch.setattr(ActivationOffload, "_offload", lambda self, one: parked.append(one.shape) or park(self, one))
+    spec = training(
+        activation_checkpointing="full", checkpointed_layers=1, activation_offload=True, compile=compiled
+    )  # fmt: skip
+    for name, value in gradients("llama", spec, world).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+    assert len(parked) == 1
+    stats = Fsdp2Engine(build("llama", spec), spec, world).sharding_stats()
+    assert stats.checkpointed_layers == {"full": 1, "selective": LAYERS - 1}
 
 
 def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
@@ -193,7 +216,7 @@ def test_each_mode_recomputes_only_its_operators(
     mode: ActivationCheckpointing, products: int, attentions: int, norms: int
 ) -> None:
     model = build("llama", training())
-    apply_activation_checkpointing(find_decoder_layers(model), mode, compiled=False)
+    apply_to_all(find_decoder_layers(model), mode)
     batch = micro_batch()
     hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state
     with (
@@ -211,7 +234,7 @@ def test_each_mode_recomputes_only_its_operators(
 def test_lora_b_products_are_recomputed_without_reading_4_bit_weights() -> None:
     model = build("llama", training(method="qlora", lora={"rank": 4}))
     init_adapters(model, 5)
-    apply_activation_checkpointing(find_decoder_layers(model), "selective", compiled=False)
+    apply_to_all(find_decoder_layers(model), "selective")
     batch = micro_batch()
     hidden = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state
     with Calls("aten::mm") as products, Calls("ftkit::nf4_product") as frozen, Calls("nf4_product_backward") as back:
@@ -238,7 +261,7 @@ def test_compiled_full_checkpointing_saves_inputs_and_recomputes_what_the_backwa
     )
     monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
     model = build(family, training())
-    apply_activation_checkpointing(find_decoder_layers(model), "full", compiled=True)
+    apply_to_all(find_decoder_layers(model), "full", compiled=True)
     batch = micro_batch()
     model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids).last_hidden_state.sum().backward()
     products = [node for node in graphs["backward"].nodes if node.target is torch.ops.aten.mm.default]
@@ -263,7 +286,7 @@ class NoisyResidual(torch.nn.Module):
 def test_the_compiler_recomputes_the_same_dropout() -> None:
     layers = torch.nn.ModuleList([NoisyResidual(), NoisyResidual()])
     weights = [layer.linear.weight for layer in layers]
-    apply_activation_checkpointing(layers, "full", compiled=True)
+    apply_to_all(layers, "full", compiled=True)
     first = torch.randn(32, 16, requires_grad=True)
     second = layers[0](first)
     third = layers[1](second)
@@ -286,7 +309,7 @@ def test_full_checkpointing_that_the_compiler_cannot_trace_calls_the_compiled_la
     compiles: CompileCounterWithBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = torch.nn.ModuleList([RememberingResidual(), RememberingResidual()])
-    apply_activation_checkpointing(layers, "full", compiled=True)
+    apply_to_all(layers, "full", compiled=True)
     hidden = torch.randn(32, 16, requires_grad=True)
     layers[1](layers[0](hidden)).sum().backward()
     assert hidden.grad is not None
@@ -353,7 +376,7 @@ def test_layers_report_what_they_recompute_and_keep_their_parameter_names(
     model = build("llama", training())
     layers = find_decoder_layers(model)
     names, modules = list(model.state_dict()), [name for name, _ in model.named_modules()]
-    apply_activation_checkpointing(layers, mode, compiled=compiled)
+    apply_to_all(layers, mode, compiled=compiled)
     assert {activation_checkpointing_of(layer) for layer in layers} == {mode}
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_modules()] == modules

@@ -140,7 +140,7 @@ def _execution(plan: RunPlan) -> str:
     training, execution = plan.recipe.training, plan.execution
     settings = {
         "micro_batch_size": f"micro-batch {training.micro_batch_size}",
-        "activation_checkpointing": f"activation checkpointing '{training.activation_checkpointing}'",
+        "activation_checkpointing": f"activation checkpointing {training.checkpointing_label}",
     }
     marked = (text + (" (auto)" if name in execution.chosen else "") for name, text in settings.items())
     return f"{', '.join(marked)}: {execution.reason}"

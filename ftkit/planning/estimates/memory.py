@@ -103,6 +103,7 @@ class _Sizes:
         self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
         self.width = compute_width(training)
         self.tokens = setup.tokens
+        self.checkpointing = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(shape, training)
@@ -218,13 +219,15 @@ class _Sizes:
         return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
 
     def saved_activations(self, layers: int) -> float:
-        """Return the bytes of the activations that `layers` layers save for their backward pass."""
-        if self.training.activation_checkpointing == "none":
-            return layers * self.layer_activations()
-        if self.training.activation_checkpointing == "selective":
-            return layers * self.width * self.tokens * selective_numbers(self.shape)
+        """Return the bytes of the activations that the first `layers` layers save for their backward pass."""
+        modes = self.checkpointing[:layers]
         # Of the offloaded inputs, one is in use and one is being copied.
-        return (min(layers, 2) if self.training.activation_offload else layers) * self.hidden()
+        inputs = min(modes.count("full"), 2) if self.training.activation_offload else modes.count("full")
+        return (
+            modes.count("none") * self.layer_activations()
+            + modes.count("selective") * self.width * self.tokens * selective_numbers(self.shape)
+            + inputs * self.hidden()
+        )
 
     def loss_logits(self) -> float:
         if self.engine == "zero3":

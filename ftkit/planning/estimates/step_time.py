@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
+from ftkit.families import family_of
 from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width, saved_by_quantization
 from ftkit.planning.estimates.parameters import (
     count_adapter_parameters,
@@ -110,6 +111,8 @@ SDPA_EFFICIENCY = 0.30
 ELEMENTWISE_PASSES = {True: 10, False: 20}
 """How often operations other than matmuls and attention read or write a layer's saved activations: with compiled layers
 (True), and without (False)."""
+RECOMPUTED_PASSES = 0.4
+"""Part of them that selective and full checkpointing repeat: those of the forward pass."""
 OPTIMIZER_BYTES = 28
 """Bytes read and written per trained parameter in AdamW's step: weight, gradient and two states, and the gradient
 norm."""
@@ -209,20 +212,32 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
-    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[training.activation_checkpointing]
+    modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
+    again = modes.count("full") / len(modes)
     flops = document_flops(shape, training, training.sequence_length)
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
-    # The forward pass is a third of full training, and half of training with frozen weights.
-    matrices *= 1 + again / (3 if training.adapters is None else 2)
+    matrices += 2 * again * _recomputed_weights(shape, training)
     matrices *= _fp8_time(shape, training) + _expert_time(shape)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
-    moved = shape.num_hidden_layers * saved * ELEMENTWISE_PASSES[compiled]
+    passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * (1 - modes.count("none") / len(modes)))
+    moved = shape.num_hidden_layers * saved * passes
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
     seconds += _attention_flops(setup, gpu) * (1 + again / 3)
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
     return tokens * seconds
+
+
+def _recomputed_weights(shape: ArchitectureSpec, training: TrainingPlan) -> int:
+    """Count the weights whose matmuls full checkpointing of all layers repeats.
+
+    No gradient needs the output of a layer's last matmul, unless a norm follows it.
+    """
+    counts = count_model(shape)
+    last = sum(each.count * each.size for each in counts.linears if each.name == "down_proj")
+    adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
+    return counts.active + adapters - (0 if family_of(shape.family).savings.norms_follow else last)
 
 
 def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
@@ -315,7 +330,8 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, training.gpus_per_pack)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
-    passes = 2 if training.activation_checkpointing == "none" else 3
+    modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
+    passes = 3 - modes.count("none") / len(modes)
     moved = shape.num_hidden_layers * passes * setup.tokens * numbers * compute_width(training)
     # Gradients of adapters that are not divided are summed, in fp32.
     moved += 2 * FP32 * count_repeated_parameters(shape, training) / training.tensor_parallel

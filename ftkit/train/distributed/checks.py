@@ -46,7 +46,7 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
         "sharded layers": (stats.num_sharded_layers, layers, "decoder layers"),
         f"layers with checkpointing '{checkpointing}'": (
             stats.checkpointed_layers.get(checkpointing, 0),
-            stats.num_layers,
+            training.checkpointed_layers or stats.num_layers,
             "decoder layers",
         ),
         "parameters": (stats.total_elements, expected.total, "as planned"),

@@ -291,7 +291,7 @@ def parallelize(
         divide_layers(layers, hf_model.config.model_type, world.tensor_mesh["tensor"], training.adapters)
     apply_activation_checkpointing(
         layers,
-        training.activation_checkpointing,
+        training.checkpointing_of_layers(len(layers), "fsdp2"),
         compiled=compiles(training, world.device),
         offload=ActivationOffload(world.device) if training.activation_offload else None,
     )

@@ -71,7 +71,7 @@ class Zero3Engine:
         exact = [] if init_weights is None else _init_in_fp32(hf_model, init_weights)
         apply_activation_checkpointing(
             layers,
-            training.activation_checkpointing,
+            training.checkpointing_of_layers(len(layers), "zero3"),
             compiled=False,
             offload=ActivationOffload(world.device) if training.activation_offload else None,
         )

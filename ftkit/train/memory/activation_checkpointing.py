@@ -27,7 +27,7 @@ from ftkit.train.memory.compile import CompiledForward
 from ftkit.train.private_apis.torch import CHECKPOINTS_SHARE_GRAPHS, GROUPED_MM, SCALED_MM, raise_recompile_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.train.memory.activation_offload import ActivationOffload
@@ -47,7 +47,7 @@ _INNER_FACTOR = {
 
 def apply_activation_checkpointing(
     layers: nn.ModuleList,
-    mode: ActivationCheckpointing,
+    modes: Sequence[ActivationCheckpointing],
     *,
     compiled: bool,
     offload: ActivationOffload | None = None,
@@ -60,15 +60,15 @@ def apply_activation_checkpointing(
 
     Args:
         layers: decoder layers, in the order of their calls.
-        mode: the activation checkpointing mode.
+        modes: the activation checkpointing of each layer.
         compiled: whether layers are compiled.
         offload: offloads the inputs of layers with mode `full`. They stay on the device if None.
     """
-    if mode == "none" and not compiled:
-        return
     if compiled:
         raise_recompile_limit(len(layers))
-    for index, layer in enumerate(layers):
+    for index, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
+        if mode == "none" and not compiled:
+            continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
         layers[index] = layer_class(layer, mode, compiled=compiled, offload=offload)
 

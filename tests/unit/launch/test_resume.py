@@ -50,6 +50,8 @@ def test_another_number_of_processes_does_not_change_the_optimization(plan: RunP
 
 
 def test_a_plan_that_chose_the_micro_batch_chooses_it_again(plan: RunPlan, ctx: Context) -> None:
+    training = plan.recipe.training.model_copy(update={"activation_checkpointing": "full", "checkpointed_layers": 1})
+    plan = replace(plan, recipe=plan.recipe.model_copy(update={"training": training}))
     for chosen in (("micro_batch_size",), ("activation_checkpointing",), ()):
         left_open = replace(plan, execution=replace(plan.execution, chosen=chosen))
         assert replan(left_open, ResumeArgs(gpus_per_node=4), ctx).plan.execution.chosen == chosen

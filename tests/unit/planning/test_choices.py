@@ -97,8 +97,8 @@ def test_every_part_of_a_suggestion_is_needed(capacity: float) -> None:
     for suggestion in propose(spec, capacity):
         words = suggestion.override.replace("--nodes ", "--nodes=").split()
         for left_out in words:
-            if left_out == "training.activation_checkpointing=full" and "training.activation_offload=true" in words:
-                continue  # one change with two options
+            if "checkpoint" in left_out and any("_layers=" in word or "offload=true" in word for word in words):
+                continue  # one change with several options
             rest = recipe(*BATCHES, *(word for word in words if word != left_out and not word.startswith("--")))
             shards = 32 if any(word.startswith("--") and word != left_out for word in words) else 16
             assert total(rest, shards) > capacity
@@ -264,6 +264,30 @@ def test_values_set_by_the_recipe_are_kept() -> None:
     assert (training.micro_batch_size, execution.chosen) == (1, ("activation_checkpointing",))
     offloaded = load_recipe("olmo3-7b-full", NOWHERE, ("training.activation_offload=true",))
     assert choose(offloaded, H200)[0].activation_checkpointing == "full"
+
+
+def test_only_as_many_layers_are_checkpointed_as_memory_requires() -> None:
+    spec = load_recipe("llama3.3-70b-lora", NOWHERE, ("training.sequence_length=8192",))
+    training, _ = choose(spec, H200, 2)
+    assert training.activation_checkpointing == "full"
+    assert training.checkpointed_layers is not None
+    room = ROOM * H200.usable_gib
+    seconds, size = predicted(spec, training, H200, 2)
+    fewer = training.model_copy(update={"checkpointed_layers": training.checkpointed_layers - 1})
+    whole = training.model_copy(update={"checkpointed_layers": None})
+    assert size <= room < predicted(spec, fewer, H200, 2)[1]
+    assert seconds < predicted(spec, whole, H200, 2)[0]
+    explicit = load_recipe("llama3.3-70b-lora", NOWHERE, ("training.activation_checkpointing=full",))
+    assert choose(explicit, H200, 2)[0].checkpointed_layers is None
+
+
+def test_fewer_checkpointed_layers_are_suggested_with_their_mode() -> None:
+    changes = ("training.sequence_length=8192", "training.base_precision=fp8", "training.activation_checkpointing=full")
+    spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
+    faster = suggest_faster(Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200), H200)
+    assert faster is not None
+    assert "training.activation_checkpointing=full training.checkpointed_layers=" in faster.override
+    assert load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training.checkpointed_layers
 
 
 def test_unsupported_settings_of_an_engine_are_not_chosen() -> None:

@@ -394,6 +394,15 @@ def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> 
         demo("training.activation_checkpointing=none", "training.activation_offload=true")
 
 
+def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layers() -> None:
+    full, number = "training.activation_checkpointing=full", "training.checkpointed_layers="
+    assert plan(demo(full, number + "1")).recipe.training.checkpointing_label == "'full' in 1 of the layers"
+    assert "more than the model's 2 decoder layers" in problems(demo(full, number + "3"))
+    for mode in ("auto", "none"):
+        with pytest.raises(ConfigError, match="number of layers with activation_checkpointing"):
+            demo(f"training.activation_checkpointing={mode}", number + "2")
+
+
 def test_settings_unsupported_by_zero3_are_rejected_and_auto_selects_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
     assert "'selective' is not supported by engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))

@@ -52,6 +52,11 @@ def test_activation_checkpointing_takes_less_memory_and_longer_sequences_more(
         for mode in ("none", "selective", "full")
     )
     assert none > selective > full
+    most, few = (
+        predict_memory(Setup(shape, training(activation_checkpointing="full", checkpointed_layers=num), 8)).total
+        for num in (31, 1)
+    )
+    assert full < most < few < selective
     offloaded = training(activation_checkpointing="full", activation_offload=True)
     assert predict_memory(Setup(shape, offloaded, 8)).total < full
     longer = predict_memory(Setup(shape, training(sequence_length=16384), 8))
