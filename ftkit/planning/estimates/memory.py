@@ -26,7 +26,7 @@ from ftkit.planning.estimates.parameters import count_model, count_repeated_para
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training import LoraSpec, TrainingPlan
     from ftkit.planning.setup import Setup
 
 FP32 = 4
@@ -201,8 +201,8 @@ class _Sizes:
 
         Tensors of the backward pass reuse the memory of freed activations (measured at 65,536 tokens).
         """
-        has_adapters = self.training.adapters is not None
-        size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, has_adapters=has_adapters)
+        adapters = self.training.adapters
+        size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, adapters=adapters)
         if self.compiled and self.training.precision == "fp8" and not self.counts.experts_per_token:
             size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
@@ -220,12 +220,12 @@ class _Sizes:
 
     def saved_activations(self, layers: int) -> float:
         """Return the bytes of the activations that the first `layers` layers save for their backward pass."""
-        modes = self.checkpointing[:layers]
+        modes, adapters = self.checkpointing[:layers], self.training.adapters
         # Of the offloaded inputs, one is in use and one is being copied.
         inputs = min(modes.count("full"), 2) if self.training.activation_offload else modes.count("full")
         return (
             modes.count("none") * self.layer_activations()
-            + modes.count("selective") * self.width * self.tokens * selective_numbers(self.shape)
+            + modes.count("selective") * self.width * self.tokens * selective_numbers(self.shape, adapters)
             + inputs * self.hidden()
         )
 
@@ -307,39 +307,49 @@ def saved_by_quantization(shape: ArchitectureSpec, training: TrainingPlan) -> in
     )
 
 
-def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, has_adapters: bool = False) -> int:
+def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:
     """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
     savings = family_of(shape.family).savings
     size = width * _numbers(savings.compiled if compiled else savings.eager, shape)
-    if compiled and has_adapters and savings.compiled_adapters is not None:
+    if compiled and adapters is not None and savings.compiled_adapters is not None:
         size += width * _numbers(savings.compiled_adapters, shape)
     if not compiled:
         size += 4 * _numbers(savings.eager_fp32, shape)
-    return size + width * _expert_numbers(shape, are_frozen=has_adapters)
+    return size + width * _expert_numbers(shape, adapters)
 
 
-def selective_numbers(shape: ArchitectureSpec) -> int:
+def selective_numbers(shape: ArchitectureSpec, adapters: LoraSpec | None = None) -> int:
     """Return the number of elements that a layer saves per token with selective checkpointing.
 
     These are its input and the outputs of its matmuls and of its attention. An output that is added to the residual
     stream is saved only if a norm follows it; otherwise the stream between attention and feed-forward is.
     """
     counts = count_model(shape)
-    outputs = counts.experts_per_token * shape.hidden_size
+    outputs = counts.experts_per_token * shape.hidden_size + _expert_ranks(shape, adapters)
     return outputs + _numbers(SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2), shape)
 
 
-def _expert_numbers(shape: ArchitectureSpec, *, are_frozen: bool) -> int:
+def _expert_ranks(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
+    """Return the total rank of the adapters of a token's experts: the width of the products with `lora_A`."""
+    counts = count_model(shape)
+    ranks = sum(each.num_ranks(adapters.targets) for each in counts.expert_matrices) if adapters else 0
+    return counts.experts_per_token * ranks * adapters.rank if adapters else 0
+
+
+def _expert_numbers(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
     """Return the elements that routed experts save per token, in addition to a dense layer of their total width.
 
     These are each expert's copy of the token, and its output, which is multiplied by the router's weight. Frozen
-    experts don't save the inputs of their matmuls, because no weight gradient needs them; neither does a frozen router.
+    experts don't save the inputs of their matmuls, because no weight gradient needs them, unless they have adapters;
+    neither does a frozen router.
     """
     counts = count_model(shape)
     copies = counts.experts_per_token * shape.hidden_size
-    if not copies or not are_frozen:
+    if not copies or adapters is None:
         return 2 * copies
-    return copies - shape.hidden_size - counts.feed_forward
+    adapted = {each.name: each.inputs for each in counts.expert_matrices if each.num_ranks(adapters.targets)}
+    inputs = counts.experts_per_token * sum(adapted.values())
+    return copies - shape.hidden_size - counts.feed_forward + inputs + _expert_ranks(shape, adapters)
 
 
 def _numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:

@@ -131,6 +131,16 @@ def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
     return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
 
 
+def count_active_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
+    """Count the parameters of the adapters that a token goes through: of experts, those that it is routed to."""
+    counts = count_model(shape)
+    idle = (
+        matrix.count * expert_adapter_size(lora, matrix) // matrix.experts * (matrix.experts - counts.experts_per_token)
+        for matrix in counts.expert_matrices
+    )
+    return count_adapter_parameters(shape, lora) - sum(idle)
+
+
 def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
     """Count the copies of parameters of adapters that tensor parallelism does not divide, without the first of each."""
     adapters, copies = training.adapters, training.tensor_parallel - 1

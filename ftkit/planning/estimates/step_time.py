@@ -22,7 +22,7 @@ from ftkit.config.model import AttentionLayers
 from ftkit.families import family_of
 from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width, saved_by_quantization
 from ftkit.planning.estimates.parameters import (
-    count_adapter_parameters,
+    count_active_adapter_parameters,
     count_model,
     count_parameters,
     count_repeated_parameters,
@@ -80,7 +80,7 @@ def token_flops(
         target_ratio: fraction of tokens in the loss; the others skip the output projection.
     """
     matrices = count_model(shape).active + target_ratio * shape.vocab_size * shape.hidden_size
-    adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
+    adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)
     passes = 6 if training.adapters is None else 4
     attention = 0.0
     for layers in attention_layers(shape):
@@ -129,6 +129,9 @@ EXPERT_EFFICIENCY = 0.73
 EXPERT_GAP_SECONDS = 0.0014
 """Time for which the GPU waits for the host in a layer with experts, forward and backward, as the kernels around the
 grouped matmuls are small. From the same profile, the only one of a mixture."""
+EXPERT_ADAPTER_PASSES = 12
+"""How often the inputs and outputs of adapted experts are read or written because of their adapters, forward and
+backward. Fitted to one run of Qwen3-30B-A3B on two H200."""
 TENSOR_PARALLEL_SECONDS = 0.021
 """Time that tensor parallelism adds to a micro-batch besides its collectives: the same with 8 layers of OLMo-3 7B and
 with all of Llama 3 8B on two H200 (43 and 42 ms in steps of two micro-batches). The cause is not known."""
@@ -221,7 +224,8 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
     passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * (1 - modes.count("none") / len(modes)))
-    moved = shape.num_hidden_layers * saved * passes
+    moved: float = shape.num_hidden_layers * saved * passes
+    moved += EXPERT_ADAPTER_PASSES * _expert_adapter_bytes(shape, training)
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
     seconds += _attention_flops(setup, gpu) * (1 + again / 3)
     seconds /= gpu.peak_flops(training.compute_precision)
@@ -236,7 +240,7 @@ def _recomputed_weights(shape: ArchitectureSpec, training: TrainingPlan) -> int:
     """
     counts = count_model(shape)
     last = sum(each.count * each.size for each in counts.linears if each.name == "down_proj")
-    adapters = 0 if training.adapters is None else count_adapter_parameters(shape, training.adapters)
+    adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)
     return counts.active + adapters - (0 if family_of(shape.family).savings.norms_follow else last)
 
 
@@ -282,6 +286,14 @@ def _expert_time(shape: ArchitectureSpec) -> float:
     routed = counts.active - sum(each.count * each.size for each in counts.linears)
     share = max(0, routed) / (counts.active + shape.vocab_size * shape.hidden_size)
     return share * (1 / EXPERT_EFFICIENCY - 1)
+
+
+def _expert_adapter_bytes(shape: ArchitectureSpec, training: TrainingPlan) -> float:
+    """Count the bytes of the inputs and outputs of a token's adapted experts."""
+    counts, adapters = count_model(shape), training.adapters
+    adapted = [each for each in counts.expert_matrices if adapters is not None and each.num_ranks(adapters.targets)]
+    numbers = sum(each.count * (each.inputs + each.outputs) for each in adapted)
+    return compute_width(training) * counts.experts_per_token * numbers
 
 
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ftkit.config.model import ExpertMatrix
 from ftkit.errors import TrainingError
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.dropout import Dropout
 from ftkit.train.private_apis.transformers import WeightConversions, computes_experts_one_by_one, grouped_mm
 
 if TYPE_CHECKING:
@@ -178,7 +179,9 @@ class AdaptedExperts(nn.Module):
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
         if missing := -down.shape[1] % _RANK_MULTIPLE:
             down, up = functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))
-        narrow = self._grouped(functional.dropout(rows, self._dropout, self.training), down.mT, ends)
+        if self.training and self._dropout:
+            rows = Dropout.draw(self._dropout, rows).drop(rows)
+        narrow = self._grouped(rows, down.mT, ends)
         return product + self._grouped(narrow * self._scaling[name], up.mT, ends)
 
     def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

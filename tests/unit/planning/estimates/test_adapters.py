@@ -13,7 +13,12 @@ from ftkit.config.training import ALL_PROJECTIONS, LoraSpec, TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_adapter_parameters, count_parameters, method_counts
+from ftkit.planning.estimates.parameters import (
+    count_active_adapter_parameters,
+    count_adapter_parameters,
+    count_parameters,
+    method_counts,
+)
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
@@ -42,6 +47,17 @@ def test_adapter_params_match_peft() -> None:
     assert (
         count_adapter_parameters(architecture("llama3-8b"), LoraSpec(rank=8, targets=("q_proj", "v_proj"))) == 3_407_872
     )
+
+
+def test_adapters_of_experts_are_counted_for_each_expert_and_those_of_a_token_for_its_flops() -> None:
+    """The first number is that of the trainer's check on H200s."""
+    shape, lora = architecture("qwen3-30b-a3b"), LoraSpec(rank=16, targets=ALL_PROJECTIONS)
+    attention = count_adapter_parameters(shape, LoraSpec(rank=16, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+    assert count_adapter_parameters(shape, lora) == 994_836_480
+    assert count_active_adapter_parameters(shape, lora) == attention + (994_836_480 - attention) * 8 / 128
+    joined = LoraSpec(rank=32, targets=("gate_up_proj",))
+    parts = LoraSpec(rank=16, targets=("gate_proj", "up_proj"))
+    assert count_adapter_parameters(shape, joined) == count_adapter_parameters(shape, parts) > 0
 
 
 def test_an_nf4_matrix_takes_about_half_a_byte_per_weight() -> None:

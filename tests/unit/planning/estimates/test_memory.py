@@ -124,6 +124,7 @@ MEASURED = [
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8"}), 55.3),
     (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": ON_ATTENTION}), 68.6),
+    (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": {}}), 92.9),
     (("olmo3-32b", 52, 4, SMALL_STATES | {"activation_checkpointing": "selective"}), 111.6),
     (("olmo3-32b", None, 4, SAVING), 128.3),
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES), 83.1),

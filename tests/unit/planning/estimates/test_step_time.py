@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.planning.estimates.parameters import count_parameters
 from ftkit.planning.estimates.step_time import attention_layers, mean_visible_keys, predict_step_time, token_flops
 from ftkit.planning.setup import GPUS, Setup, gpu_of_device
@@ -150,11 +151,16 @@ def test_fp8_makes_linear_layers_faster_and_nothing_slower(architecture: Shapes,
     assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73
 
 
-def test_frozen_experts_are_slower_than_dense_layers_of_their_size(architecture: Shapes, training: Specs) -> None:
-    targets = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-    setup = Setup(architecture("qwen3-30b-a3b"), training(method="lora", lora=targets, global_batch_size=2), 2)
-    speed = predict_step_time(setup, H200)
-    assert speed.tokens_per_second / 2 == pytest.approx(13_473, rel=0.1)  # docs/reference/benchmarks.md
+@pytest.mark.parametrize(
+    ("targets", "measured"),  # docs/reference/benchmarks.md
+    [(["q_proj", "k_proj", "v_proj", "o_proj"], 13_473), ([*ALL_PROJECTIONS], 11_376)],
+)
+def test_frozen_experts_are_slower_than_dense_layers_of_their_size_and_their_adapters_cost_more(
+    targets: list[str], measured: float, architecture: Shapes, training: Specs
+) -> None:
+    spec = training(method="lora", lora={"targets": targets}, global_batch_size=2)
+    speed = predict_step_time(Setup(architecture("qwen3-30b-a3b"), spec, 2), H200)
+    assert speed.tokens_per_second / 2 == pytest.approx(measured, rel=0.05)
 
 
 def test_gradients_that_are_reduced_once_a_step_save_time_in_each_micro_batch(
