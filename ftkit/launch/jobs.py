@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from contextlib import contextmanager
@@ -307,8 +308,15 @@ def remove_folder(root: Path) -> None:
     """Remove a folder of the workspace: rename it first, so that no reader sees half of it, then remove its files.
 
     Raises:
-        PrerequisiteError: it can't be removed completely.
+        PrerequisiteError: it can't be removed completely; if a folder in it is read-only, nothing is removed.
     """
+    for folder, _, _ in os.walk(root):
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise PrerequisiteError(
+                f"can't remove {root}: you may not change {folder}",
+                meaning="it is read-only, or belongs to another user; nothing was removed",
+                fix=f"if it is yours: chmod -R u+rwX {shlex.quote(str(root))}",
+            )
     doomed = root.with_name(f".{root.name}.deleted")
     try:
         root.rename(doomed)

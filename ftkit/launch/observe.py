@@ -89,7 +89,7 @@ def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
     """Derive the state from the run's folder, because its scheduler can't be queried."""
     if holder := current_holder(run.layout):
         return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since)
-    if _exit_code(run) is not None:
+    if _exit_code(run) is not None or run.layout.canceled.exists():
         return _conclude(run, None)
     return Observation(RunState.UNKNOWN, is_final=False, reason=error.what)
 
@@ -161,6 +161,8 @@ def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Observation(state, is_final=True, exit_code=exit_code)
+    if run.layout.canceled.exists():
+        return Observation(RunState.CANCELED, is_final=True)
     if run.submission.scheduler == "local":
         killed = "its process is gone and left no exit code: it was killed, or the machine was restarted"
         return Observation(RunState.FAILED, is_final=True, reason=killed)

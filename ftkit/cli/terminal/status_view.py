@@ -42,6 +42,7 @@ from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
     from ftkit.planning.script import Script, ScriptPlan  # noqa: TC004
+    from ftkit.runs.repeat import Verdict  # noqa: TC004
 
 _NUM_CHECKPOINTS_SHOWN = 5
 _NUM_RESTARTS_SHOWN = 5
@@ -66,6 +67,8 @@ class RunStatus:
     stragglers: list[Straggler]
     doubts: list[str]
     """Reasons why the run can't be repeated exactly."""
+    verdict: Verdict | None
+    """Whether it reproduced the run that it repeats; None if it repeats none."""
     gpus: GpuSummary | None
 
 
@@ -75,6 +78,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
     from ftkit.planning.plan import PlanError
     from ftkit.planning.script import read_job_plan
     from ftkit.runs.manifest import explain_missing_digests
+    from ftkit.runs.repeat import judge
 
     entry, plan, plan_problem = read_entry(folder), None, ""
     if entry.plan:
@@ -96,6 +100,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         anomalies=list_anomalies(folder.layout),
         stragglers=find_stragglers(read_timings(folder.layout)),
         doubts=explain_missing_digests(folder.layout),
+        verdict=judge(folder.layout),
         gpus=summarize_samples(read_samples(folder.layout)),
     )
 
@@ -195,6 +200,8 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     slow = [f"node {each.host} is {each.reason}" for each in status.stragglers]
     if slow:
         facts.append(("slow", Styled("\n".join(slow), "yellow")))
+    if status.verdict:
+        facts.append(("repetition", str(status.verdict)))
     if status.doubts:
         facts.append(("not repeatable", "; ".join(status.doubts)))
     return facts
@@ -278,6 +285,7 @@ def run_status_as_json(status: RunStatus) -> dict[str, Any]:
             "anomalies": [asdict(each) for each in status.anomalies],
             "stragglers": [asdict(each) for each in status.stragglers],
             "not_repeatable": status.doubts,
+            "repetition": status.verdict and {**asdict(status.verdict), "is_repeated": status.verdict.is_repeated},
             "sync": sync and asdict(sync),
             "gpus": asdict(status.gpus) if status.gpus else None,
             "excluded_nodes": excluded_nodes(layout),

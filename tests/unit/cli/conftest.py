@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pytest
 from ftkit.cli.main import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ftkit.planning.layout import Workspace
@@ -54,6 +55,20 @@ def ftkit(
         return Result(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def no_privileges() -> Iterator[None]:
+    """Give up the capabilities with which root reads every file: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    sets = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    effective = sets[0]
+    sets[0] &= ~0b110
+    assert libc.capset(header, sets) == 0
+    yield
+    sets[0] = effective
+    assert libc.capset(header, sets) == 0
 
 
 @pytest.fixture

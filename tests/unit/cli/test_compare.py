@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import pytest
     from conftest import FakePrograms, Result, RunMaker
 
     from ftkit.runs.submission import SubmittedRun
@@ -120,6 +121,19 @@ def test_a_run_is_removed_after_confirmation(
     monkeypatch.setattr("click.confirm", lambda *_, **__: True)
     assert ftkit("rm", run.id).code == 0
     assert [path.name for path in run.layout.root.parent.iterdir()] == [kept.id]
+
+
+@pytest.mark.usefixtures("no_privileges")
+def test_nothing_of_a_read_only_run_is_removed(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    complete(run, records)
+    run.layout.logs.mkdir(exist_ok=True)
+    run.layout.job_log.touch()
+    run.layout.logs.chmod(0o500)
+    result = ftkit("rm", run.id, "--yes")
+    run.layout.logs.chmod(0o700)
+    assert (result.code, run.layout.job_log.is_file(), run.layout.plan.is_file()) == (5, True, True)
+    assert f"you may not change {run.layout.logs}" in result.err
 
 
 def test_a_run_that_may_still_train_is_not_removed(

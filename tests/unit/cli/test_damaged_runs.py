@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import FakePrograms, Result, RunMaker
@@ -57,20 +56,6 @@ def test_a_damaged_run_is_listed_with_its_damage(
     assert "400/400" in shown.out
     assert ftkit("resume", "victim").code == 3
     assert str(tmp_path) in ftkit("resume", "victim").err
-
-
-@pytest.fixture
-def no_privileges() -> Iterator[None]:
-    """Give up the capabilities with which root reads every file: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
-    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
-    sets = (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, sets) == 0
-    effective = sets[0]
-    sets[0] &= ~0b110
-    assert libc.capset(header, sets) == 0
-    yield
-    sets[0] = effective
-    assert libc.capset(header, sets) == 0
 
 
 @pytest.mark.usefixtures("no_privileges")

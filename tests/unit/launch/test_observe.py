@@ -124,6 +124,17 @@ def test_a_run_that_the_user_canceled_is_canceled_however_its_script_ended(
     assert observe(run).state is RunState.CANCELED
 
 
+def test_a_canceled_run_is_canceled_if_slurm_forgot_its_job_or_cannot_be_asked(
+    make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
+) -> None:
+    run = make_run()
+    run.layout.canceled.touch()
+    assert observe(run).state is RunState.CANCELED
+    assert programs.calls() == []
+    slurm_says(run, accounting="")
+    assert observe(run).state is RunState.CANCELED
+
+
 @pytest.mark.parametrize("has_exit_code", [True, False])
 def test_a_run_that_completed_just_before_it_was_canceled_is_completed(
     make_run: RunMaker, records: Any, slurm_says: Callable[..., None], *, has_exit_code: bool
