@@ -260,7 +260,7 @@ _MIN_SECRET_LENGTH = 8
 """Minimum length of a variable's value to search for: shorter ones may be ordinary words."""
 _SENSITIVE_NAME = (
     r"(?:(?<!bos_)(?<!cls_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)token|secret|passw(?:or)?d|passphrase|"
-    r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|signature)"
+    r"(?:access|account|api|private|secret)[_-]?key(?:[_-]?id)?|credentials?|(?<!require-)signature)"
 )
 _SECRET_KEY = re.compile(rf"{_SENSITIVE_NAME}$", re.IGNORECASE)
 _QUOTED_OR_WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;,)\]}]+)"""

@@ -98,7 +98,7 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
     if as_json:
         terminal.json([_as_json(row) for row in rows])
         return
-    keys = list(dict.fromkeys(key for row in rows for key in row.values))
+    keys = list(dict.fromkeys(key for row in rows for key in row.values if key != "cluster"))  # it has a column
     own = [Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys]
     cells = [[*row_cells[:2], *(row.values.get(key, "-") for key in keys), *row_cells[2:]]
              for row in rows for row_cells in [_cells(row, is_roomy=False)]]  # fmt: skip

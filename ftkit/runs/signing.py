@@ -85,7 +85,7 @@ def sign(path: Path, key: Path, signer: Signer, purpose: Purpose) -> Path:
         code, output = process.run_asking(commands[signer]), ""
     else:
         done = process.run(commands[signer])
-        code, output = done.returncode, (done.stderr.strip() or done.stdout.strip())
+        code, output = done.returncode, _reason(done.stderr.strip() or done.stdout.strip())
     if code != 0 or not signature.is_file():
         raise PrerequisiteError(
             f"{signer} did not sign {path.name}: {one_line(output) if output else f'exit code {code}'}",
@@ -160,10 +160,15 @@ def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
         done = process.run_with_input(commands[signer], feed)
     if done.returncode != 0:
         raise SignatureError(
-            f"{path.name} does not match its signature: {one_line(done.stderr)}",
+            f"{path.name} does not match its signature: {one_line(_reason(done.stderr))}",
             meaning=f"the file or its signature was changed, or it was not signed with the private key of {key}",
             fix="get both files again from their author",
         )
+
+
+def _reason(output: str) -> str:
+    """Return the error in a program's output; cosign prints warnings before it, and the same error once more."""
+    return next((line for line in output.splitlines() if line.startswith("Error: ")), output)
 
 
 def key_kind(key: Path) -> Signer:

@@ -33,6 +33,7 @@ def test_only_secrets_are_redacted_in_a_command(typed: str, kept: str) -> None:
 
 def test_the_value_after_a_secret_option_is_redacted() -> None:
     assert redact_command(["--password", "abc", "demo"], {}) == ["--password", "***", "demo"]
+    assert redact_command(["--require-signature", "a.pub"], {}) == ["--require-signature", "a.pub"]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_tokens_with_an_issuer_s_prefix_are_redacted_anywhere(secret: str) -> No
         ("sent bearer abcdefghij", "sent bearer ***"),
         ("ran: login --api-key abc --user me", "ran: login --api-key *** --user me"),
         ("tokenizer.pad_token = tokenizer.eos_token", "tokenizer.pad_token = tokenizer.eos_token"),
+        ("'--require-signature': File 'a.pub' is missing", "'--require-signature': File 'a.pub' is missing"),
         ("300 tokens a second; token: a word", "300 tokens a second; token: a word"),
         ('File "/w/ftkit/a.py", line 3, in f', 'File "/w/ftkit/a.py", line 3, in f'),
     ],

@@ -164,15 +164,18 @@ def test_the_runs_of_a_sweep_are_found_by_its_name_in_order(
     for name, sweep in sweeps.items():
         run = make_run(name)
         plan = json.loads(run.layout.plan.read_text())
-        values = {"training.seed": name.rpartition("-")[2]}
+        values = {"cluster": "slurm", "training.seed": name.rpartition("-")[2]}
         plan["sweep"] = sweep and {"id": f"try-{sweep}", "name": "try", "values": values}
         run.layout.plan.write_text(json.dumps(plan))
         records.write(run, records.step(1, 2.0))
         complete(run, records)
     order = [row.split()[:3:2] for row in ftkit("runs", "try").out.splitlines()]
     assert order == [["NAME", "SEED"], ["try-1", "1"], ["try-2", "2"], ["try-10", "10"]]
+    assert ftkit("runs", "try").out.splitlines()[0].split().count("CLUSTER") == 1
     assert ftkit("status", "try-new").out == ftkit("runs", "try").out
-    assert [row["values"] for row in json.loads(ftkit("runs", "try-old", "--json").out)] == [{"training.seed": "1"}]
+    assert [row["values"] for row in json.loads(ftkit("runs", "try-old", "--json").out)] == [
+        {"cluster": "slurm", "training.seed": "1"}
+    ]
     compared = json.loads(ftkit("compare", "try", "--json").out)
     assert [run.rpartition("-2")[0] for run in compared["runs"]] == ["try-1", "try-2", "try-10"]
     assert ftkit("compare", "try-new", "alone", "--json").code == 0
