@@ -53,6 +53,22 @@ def round_and_transpose(
     return rounded, transposed
 
 
+def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Round fp32 values to bf16, divide them by a scale, fp32 [], and round that to FP8, into `rounded`.
+
+    A matrix of a single process is in bf16 before it is rounded to FP8: shards get the same numbers.
+    """
+    largest = torch.finfo(rounded.dtype).max
+    if triton_kernels is None or not values.is_cuda:
+        rounded.copy_((values.bfloat16().float() / scale).clamp(-largest, largest))
+        return
+    numel = values.numel()
+    if numel:
+        triton_kernels.round_elements[(_num_blocks(numel, _ELEMENTS),)](
+            values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS
+        )
+
+
 def transpose(matrix: torch.Tensor) -> torch.Tensor:
     """Copy a matrix, [M, K], into its transpose.
 

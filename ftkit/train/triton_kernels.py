@@ -53,6 +53,15 @@ def round_and_transpose(
 
 
 @triton.jit
+def round_elements(values, scale, rounded, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Round one block of a vector to bf16, and then to FP8."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numel
+    scaled = tl.load(values + index, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32) / tl.load(scale)
+    tl.store(rounded + index, tl.clamp(scaled, -LARGEST, LARGEST).to(rounded.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def transpose(matrix, transposed, num_rows, num_columns, BLOCK: tl.constexpr):
     """Transpose one square block."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -78,3 +78,14 @@ def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], 
     inputs, seed = torch.randn(2, 500, 1003), torch.rand(2)
     found = drop(inputs.cuda(), seed.cuda(), 0.1, features)
     torch.testing.assert_close(found.cpu(), gpu_kernels.drop(inputs, seed, 0.1, features))
+
+
+@pytest.mark.parametrize("numel", [16, 5000, 4096 * 14336])
+def test_a_shard_is_rounded_as_a_matrix_of_a_single_process(numel: int) -> None:
+    values = torch.randn(numel, device="cuda") * 1e-2
+    scale = values.bfloat16().abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+    rounded = torch.empty(numel, device="cuda", dtype=torch.float8_e4m3fn)
+    gpu_kernels.round_shard(values, scale, rounded)
+    expected = (values.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    different = (rounded.float() - expected.float()).abs() > 0
+    assert int(different.sum()) <= 1e-5 * numel  # ties, if the kernel's division is off by one bit

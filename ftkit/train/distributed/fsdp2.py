@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,7 +32,8 @@ from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.model.float8 import GatheredScales
+from ftkit.train.model.local_shard import local_tensor, with_ordinary_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
     from ftkit.train.engine import InitWeights, ShardingStats
     from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
 
 _NORM_EPSILON = 1e-6
 """Added to the norm of gradients when they are clipped, as in `torch.nn.utils.clip_grads_with_norm_`."""
@@ -80,6 +84,9 @@ class Fsdp2Engine:
             _check_no_shared_layers(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
+        self._fp8_scales = None
+        if gathers_in_fp8(training, world):
+            self._fp8_scales = GatheredScales(find_decoder_layers(hf_model), world.device)
         self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
             parameter_device = torch.device("cpu") if training.offload == "all" else world.device
@@ -90,6 +97,7 @@ class Fsdp2Engine:
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self.optimizer = _make_optimizer(hf_model, training)
+        self._update_fp8_scales()
 
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded on this rank."""
@@ -176,7 +184,13 @@ class Fsdp2Engine:
         skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._update_fp8_scales()
         return norm
+
+    def _update_fp8_scales(self) -> None:
+        if self._fp8_scales is not None:
+            mesh = self._world.layer_mesh
+            self._fp8_scales.update(mesh.get_group(mesh.ndim - 1))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank keeps between steps."""
@@ -199,7 +213,8 @@ class Fsdp2Engine:
         hf_model = self.model.hf_model
         model, optimizer = get_state_dict(hf_model, self.optimizer, options=self._state_options())
         # `get_state_dict` also returns buffers, and tied parameters under each of their names.
-        return {name: model[name] for name in saved_parameters(hf_model, self._training)}, optimizer
+        saved = saved_parameters(hf_model, self._training)
+        return {name: with_ordinary_shard(cast("torch.Tensor", model[name])) for name in saved}, optimizer
 
     def _state_options(self, *, full: bool = False) -> StateDictOptions:
         """Return torch's options; with adapters, frozen parameters are loaded from the pretrained weights again."""
@@ -225,6 +240,7 @@ class Fsdp2Engine:
         )
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
+        self._update_fp8_scales()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
@@ -274,6 +290,19 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
     stay in fp32, and are cast on use.
     """
     return world.size == 1 and training.adapters is not None and training.offload != "all"
+
+
+def gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
+    """Return whether weights are all-gathered in FP8: where FP8 matmuls take them as they arrive."""
+    if training.precision != "fp8" or world.num_layer_shards == 1:
+        return False
+    against = {
+        "decoder layers are divided by tensor parallelism": world.tensor_parallel > 1,
+        "weights are offloaded to host memory": training.offload == "all",
+    }
+    reason = next((reason for reason, is_so in against.items() if is_so), "")
+    log.info("weights are all-gathered in %s", f"bf16 ({reason})" if reason else "FP8, with one scale each")
+    return not reason
 
 
 def parallelize(

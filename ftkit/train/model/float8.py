@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ftkit.config.execution import is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
+from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
+from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.quantized_linear import opaque_zero
-from ftkit.train.private_apis.torch import scaled_mm
+from ftkit.train.private_apis.torch import find_maxima, scaled_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +29,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' families: they are small, and sensitive to rounding."""
+_READ_BY_KERNELS = ("out_proj", "x_proj", "dt_proj")
+"""Names of matrices that state-space layers also give to kernels of their own, which read them in the compute dtype."""
 _SMALLEST_MAXIMUM = 1e-12
 """Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
 
@@ -64,6 +69,30 @@ def _is_converted(linear: nn.Linear, name: str) -> bool:
     return name not in _ROUTERS and is_quantized("fp8", linear.in_features, linear.out_features)
 
 
+class GatheredScales:
+    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
+
+    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
+        """Prepare the matrices of converted layers, which are sharded after that."""
+        linears = [
+            module
+            for layer in layers
+            for name, module in layer.named_modules()
+            if isinstance(module, Fp8Linear) and name.rpartition(".")[2] not in _READ_BY_KERNELS
+        ]
+        self._linears, self._scales = linears, torch.ones(len(linears), device=device)
+        for linear, scale in zip(linears, self._scales, strict=True):
+            linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
+
+    @torch.no_grad()
+    def update(self, group: dist.ProcessGroup) -> None:
+        """Compute the scales from the sharded matrices. Collective, without a host sync."""
+        shards = [local_tensor(linear.weight) for linear in self._linears]
+        maxima = torch.stack(find_maxima([shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16
+
+
 class Fp8Linear(nn.Linear):
     """A trained linear layer whose three matmuls, forward and backward, are in FP8."""
 
@@ -74,7 +103,12 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
-        product = cast("Any", _TrainedProduct).apply(input.flatten(0, -2), self.weight)
+        rows, weight = input.flatten(0, -2), self.weight
+        product = (
+            cast("Any", _GatheredProduct).apply(rows, weight, weight.numbers, weight.scale)
+            if isinstance(weight, Fp8Weight)
+            else cast("Any", _TrainedProduct).apply(rows, weight)
+        )
         output: torch.Tensor = product.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
@@ -90,13 +124,35 @@ class _TrainedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, weight = ctx.saved_tensors
-        scale = _scale_of(gradient, torch.float8_e5m2)
-        rows, columns = (_Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
-        weight_columns = _transpose(_round(weight), after=gradient)
-        input_columns = _transpose(_round(inputs), after=gradient, is_fusible=False)
-        of_inputs = _multiply(rows, weight_columns, gradient.dtype, is_fast=False)
-        of_weight = _multiply(columns, input_columns, gradient.dtype, is_fast=False)
-        return of_inputs, of_weight
+        return _gradients(inputs, _round(weight), gradient)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """A matmul with a trained matrix that was all-gathered in FP8; `weight` is what gets the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        del weight
+        ctx.save_for_backward(inputs, numbers, scale)
+        return _multiply(_round(inputs), _Scaled(numbers, scale), inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        inputs, *weight = ctx.saved_tensors
+        return *_gradients(inputs, _Scaled(*weight), gradient), None, None
+
+
+def _gradients(inputs: torch.Tensor, weight: _Scaled, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of a trained matrix's inputs, and its own."""
+    scale = _scale_of(gradient, torch.float8_e5m2)
+    rows, columns = (_Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
+    weight_columns = _transpose(weight, after=gradient)
+    input_columns = _transpose(_round(inputs), after=gradient, is_fusible=False)
+    of_inputs = _multiply(rows, weight_columns, gradient.dtype, is_fast=False)
+    of_weight = _multiply(columns, input_columns, gradient.dtype, is_fast=False)
+    return of_inputs, of_weight
 
 
 class _Product(torch.autograd.Function):
@@ -131,7 +187,10 @@ def _round(matrix: torch.Tensor, *, by_row: bool = False) -> _Scaled:
 
 
 def _scale_of(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool = False) -> torch.Tensor:
-    maximum = matrix.abs().amax(dim=1, keepdim=True) if by_row else matrix.abs().amax()
+    return _scale_for(matrix.abs().amax(dim=1, keepdim=True) if by_row else matrix.abs().amax(), dtype)
+
+
+def _scale_for(maximum: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return maximum.float().clamp_min(_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
 
 

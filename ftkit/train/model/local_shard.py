@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ftkit.train.model.fp8_weights import Fp8Shard
 from ftkit.train.private_apis.deepspeed import Zero3Partition, zero3_partition
 
 if TYPE_CHECKING:
@@ -23,7 +24,17 @@ _ELEMENTS_PER_READ = 2**27
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded tensor; any other as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.master if isinstance(local, Fp8Shard) else local
+
+
+def with_ordinary_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory whose part on this rank, if it is sharded, is an ordinary tensor."""
+    if not (isinstance(tensor, DTensor) and isinstance(tensor.to_local(), Fp8Shard)):
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    local = local_tensor(tensor)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def rows_per_read(shape: Sequence[int]) -> int:
@@ -77,7 +88,7 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
     if isinstance(parameter, DTensor):
         rows, columns = _local_part(parameter)
         width = parameter.shape[1:].numel() if columns is None else len(columns)
-        local = parameter.to_local().detach().view(-1)
+        local = local_tensor(parameter).detach().view(-1)
         return LocalShard(parameter.shape, local[: len(rows) * width], rows.start * width, columns)
     if (partition := zero3_partition(parameter)) is not None:
         return _local_shard_of_zero3(partition)

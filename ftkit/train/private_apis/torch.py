@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,3 +198,30 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.
     `torch._scaled_mm`, torch 2.5 to 2.15. If it goes: `torch.nn.functional.scaled_mm`, which torch 2.10 and newer have.
     """
     return torch._scaled_mm(left, right, **options)  # noqa: SLF001
+
+
+def make_wrapper(kind: Any, inner: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Return an instance of a tensor subclass without memory: it looks like another tensor, in a dtype.
+
+    `torch.Tensor._make_wrapper_subclass`, torch 1.11 to 2.15; torch's guide to tensor subclasses uses it. If it goes:
+    weights are all-gathered in bf16.
+    """
+    return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+        kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
+    )
+
+
+def find_maxima(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the largest absolute value of each tensor in few kernels: `torch._foreach_norm`, torch 1.12 to 2.15.
+
+    If it goes: a loop.
+    """
+    return list(torch._foreach_norm(tensors, math.inf))  # noqa: SLF001
+
+
+def map_instances(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace the instances of a type in nested lists, tuples and dictionaries.
+
+    `torch.utils._pytree.tree_map_only`, torch 1.13 to 2.15. If it goes: a recursion.
+    """
+    return _pytree.tree_map_only(kind, function, tree)
