@@ -85,6 +85,15 @@ def is_quantized(quantization: Quantization, num_inputs: int, num_outputs: int) 
     return quantization == "nf4"
 
 
+READ_BY_KERNELS: Final = frozenset({"out_proj", "x_proj", "dt_proj"})
+"""Matrices that state-space layers also give to kernels of their own, which read them in the compute dtype."""
+
+
+def is_gathered_in_fp8(name: str, num_inputs: int, num_outputs: int) -> bool:
+    """Return whether FSDP2 all-gathers a trained linear layer in FP8, if it does so at all."""
+    return name not in READ_BY_KERNELS and is_quantized("fp8", num_inputs, num_outputs)
+
+
 def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: int) -> int:
     """Count the bytes of a quantized matrix, its scales included."""
     if quantization == "fp8":

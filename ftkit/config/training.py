@@ -112,7 +112,7 @@ class TrainingSpec(Spec):
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
-    Ada, Hopper and newer GPUs), all else computes in bf16."""
+    Ada, Hopper and newer GPUs), and several GPUs all-gather their weights in FP8; all else computes in bf16."""
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
@@ -236,6 +236,11 @@ class TrainingSpec(Spec):
     def multiplies_in_fp8(self) -> bool:
         """Whether linear layers of decoder layers compute in FP8."""
         return "fp8" in (self.precision, self.base_precision)
+
+    @property
+    def gathers_in_fp8(self) -> bool:
+        """Whether several GPUs all-gather trained matrices in FP8; from host memory they are copied in bf16."""
+        return self.precision == "fp8" and self.offload != "all"
 
     @property
     def only_with_fsdp2(self) -> tuple[str, ...]:

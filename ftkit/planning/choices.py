@@ -55,6 +55,7 @@ class EnginePlan:
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
             f"layers are divided among {setup.training.tensor_parallel} GPUs": setup.training.tensor_parallel > 1,
+            "weights are all-gathered in FP8": setup.gathers_in_fp8,
             "layers stay unsharded": setup.keeps_weights,
             "gradients are reduced once per step": setup.defers_sync,
         }

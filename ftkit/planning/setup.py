@@ -133,6 +133,11 @@ class Setup:
         """Processes that a layer's matrices are sharded over, after tensor parallelism has divided them."""
         return self.num_shards // self.training.tensor_parallel
 
+    @property
+    def gathers_in_fp8(self) -> bool:
+        """Whether trained matrices are all-gathered in FP8."""
+        return self.training.gathers_in_fp8 and self.num_layer_shards > 1
+
     def with_training(self, **changes: Any) -> Setup:
         """Return the setup with some fields of `training` changed."""
         return replace(self, training=self.training.model_copy(update=changes))

@@ -33,6 +33,7 @@ from ftkit.config.training import (
     Offload,
     Precision,
     TrainingPlan,
+    TrainingPrecision,
 )
 from ftkit.data.encoding import IGNORED
 from ftkit.families import MEASURED
@@ -75,7 +76,7 @@ class Case(NamedTuple):
     method: Method
     engine: EngineName
     offload: Offload = "none"
-    precision: Precision = "fp32"
+    precision: TrainingPrecision = "fp32"
     reduced: Precision = "fp32"
     weights: Literal["resharded", "unsharded"] = "resharded"
     collectives: Literal["auto", "copied"] = "auto"
@@ -130,6 +131,9 @@ def cases() -> Iterator[Case]:
     yield from (Case("gemma3_text", method, "fsdp2", collectives="copied") for method in get_args(Method))
     for reduced in get_args(Precision):
         yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
+    in_fp8 = Case("llama", "full", "fsdp2", precision="fp8")
+    yield from (in_fp8, in_fp8._replace(offload="optimizer"), in_fp8._replace(offload="all"))
+    yield from (in_fp8._replace(weights="unsharded"), in_fp8._replace(collectives="copied"))
     for family, method in product(MEASURED, ("full", "lora")):
         yield Case(family, method, "fsdp2", layers="divided")
 
@@ -239,7 +243,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
         )  # fmt: skip
     checks = verify_sharding(engine.sharding_stats(), training, expected)
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
-    verify_isolation(probe)
+    verify_isolation(probe, shares_scales=precision == "fp8")
     verify_logits(probe)
     num_targets = (2 * LENGTH - 1) * ACCUMULATION * world.size
     losses, norms, routers = [], [], []

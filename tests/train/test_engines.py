@@ -179,6 +179,16 @@ def test_layers_that_stay_unsharded_are_gathered_once_and_train_the_same(
     assert resharded["gathered"] - unsharded["gathered"] == layers * micro_batches
 
 
+@pytest.mark.parametrize("how", ["optimizer fp8", "all fp8", "fp8 unsharded", "fp8 copied"])
+def test_weights_all_gathered_in_fp8_train_as_those_that_are_rounded_later(
+    how: str, matrix: dict[str, dict[str, Any]]
+) -> None:
+    """Offloaded weights are all-gathered in bf16."""
+    expected, found = matrix["llama full fsdp2 fp8"], matrix[f"llama full fsdp2 {how}"]
+    assert_equal(found, expected)
+    assert found["held_out"] != matrix["llama full fsdp2 bf16"]["held_out"]
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_gradients_reduced_in_bf16_train_nearly_the_same(engine: str, matrix: dict[str, dict[str, Any]]) -> None:
     exact, rounded = matrix[f"llama full {engine} bf16"], matrix[f"llama full {engine} bf16 bf16"]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import torch._dynamo
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ftkit.train.model.float8 import convert_linears
+from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +28,81 @@ WORDS = (
     "training.keep_checkpoints=3",
     "evaluation.sql_execution=null",
 )
+
+
+def gathered(weight: torch.Tensor, num_ranks: int) -> Fp8Weight:
+    """Return what FSDP2 makes of a weight that it shards by rows and all-gathers."""
+    scale = weight.bfloat16().abs().max().float() / torch.finfo(FP8).max
+    mesh = SimpleNamespace(size=lambda: num_ranks)
+    rows = torch.chunk(weight, num_ranks)
+    rows += (weight[:0],) * (num_ranks - len(rows))
+    sent = [
+        Fp8Shard(each, scale).fsdp_pre_all_gather(mesh, weight.shape, weight.stride(), None, None)[0][0]
+        for each in rows
+    ]
+    received = Fp8Shard(rows[0], scale).fsdp_post_all_gather([torch.cat(sent)], scale, torch.bfloat16)
+    assert received is not None
+    unsharded: Any = torch.as_strided(received[0], weight.shape, weight.stride(), storage_offset=0)
+    return unsharded
+
+
+@given(seed=st.integers(0, 2**31), num_rows=st.integers(1, 20), num_ranks=st.integers(1, 7))
+def test_shards_of_any_number_of_ranks_are_rounded_as_the_whole_matrix(
+    seed: int, num_rows: int, num_ranks: int
+) -> None:
+    weight = torch.randn(num_rows, 4, generator=torch.Generator().manual_seed(seed))
+    found, expected = gathered(weight, num_ranks), gathered(weight, 1)
+    assert torch.equal(found.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
+    assert found.dtype == torch.bfloat16
+    # Whoever reads the weight, other than by a matmul in FP8, gets numbers in the compute dtype.
+    error = (found.float() - weight).abs()
+    assert bool((error <= 2**-4 * 1.02 * weight.abs() + weight.abs().max() * 2**-9 / 448).all())
+
+
+def test_only_what_fsdp2_makes_of_a_shard_is_a_shard_again() -> None:
+    scale = torch.tensor(2.0)
+    shard = Fp8Shard(torch.arange(12.0).view(4, 3), scale)
+    for kept in (shard.detach(), shard.view(-1), shard[:2], *torch.chunk(shard, 2), torch.empty_like(shard)):
+        assert isinstance(kept, Fp8Shard)
+        assert kept.scale is scale
+    for ordinary in (torch.zeros_like(shard), shard + 1, shard.clone(), shard.half(), shard.norm()):
+        assert type(ordinary) is torch.Tensor
+    assert shard.zero_() is shard
+    assert not shard.master.any()
+    assert isinstance(nn.Parameter(shard), nn.Parameter)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
+def test_a_compiled_layer_multiplies_by_gathered_weights_and_saves_no_copies_of_them() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(256, 512, bias=False), nn.SiLU(), nn.Linear(512, 256, bias=False)).bfloat16()
+    convert_linears([whole])
+    model = nn.Sequential(*whole)
+    inputs, kept = torch.randn(3, 256, dtype=torch.bfloat16, requires_grad=True), []
+    whole(inputs).float().square().sum().backward()
+    expected = [inputs.grad, *(each.grad for each in whole.parameters())]
+    inputs.grad = None
+    for linear in (model[0], model[2]):
+        linear.weight = nn.Parameter(gathered(linear.weight.detach().float(), 3))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(inputs)
+    outputs.float().square().sum().backward()
+    for found, one in zip([inputs.grad, *(each.grad for each in model.parameters())], expected, strict=True):
+        assert found is not None
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, one)
+    own = {weight.numbers.untyped_storage().data_ptr() for weight in (model[0].weight, model[2].weight)}
+    new = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in own]
+    assert sum(tensor.nbytes for tensor in new) < 256 * 512 / 2
+    torch._dynamo.reset()
 
 
 def test_several_processes_train_as_one_that_gathers_nothing_and_resume_each_others_checkpoints(

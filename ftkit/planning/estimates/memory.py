@@ -17,6 +17,7 @@ from ftkit.config.execution import (
     LOGITS_ALIGNMENT,
     ZERO3_BUCKET,
     ZERO3_LIVE_WEIGHTS,
+    is_gathered_in_fp8,
     is_quantized,
     logits_rows,
     quantized_bytes,
@@ -102,6 +103,7 @@ class _Sizes:
         self.compiled = setup.engine == "fsdp2" and training.compile != "none" and setup.device == "cuda"
         self.plain_attention = setup.device == "cpu" or training.attention in {"sdpa", "eager"}
         self.width = compute_width(training)
+        self.gathered_in_fp8 = count_gathered_in_fp8(setup)
         self.tokens = setup.tokens
         self.checkpointing = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
         self.counts, method = count_model(shape), method_counts(shape, training)
@@ -145,7 +147,7 @@ class _Sizes:
 
     def layer(self) -> float:
         adapters = 0 if self.training.adapters is None else self.trained_layer()
-        saved = saved_by_quantization(self.shape, self.training) / self.shape.num_hidden_layers
+        saved = (saved_by_quantization(self.shape, self.training) + self.gathered_in_fp8) / self.shape.num_hidden_layers
         adapter_width = self.width if self.engine == "zero3" else FP32  # FSDP2 all-gathers adapters in fp32
         return self.width * self.counts.largest_layer / self.tensor_parallel + adapter_width * adapters - saved
 
@@ -305,6 +307,12 @@ def saved_by_quantization(shape: ArchitectureSpec, training: TrainingPlan) -> in
         for each in count_model(shape).linears
         if is_quantized(kind, each.inputs, each.outputs)
     )
+
+
+def count_gathered_in_fp8(setup: Setup) -> int:
+    """Count the weights that are all-gathered in FP8: each takes a byte less than in bf16."""
+    linears = count_model(setup.shape).linears if setup.gathers_in_fp8 else ()
+    return sum(each.count * each.size for each in linears if is_gathered_in_fp8(each.name, each.inputs, each.outputs))
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:

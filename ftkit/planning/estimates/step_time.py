@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Final, Literal
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
 from ftkit.families import family_of
-from ftkit.planning.estimates.memory import FP32, compute_width, layer_bytes, reduce_width, saved_by_quantization
+from ftkit.planning.estimates.memory import (
+    FP32,
+    compute_width,
+    count_gathered_in_fp8,
+    layer_bytes,
+    reduce_width,
+    saved_by_quantization,
+)
 from ftkit.planning.estimates.parameters import (
     count_active_adapter_parameters,
     count_model,
@@ -330,7 +337,8 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0
     whole = compute_width(setup.training) * count_parameters(setup.shape)
-    return times * (whole - saved_by_quantization(setup.shape, setup.training))
+    saved = saved_by_quantization(setup.shape, setup.training) + count_gathered_in_fp8(setup)
+    return times * (whole - saved)
 
 
 def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:

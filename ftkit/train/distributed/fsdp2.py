@@ -37,7 +37,14 @@ from ftkit.train.model.local_shard import local_tensor, with_ordinary_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
-from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, divide_gradients, skip_step
+from ftkit.train.private_apis.torch import (
+    FSDP2_EXTENDS_ALL_GATHERS,
+    FSDP2_ON_CPUS,
+    TORCH,
+    complete_cpu_streams,
+    divide_gradients,
+    skip_step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -85,7 +92,7 @@ class Fsdp2Engine:
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self._fp8_scales = None
-        if gathers_in_fp8(training, world):
+        if _gathers_in_fp8(training, world):
             self._fp8_scales = GatheredScales(find_decoder_layers(hf_model), world.device)
         self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
@@ -292,16 +299,16 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
     return world.size == 1 and training.adapters is not None and training.offload != "all"
 
 
-def gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
-    """Return whether weights are all-gathered in FP8: where FP8 matmuls take them as they arrive."""
+def _gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
+    """Return whether weights are all-gathered in FP8; log it, or why not."""
     if training.precision != "fp8" or world.num_layer_shards == 1:
         return False
     against = {
-        "decoder layers are divided by tensor parallelism": world.tensor_parallel > 1,
-        "weights are offloaded to host memory": training.offload == "all",
+        "they are offloaded to host memory": not training.gathers_in_fp8,
+        f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
     }
     reason = next((reason for reason, is_so in against.items() if is_so), "")
-    log.info("weights are all-gathered in %s", f"bf16 ({reason})" if reason else "FP8, with one scale each")
+    log.info("weights are all-gathered in %s", f"bf16 ({reason})" if reason else "FP8")
     return not reason
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ftkit.config.execution import is_quantized, quantized_bytes
+from ftkit.config.execution import is_gathered_in_fp8, is_quantized, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
@@ -29,8 +29,6 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' families: they are small, and sensitive to rounding."""
-_READ_BY_KERNELS = ("out_proj", "x_proj", "dt_proj")
-"""Names of matrices that state-space layers also give to kernels of their own, which read them in the compute dtype."""
 _SMALLEST_MAXIMUM = 1e-12
 """Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
 
@@ -78,7 +76,8 @@ class GatheredScales:
             module
             for layer in layers
             for name, module in layer.named_modules()
-            if isinstance(module, Fp8Linear) and name.rpartition(".")[2] not in _READ_BY_KERNELS
+            if isinstance(module, Fp8Linear)
+            and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
         ]
         self._linears, self._scales = linears, torch.ones(len(linears), device=device)
         for linear, scale in zip(linears, self._scales, strict=True):

@@ -53,6 +53,10 @@ class Fp8Shard(torch.Tensor):
         shard.master, shard.scale = master, scale
         return shard
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape."""
+        return f"Fp8Shard({tuple(self.shape)})"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
         cls, function: Any, _: Any, args: Any = (), kwargs: Any = None
@@ -105,6 +109,10 @@ class Fp8Weight(torch.Tensor):
         weight: Self = make_wrapper(cls, numbers, dtype)
         weight.numbers, weight.scale = numbers, scale
         return weight
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return the shape; the compiler prints tensors that have no numbers yet."""
+        return f"Fp8Weight({tuple(self.shape)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         """Return the names of the inner tensors for torch's compiler, and what else makes up the weight."""

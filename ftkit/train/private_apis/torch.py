@@ -33,6 +33,12 @@ CHECKPOINTS_SHARE_GRAPHS = TORCH >= (2, 13)
 """Whether the compiler traces full activation checkpointing: torch 2.11 saves what autograd functions in it compute,
 such as those of matrices in 8 bits, and torch 2.6 compiles each layer for itself."""
 
+FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
+"""Whether FSDP2 has tensor subclasses transform what it all-gathers, as `ftkit.train.model.fp8_weights` does.
+
+The interface is in torch 2.6 too, whose line can't be tested on several processes without GPUs (`FSDP2_ON_CPUS`).
+"""
+
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
