@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 WORDS = (
     "training.precision=fp8",
-    "training.max_steps=3",
+    "training.max_steps=2",
     "training.micro_batch_size=1",
     "training.global_batch_size=12",
     "training.checkpoint_every_steps=1",
-    "training.keep_checkpoints=3",
     "evaluation.sql_execution=null",
 )
 
@@ -120,8 +119,7 @@ def test_several_processes_train_as_one_that_gathers_nothing_and_resume_each_oth
         alone.copy_to(run.plan.id)
         run.forget_after(1)
         assert "weights are all-gathered in FP8" in run.train()
-        (loss, norm), last = run.losses()[2], run.losses()[3]
+        loss, norm = run.losses()[2]
         assert loss == pytest.approx(expected[2][0], rel=1e-7), processes  # the same numbers were multiplied
         # Gradients in bf16 are rounded otherwise if they are divided by three.
         assert norm == pytest.approx(expected[2][1], rel=1e-3 if processes == 3 else 1e-6), processes
-        assert last == pytest.approx(expected[3], rel=1e-3), processes
