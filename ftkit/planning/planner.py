@@ -84,6 +84,7 @@ def plan_run(
         num_steps=count_steps(chosen, request.num_packs),
         notes=(
             *_notes(setup, cluster, memory),
+            *_notes_on_fp8(setup, None if cluster.runtime == "none" else image),
             *find_notes(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
@@ -238,3 +239,15 @@ def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[s
     )
     fitting = suggest_changes(setup, cluster, gpu.usable_gib)
     return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))
+
+
+def _notes_on_fp8(setup: Setup, image: ImageSpec | None) -> tuple[str, ...]:
+    """Return a note if FSDP2 of the image's torch is not used to all-gather in FP8."""
+    version = "" if image is None else image.provided.get("torch", "")
+    if image is None or not (setup.gathers_in_fp8 and version.startswith(("2.6", "2.7"))):
+        return ()
+    note = (
+        f"weights are all-gathered in bf16 with torch {version} of '{image.reference}', not in FP8: layers that stay "
+        "unsharded take more memory than predicted (training.reshard_after_forward=always avoids it)"
+    )
+    return (note,)

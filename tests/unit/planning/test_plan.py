@@ -374,6 +374,23 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
     assert "'lfm2' keeps packed documents apart only with" in notes("model.architecture.family=lfm2")
 
 
+def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
+    words = ("training.precision=fp8", "training.global_batch_size=32", "model.architecture.family=olmo3")
+    one, old, new = (
+        plan(
+            demo(*words),
+            A4,
+            IMAGE.model_copy(update={"provided": {"torch": version}}),
+            replace(REQUEST, image=OLMO3, gpus_per_node=gpus),
+        )
+        for version, gpus in (("2.7.0a0", 1), ("2.7.0a0", 4), ("2.12.0a0", 4))
+    )
+    assert ["all-gathered in FP8" in each.engine.reason for each in (one, old, new)] == [False, True, True]
+    assert [any("bf16 with torch 2.7" in note for note in each.notes) for each in (one, old, new)] == [
+        False, True, False
+    ]  # fmt: skip
+
+
 def test_fp8_without_effect_is_rejected() -> None:
     a100 = A4.model_copy(update={"gpu": "a100-80gb"})
     on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
