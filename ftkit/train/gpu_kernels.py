@@ -96,8 +96,8 @@ def drop(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features:
         features: index of the first of the K features, and number of all, of which other ranks may have the rest.
     """
     if triton_kernels is None or not inputs.is_cuda or torch.compiler.is_compiling():
-        # A compiler fuses these operators with others.
-        return torch.where(_is_kept(inputs, seed, probability, features), inputs * (1 / (1 - probability)), 0)
+        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the seed.
+        return torch.where(_is_kept(inputs, seed, probability, features), inputs, 0) * (1 / (1 - probability))
     inputs = inputs.contiguous()
     dropped = torch.empty_like(inputs)
     triton_kernels.drop[(_num_blocks(inputs.numel(), _ELEMENTS),)](
