@@ -21,6 +21,7 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
+from ftkit.train.imports import faster_imports
 from ftkit.train.launcher import LAUNCHED, follow_launcher
 from ftkit.train.quiet import silence_torchao
 
@@ -42,9 +43,10 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             at_end.enter_context(held)
             record_start(layout.manifest, num_restarts=num_restarts)
         with at_end:
-            from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415
-            from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
-            from ftkit.train.world import init_world  # noqa: PLC0415
+            with faster_imports():
+                from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415
+                from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
+                from ftkit.train.world import init_world  # noqa: PLC0415
 
             begun["joining the process group"] = time.time()
             record_collectives()

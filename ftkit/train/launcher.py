@@ -30,6 +30,7 @@ from ftkit.runs.lease import revoke_if_dead
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord
+from ftkit.train.imports import faster_imports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +68,9 @@ def main(arguments: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
     _stage_weights(layout)
-    # After the mask: their threads inherit it.
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
-    from torch.distributed.run import main as torchrun  # noqa: PLC0415
+    with faster_imports():  # after the mask: their threads inherit it
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+        from torch.distributed.run import main as torchrun  # noqa: PLC0415
 
     try:
         torchrun(arguments)

@@ -1,0 +1,35 @@
+"""Import the trainer's libraries in less time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+UNUSED = ("boto3", "scipy", "sklearn", "torchvision")
+"""Packages that transformers and accelerate import wherever they are installed, for models and services that ftkit does
+not use. sklearn imports pandas and pyarrow too."""
+
+
+@contextmanager
+def faster_imports() -> Iterator[None]:
+    """Import in the block as if `UNUSED` packages were not installed, and without collecting garbage.
+
+    Either takes a tenth of the CPU time of the imports, or more. A library that tests for a package in the block may
+    remember that it is missing; an import of the package itself works again after the block.
+    """
+    modules: dict[str, Any] = sys.modules
+    hidden = [name for name in UNUSED if name not in modules]
+    modules.update(dict.fromkeys(hidden))  # None in sys.modules: there is no such module
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # what was imported stays: later collections skip it
+        gc.enable()
+        for name in hidden:
+            del modules[name]
