@@ -188,7 +188,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterator[Machine]:
+def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path], exported: Path) -> Iterator[Machine]:
     machine = Machine(tmp_path)
     for folder in ("bin", "node", "blobs", "shared", "home/project", "home/.config/fish/completions"):
         (tmp_path / folder).mkdir(parents=True)
@@ -217,6 +217,7 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterat
         "MACHINE": str(tmp_path),
         "TESTS": str(os.getpid()),
         "CHECKOUT": str(CHECKOUT),
+        "EXPORTED": str(exported),
         "REAL_PYTHON": sys.executable,
         "DOCKER_HOST": docker_host,
         "HTTPS_PROXY": proxy[0],
@@ -228,6 +229,12 @@ def machine(tmp_path: Path, docker_host: str, proxy: tuple[str, Path]) -> Iterat
     }
     yield machine
     (tmp_path / "is-busy").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for an export, which the first test that needs one writes."""
+    return tmp_path_factory.mktemp("exported")
 
 
 def cache_config(hub: Path) -> None:

@@ -56,10 +56,15 @@ def commands(block: Block) -> list[str]:
 DEMO = "ftkit run demo"
 STOPPED = ("echo stopped >$MACHINE/outcome", "! ftkit run demo", "echo completed >$MACHINE/outcome")
 
-EXPORT = ("$REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $MACHINE",)
+EXPORT = (
+    "[ -d $EXPORTED/data ] || $REAL_PYTHON $CHECKOUT/tests/commands/write_export.py $EXPORTED",
+    "cp -r $EXPORTED/. $MACHINE",
+)
 """Files that the stand-in for the trainer leaves as its export."""
 TRAINED = (*EXPORT, DEMO)
 PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
+
+FEW_ROWS = "sed 's/num_train: .*/num_train: 300/' $CHECKOUT/ftkit/recipes/demo.yaml >recipes/demo.yaml"
 
 LOGIN_NODE = ("touch $MACHINE/is-login-node",)
 
@@ -109,6 +114,7 @@ BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1]
 
 BEFORE: dict[str, tuple[str, ...]] = {
     "run": (*IMPORTED, "mkdir mylib", "touch train.py mylib/__init__.py"),
+    "data": ("mkdir recipes", FEW_ROWS),
     "doctor": (*LOGIN_NODE, *IMPORTED, "echo 'cluster: mycluster' >>ftkit.yaml"),
     "status": (*ON_SLURM, DEMO),
     "compare": (DEMO, "ftkit run demo --name other"),
