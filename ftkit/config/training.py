@@ -28,7 +28,7 @@ Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
 OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
-TrainingPrecision = Literal["bf16", "fp32", "fp8"]
+TrainingPrecision = Literal["bf16", "fp32", "fp8", "mxfp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
@@ -112,7 +112,9 @@ class TrainingSpec(Spec):
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
-    Ada, Hopper and newer GPUs), and several GPUs all-gather their weights in FP8; all else computes in bf16."""
+    Ada, Hopper and newer GPUs), and several GPUs all-gather their weights in FP8; all else computes in bf16.
+    `mxfp8`: the same with a scale for each 32 numbers (Blackwell and newer GPUs, on which nobody has measured it;
+    weights are all-gathered in bf16)."""
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
@@ -218,7 +220,7 @@ class TrainingSpec(Spec):
     @property
     def compute_precision(self) -> Precision:
         """The precision of everything but FP8 matmuls."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        return "fp32" if self.precision == "fp32" else "bf16"
 
     @property
     def gpus_per_pack(self) -> int:
@@ -233,9 +235,14 @@ class TrainingSpec(Spec):
         return "fp8" if self.base_precision == "fp8" else "none"
 
     @property
+    def trains_in_fp8(self) -> bool:
+        """Whether trained linear layers of decoder layers compute in FP8, with one scale or with one for each block."""
+        return self.precision in {"fp8", "mxfp8"}
+
+    @property
     def multiplies_in_fp8(self) -> bool:
         """Whether linear layers of decoder layers compute in FP8."""
-        return "fp8" in (self.precision, self.base_precision)
+        return self.trains_in_fp8 or self.base_precision == "fp8"
 
     @property
     def gathers_in_fp8(self) -> bool:
@@ -247,7 +254,7 @@ class TrainingSpec(Spec):
         """The settings that engine zero3 does not support."""
         needed = {
             "activation_checkpointing": self.activation_checkpointing == "selective",
-            "precision": self.precision == "fp8",
+            "precision": self.trains_in_fp8,
             "base_precision": self.base_precision == "fp8",
             "optimizer": self.optimizer == "adamw8bit",
             "reshard_after_forward": self.reshard_after_forward == "never",
@@ -274,9 +281,9 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _fp8_belongs_to_a_method(self) -> Self:
-        if self.precision == "fp8" and self.method != "full":
+        if self.trains_in_fp8 and self.method != "full":
             raise ValueError(
-                f"precision 'fp8' trains all weights; with method '{self.method}' "
+                f"precision '{self.precision}' trains all weights; with method '{self.method}' "
                 + ("set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already")
             )
         if self.base_precision == "fp8" and self.method != "lora":
@@ -319,7 +326,7 @@ class TrainingSpec(Spec):
         unsupported = {
             "method": self.method == "qlora",
             "base_precision": self.base_precision == "fp8",
-            "precision": self.precision == "fp8",
+            "precision": self.trains_in_fp8,
             "offload": self.offload != "none",
             "shard_degree": self.shard_degree != "auto",
             "collectives": self.collectives == "copy_engine",

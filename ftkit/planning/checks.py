@@ -199,10 +199,15 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
     if training.attention == "flash4" and training.compute_precision == "fp32":
         yield Problem(where, "training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
     if training.multiplies_in_fp8 and cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
-        key = "precision" if training.precision == "fp8" else "base_precision"
+        key = "precision" if training.trains_in_fp8 else "base_precision"
         yield Problem(
             where, f"training.{key}", f"{GPUS[cluster.gpu].device_name} does not multiply in FP8; Ada, Hopper and "
             "newer GPUs do.", f"Leave training.{key} out.",
+        )  # fmt: skip
+    elif training.precision == "mxfp8" and cluster.gpu is not None and not GPUS[cluster.gpu].has_mxfp8:
+        yield Problem(
+            where, "training.precision", f"{GPUS[cluster.gpu].device_name} does not multiply in MXFP8; Blackwell and "
+            "newer GPUs do.", "Use 'fp8'.",
         )  # fmt: skip
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
@@ -378,7 +383,7 @@ def find_notes(
     if shape.is_measured:
         return
     counts = count_model(shape)
-    quantized = "fp8" if training.precision == "fp8" else training.quantization
+    quantized = training.precision if training.trains_in_fp8 else training.quantization
     if counts.experts_per_token and quantized != "none":
         yield (
             f"the experts of '{shape.family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are "

@@ -29,6 +29,7 @@ class Gpu:
         link_bandwidth: bytes/s to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
         has_fp8: whether it has FP8 matmuls (Ada, Hopper and newer).
+        has_mxfp8: whether it has FP8 matmuls with a scale for each 32 numbers (Blackwell and newer).
     """
 
     device_name: str
@@ -39,6 +40,7 @@ class Gpu:
     link_bandwidth: float
     has_fast_attention: bool
     has_fp8: bool = True
+    has_mxfp8: bool = False
     matmul_efficiency: float = 0.803
     flex_efficiency: float = 0.34
 
@@ -66,7 +68,10 @@ GPUS: dict[GpuModel, Gpu] = {
         "NVIDIA A100-SXM4-80GB", 80.0, 312e12, 19.5e12, 2.039e12, 300e9, has_fast_attention=False, has_fp8=False,
         matmul_efficiency=0.869, flex_efficiency=0.52,
     ),
-    "b200": Gpu("NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True, matmul_efficiency=0.776),
+    "b200": Gpu(
+        "NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True, has_mxfp8=True,
+        matmul_efficiency=0.776,
+    ),
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),
     "h200": Gpu("NVIDIA H200", 140.4, 989e12, 67e12, 4.8e12, 450e9, has_fast_attention=True),
     "l4": Gpu("NVIDIA L4", 22.5, 121e12, 30.3e12, 0.3e12, 16e9, has_fast_attention=False),

@@ -205,7 +205,7 @@ class _Sizes:
         """
         adapters = self.training.adapters
         size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, adapters=adapters)
-        if self.compiled and self.training.precision == "fp8" and not self.counts.experts_per_token:
+        if self.compiled and self.training.trains_in_fp8 and not self.counts.experts_per_token:
             size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim

@@ -108,9 +108,9 @@ MATRIX_EFFICIENCY = 0.785
 """Fraction of the best single matmul's rate (`Gpu.matmul_efficiency`) that the matmuls of a step reach, small kernels
 around them included."""
 FP8_SPEEDUP = {True: 1.42, False: 1.73}
-"""Speed-up of linear layers in FP8 over bf16, conversion included, by whether `precision` is fp8: True for trained
+"""Speed-up of linear layers in FP8 over bf16, conversion included, by whether weights are trained: True for trained
 weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200, and to
-single layers of Llama 3 70B on one."""
+single layers of Llama 3 70B on one. MXFP8, which is not measured, is assumed to be as fast."""
 FLASH4_EFFICIENCY = 0.56
 """Fraction of the peak that flash-attn-4 reaches, forward and backward."""
 SDPA_EFFICIENCY = 0.30
@@ -282,7 +282,7 @@ def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
     counts = count_model(shape)
     linears = sum(each.count * each.size for each in counts.linears if is_quantized("fp8", each.inputs, each.outputs))
     share = linears / (counts.active + shape.vocab_size * shape.hidden_size)
-    return 1 - share + share / FP8_SPEEDUP[training.precision == "fp8"]
+    return 1 - share + share / FP8_SPEEDUP[training.trains_in_fp8]
 
 
 def _expert_time(shape: ArchitectureSpec) -> float:

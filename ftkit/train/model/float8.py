@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ftkit.config.execution import is_gathered_in_fp8, is_quantized, quantized_bytes
+from ftkit.config.execution import FP8_MULTIPLE, is_gathered_in_fp8, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
@@ -56,15 +56,20 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
     Args:
         layers: decoder layers.
     """
+    replace_linears(layers, Fp8Linear, FP8_MULTIPLE)
+
+
+def replace_linears(layers: Iterable[nn.Module], kind: type[Fp8Linear], multiple: int) -> None:
+    """Replace linear layers within decoder layers, except routers, if both sizes are multiples of a number."""
     for layer in layers:
         for parent in list(layer.modules()):
             for name, module in parent.named_children():
-                if type(module) is nn.Linear and _is_converted(module, name):
-                    setattr(parent, name, Fp8Linear(module))
+                if type(module) is nn.Linear and name not in _ROUTERS and _are_multiples(module, multiple):
+                    setattr(parent, name, kind(module))
 
 
-def _is_converted(linear: nn.Linear, name: str) -> bool:
-    return name not in _ROUTERS and is_quantized("fp8", linear.in_features, linear.out_features)
+def _are_multiples(linear: nn.Linear, multiple: int) -> bool:
+    return linear.in_features % multiple == 0 and linear.out_features % multiple == 0
 
 
 class GatheredScales:
@@ -102,14 +107,18 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
-        rows, weight = input.flatten(0, -2), self.weight
-        product = (
+        output = self.multiply(input.flatten(0, -2)).view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows, [M, inputs], by the matrix."""
+        weight = self.weight
+        product: torch.Tensor = (
             cast("Any", _GatheredProduct).apply(rows, weight, weight.numbers, weight.scale)
             if isinstance(weight, Fp8Weight)
             else cast("Any", _TrainedProduct).apply(rows, weight)
         )
-        output: torch.Tensor = product.view(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        return product
 
 
 class _TrainedProduct(torch.autograd.Function):

@@ -395,6 +395,12 @@ def test_fp8_without_effect_is_rejected() -> None:
     a100 = A4.model_copy(update={"gpu": "a100-80gb"})
     on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
     assert "training.precision: NVIDIA A100-SXM4-80GB does not multiply in FP8" in on_a100
+    on_b200 = A4.model_copy(update={"gpu": "b200"})
+    in_blocks = load_recipe("olmo3-7b-full", HERE, ["training.precision=mxfp8"])
+    assert "NVIDIA H200 does not multiply in MXFP8" in problems(in_blocks, A4.model_copy(update={"gpu": "h200"}))
+    shown = plan(in_blocks, on_b200, IMAGE, replace(REQUEST, image=OLMO3))
+    assert (shown.recipe.training.precision, "all-gathered in FP8" in shown.engine.reason) == ("mxfp8", False)
+    assert any("nobody has measured precision 'mxfp8'" in note for note in shown.notes)
     for settings, message in (
         (("training.precision=fp8", "training.method=lora"), "set base_precision to 'fp8' instead"),
         (("training.base_precision=fp8",), "base_precision is for method 'lora'"),
