@@ -392,7 +392,7 @@ def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Opt
 def _gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """Return the norm of all gradients, sharded in one or several ways: a scalar on the device. Collective.
 
-    DTensor's own norm would plan its collectives in time quadratic in the number of gradients: seconds in step 1.
+    DTensor's own norm plans collectives in time quadratic in the number of gradients: a second in step 1 of 48 layers.
     """
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in (each.grad for each in parameters if each.grad is not None):
