@@ -209,6 +209,7 @@ def test_a_preempted_job_stops_and_is_requeued(code: int, slurm_plan: RunPlan, m
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{_end('stopped')}; exit {code}"}
     assert _signal_the_task(machine, slurm_plan)[0] == 0
     assert _requeued(machine)
+    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "asked to stop\n"
     assert machine.exit_code(slurm_plan) is None
 
 
