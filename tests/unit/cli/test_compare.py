@@ -11,6 +11,7 @@ import pytest
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
+from ftkit.runs.repeat import original_to_json, read_original
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,19 @@ def test_a_comparison_as_json_is_complete(ftkit: Callable[..., Result], make_run
     assert found["results"][two.id]["loss"] is None
     assert found["losses"] == [{"tokens": 8192, "losses": [2.0, None]}]
     assert "from 8.19 k tokens on" in ftkit("compare", "one", "two").out
+
+
+def test_the_status_of_a_repetition_has_the_verdict(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    one, two = make_run("one"), make_run("two")
+    for run in (one, two):
+        records.write(run, records.step(1, 2.0))
+    one.layout.manifest.write_text(json.dumps({"run": one.id}))
+    two.layout.original.write_text(original_to_json(read_original(str(one.layout.root))))
+    assert f"repeated: the losses of {one.id}, bit for bit" in " ".join(ftkit("status", "two").out.split())
+    shown = [json.loads(ftkit("status", run.id, "--json").out)["repetition"] for run in (one, two)]
+    assert (shown[0], shown[1]["is_repeated"]) == (None, True)
 
 
 def test_the_reasons_of_restarts_are_counted(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
