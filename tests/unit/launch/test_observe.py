@@ -124,6 +124,14 @@ def test_a_run_that_the_user_canceled_is_canceled_however_its_script_ended(
     assert observe(run).state is RunState.CANCELED
 
 
+def test_the_saved_state_of_an_earlier_version_is_read(make_run: RunMaker, programs: FakePrograms) -> None:
+    run = make_run(job_id="101")
+    state = {"job_id": "101", "observed": 4e9, "state": "cancelled", "is_final": True}
+    run.layout.state.write_text(json.dumps(state))
+    assert observe(run).state is RunState.CANCELED
+    assert programs.calls() == []
+
+
 def test_a_canceled_run_is_canceled_if_slurm_forgot_its_job_or_cannot_be_asked(
     make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
 ) -> None:
