@@ -80,3 +80,13 @@ def test_a_multiple_of_values_near_zero_that_vary_as_much_is_no_spike(loss: floa
     assert recorder.records == []
     looks.check(step(201, loss=2.0))
     assert [record.step for record in recorder.records] == [201]
+
+
+@pytest.mark.parametrize("loss", [2e-7, 0.7])
+def test_rounding_of_a_loss_that_hardly_changes_is_no_spike(loss: float) -> None:
+    recorder = Recorder()
+    looks = watch("stop", recorder)
+    for number in range(1, 400):
+        looks.check(step(number, loss=loss * (1 + 1e-7 * (number % 3)), norm=1e-5))
+    looks.check(step(400, loss=loss * 1.05, norm=1e-5))
+    assert recorder.records == []
