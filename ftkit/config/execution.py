@@ -94,6 +94,11 @@ def is_gathered_in_fp8(name: str, num_inputs: int, num_outputs: int) -> bool:
     return name not in READ_BY_KERNELS and is_quantized("fp8", num_inputs, num_outputs)
 
 
+def are_quantized(quantization: Quantization, matrix: ExpertMatrix) -> bool:
+    """Return whether a matrix of frozen experts is stored quantized: in FP8 only."""
+    return quantization == "fp8" and is_quantized("fp8", matrix.inputs, matrix.outputs)
+
+
 def quantized_bytes(quantization: Quantization, num_inputs: int, num_outputs: int) -> int:
     """Count the bytes of a quantized matrix, its scales included."""
     if quantization == "fp8":

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from ftkit.config.execution import ParameterCounts, adapter_size, expert_adapter_size, is_quantized
+from ftkit.config.execution import ParameterCounts, adapter_size, are_quantized, expert_adapter_size, is_quantized
 from ftkit.config.experts import Experts, read_experts
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.config.model_config import fill_config, text_part
@@ -144,10 +144,15 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, in
 
 
 def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
-    return sum(
+    linears = sum(
         inputs * outputs
         for _, _, (inputs, outputs) in linears_in_layers(model)
         if is_quantized(training.quantization, inputs, outputs)
+    )
+    return linears + sum(
+        each.count * each.experts * each.inputs * each.outputs
+        for each in expert_matrices(model)
+        if are_quantized(training.quantization, each)
     )
 
 

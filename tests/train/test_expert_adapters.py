@@ -21,7 +21,10 @@ from ftkit.planning.estimates.parameters import method_counts
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.expert_float8 import Fp8Experts
 from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, prepare_method
+from ftkit.train.model.quantized_linear import QuantizedLinear
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
@@ -47,16 +50,16 @@ def build(family: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
 
 
-def training(lora: LoraSpec) -> TrainingPlan:
+def training(lora: LoraSpec, **more: Any) -> TrainingPlan:
     return TrainingPlan(
         sequence_length=32, global_batch_size=1, max_steps=1, learning_rate=1e-3, method="lora", lora=lora,
-        precision="fp32",
+        **({"precision": "fp32"} | more),
     )  # fmt: skip
 
 
-def adapted(family: str, world: World, lora: LoraSpec) -> Any:
+def adapted(family: str, world: World, lora: LoraSpec, **more: Any) -> Any:
     model = build(family)
-    prepare_method(model, training(lora), world.device)
+    prepare_method(model, training(lora, **more), world.device)
     init_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -105,11 +108,51 @@ def test_logits_and_gradients_are_those_of_merged_weights(family: str, world: Wo
 def test_compiled_and_recomputed_layers_have_the_same_gradients(mode: Any, world: World) -> None:
     lora, tokens = LoraSpec(rank=4, targets=TARGETS), torch.arange(3, 43)[None]
     expected, model = gradients(adapted("qwen3_moe", world, lora), tokens), adapted("qwen3_moe", world, lora)
-    apply_activation_checkpointing(find_decoder_layers(model), mode, compiled=mode == "selective")
+    apply_activation_checkpointing(find_decoder_layers(model), [mode, mode], compiled=mode == "selective")
     found = gradients(model, tokens)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+def difference(found: Any, expected: Any) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+def test_frozen_experts_in_fp8_are_those_of_dequantized_weights_but_for_the_rounding_of_tokens(world: World) -> None:
+    """Of experts 24 wide, only gate and up are in FP8: down needs multiples of 16."""
+    lora, tokens = LoraSpec(rank=4, targets=TARGETS), torch.arange(3, 43)[None]
+    plain = adapted("qwen3_moe", world, lora, precision="bf16")
+    model = adapted("qwen3_moe", world, lora, precision="bf16", base_precision="fp8")
+    weights = dict(plain.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            weights[f"{name}.weight"].data.copy_(module.weight)
+        if isinstance(module, GroupedExperts):
+            assert module.layouts.keys() == {"gate_up_proj"}
+            layout = module.layouts["gate_up_proj"]
+            assert module.gate_up_proj.shape == (4, layout.num_stored)
+            weights[f"{name}.gate_up_proj"].data.copy_(layout.dequantize(module.gate_up_proj))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = gradients(model, tokens), gradients(plain, tokens)
+    assert found.keys() == expected.keys()
+    assert difference(found["logits"], expected["logits"]) < 0.2  # some tokens go to other experts
+
+
+def test_products_of_experts_in_fp8_are_those_of_dequantized_weights() -> None:
+    """The second expert has no rows. Tokens, and gradients with the scales of the weights, are rounded to 3 bits."""
+    torch.manual_seed(0)
+    layout, ends = Fp8Experts(4, 32, 48, torch.bfloat16), torch.tensor([3, 3, 20, 40], dtype=torch.int32)
+    expert_of_row = torch.tensor([0] * 3 + [2] * 17 + [3] * 20)
+    stored = layout.quantize(torch.randn(4, 48, 32) * torch.rand(4, 48, 1))
+    rows = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
+    again = rows.detach().clone().requires_grad_()
+    product, upstream = layout.multiply(rows, stored, expert_of_row, ends), torch.randn(40, 48, dtype=torch.bfloat16)
+    expected = torch.einsum("si,soi->so", again, layout.dequantize(stored)[expert_of_row])
+    product.backward(upstream)
+    expected.backward(upstream)
+    assert difference(product, expected) < 0.04
+    assert difference(rows.grad, again.grad) < 0.04
 
 
 def test_dropout_of_experts_is_drawn_in_training_alone(world: World) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.train.engine import ShardingStats
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -44,8 +45,15 @@ def collect_sharding_stats(
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     linears = [module for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
-    quantized = sum(linear.num_weights for linear in linears)
+    experts = [
+        layout
+        for module in hf_model.modules()
+        if isinstance(module, GroupedExperts)
+        for layout in module.layouts.values()
+    ]
+    quantized = sum(linear.num_weights for linear in linears) + sum(layout.num_weights for layout in experts)
     stored_for_quantized = sum(linear.layout.num_stored for linear in linears)
+    stored_for_quantized += sum(layout.num_experts * layout.num_stored for layout in experts)
     return ShardingStats(
         num_layers=len(layers),
         num_units=num_units,

@@ -16,16 +16,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ftkit.config.execution import is_quantized
 from ftkit.config.model import ExpertMatrix
 from ftkit.errors import TrainingError
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.dropout import Dropout
+from ftkit.train.model.expert_float8 import Fp8Experts
 from ftkit.train.private_apis.transformers import WeightConversions, computes_experts_one_by_one, grouped_mm
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.training import LoraSpec, Quantization
 
 _NDIM = 3
 _RANK_MULTIPLE = 8
@@ -59,8 +61,10 @@ def expert_matrices(model: nn.Module) -> tuple[ExpertMatrix, ...]:
 
 def matrix_names(experts: nn.Module) -> list[str]:
     """Return the names of the stacked matrices of a layer's experts, in the order in which peft wraps them."""
+    if isinstance(experts, GroupedExperts):
+        return [*experts.sizes]
     own = experts.named_parameters(recurse=False)
-    return [name for name, each in own if each.ndim == _NDIM and not name.startswith("lora_")]
+    return [name for name, each in own if each.ndim == _NDIM]
 
 
 def transposed_experts(model: nn.Module) -> frozenset[str]:
@@ -112,35 +116,66 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
             )
 
 
-def adapt_experts(model: nn.Module, lora: LoraSpec) -> None:
-    """Add adapters in fp32 to the stacked experts that are targets; `init_adapters` initializes them."""
+def prepare_experts(model: nn.Module, lora: LoraSpec, quantization: Quantization, storage: torch.dtype) -> None:
+    """Add adapters in fp32 to the stacked experts that are targets, and store frozen weights in FP8, if asked for.
+
+    `init_adapters` initializes adapters.
+
+    Args:
+        model: frozen.
+        lora: its adapters.
+        quantization: of its frozen weights; there are no experts in 4 bits.
+        storage: the compute dtype.
+    """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
-    if not any(ranks.values()):
+    if not any(ranks.values()) and quantization != "fp8":
         return
     for layer in find_decoder_layers(model):
         for name, experts in _experts_in(layer):
-            adapted_class = _adapted_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
-            layer.set_submodule(name, adapted_class(experts, lora, ranks))
+            grouped_class = _grouped_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
+            layer.set_submodule(name, grouped_class(experts, lora, ranks, storage if quantization == "fp8" else None))
 
 
-class AdaptedExperts(nn.Module):
-    """Mixed into the class of a layer's experts, so that the names of their parameters don't change.
+class GroupedExperts(nn.Module):
+    """Frozen experts with adapters, weights in FP8, or both.
 
-    The adapters of a matrix, such as `down_proj`, are the parameters `lora_A_down_proj`, [E, R, inputs], and
-    `lora_B_down_proj`, [E, outputs, R].
+    Mixed into the class of a layer's experts, so that the names of their parameters don't change. The adapters of a
+    matrix, such as `down_proj`, are the parameters `lora_A_down_proj`, [E, R, inputs], and `lora_B_down_proj`,
+    [E, outputs, R].
+
+    Attributes:
+        sizes: number of experts, inputs, and outputs of each matrix, by name.
+        layouts: the layouts of matrices in FP8, by name.
     """
 
-    def __init__(self, experts: nn.Module, lora: LoraSpec, ranks: dict[str, int]) -> None:
-        """Adopt the experts' parameters, submodules and attributes, and add adapters; `ranks` is in ranks of `lora`."""
+    def __init__(
+        self, experts: nn.Module, lora: LoraSpec, ranks: dict[str, int], fp8_storage: torch.dtype | None
+    ) -> None:
+        """Adopt the experts' parameters, submodules and attributes.
+
+        Args:
+            experts: whose parameters may be on the meta device.
+            lora: the adapters.
+            ranks: the ranks of adapters by matrix, in ranks of `lora`; 0 without one.
+            fp8_storage: dtype in which FP8 weights are stored. They stay as they are if None.
+        """
+        sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
-        self._scaling = {name: lora.scaling_of(num) for name, num in ranks.items() if num}
+        self.sizes, self.layouts = sizes, {}
+        self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
         self._dropout = lora.dropout
-        for name in matrix_names(experts):
+        for name, (num, inputs, outputs) in sizes.items():
+            weight = getattr(self, name)
             if ranks[name]:
-                num, inputs, outputs = _sizes(experts, name)
-                rank, device = ranks[name] * lora.rank, getattr(experts, name).device
+                rank, device = ranks[name] * lora.rank, weight.device
                 self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.empty(num, rank, inputs, device=device)))
                 self.register_parameter(f"lora_B_{name}", nn.Parameter(torch.empty(num, outputs, rank, device=device)))
+            if fp8_storage is not None and is_quantized("fp8", inputs, outputs):
+                layout = self.layouts[name] = Fp8Experts(num, inputs, outputs, fp8_storage)
+                stored = torch.empty(num, layout.num_stored, dtype=fp8_storage, device=weight.device)
+                if not weight.is_meta:
+                    stored.copy_(layout.quantize(weight.data.mT if cast("Any", self).is_transposed else weight.data))
+                setattr(self, name, nn.Parameter(stored, requires_grad=False))
 
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
         """Return the weighted sums of the chosen experts' outputs.
@@ -171,7 +206,10 @@ class AdaptedExperts(nn.Module):
         own = cast("Any", self)
         weight = getattr(self, name)
         rows = rows.to(weight.dtype)
-        product = self._grouped(rows, weight if own.is_transposed else weight.mT, ends)
+        if (layout := self.layouts.get(name)) is not None:
+            product = layout.multiply(rows, weight, expert_of_row, ends)
+        else:
+            product = self._grouped(rows, weight if own.is_transposed else weight.mT, ends)
         if getattr(own, "has_bias", False):
             product = product + getattr(self, f"{name}_bias")[expert_of_row]
         if name not in self._scaling:
@@ -196,5 +234,5 @@ class AdaptedExperts(nn.Module):
 
 
 @cache
-def _adapted_class(experts_class: type[nn.Module]) -> type[AdaptedExperts]:
-    return type(f"Adapted{experts_class.__name__}", (AdaptedExperts, experts_class), {})
+def _grouped_class(experts_class: type[nn.Module]) -> type[GroupedExperts]:
+    return type(f"Grouped{experts_class.__name__}", (GroupedExperts, experts_class), {})

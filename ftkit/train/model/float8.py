@@ -144,18 +144,18 @@ class _GatheredProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         del weight
         ctx.save_for_backward(inputs, numbers, scale)
-        return _multiply(_round(inputs), _Scaled(numbers, scale), inputs.dtype)
+        return _multiply(_round(inputs), Scaled(numbers, scale), inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         inputs, *weight = ctx.saved_tensors
-        return *_gradients(inputs, _Scaled(*weight), gradient), None, None
+        return *_gradients(inputs, Scaled(*weight), gradient), None, None
 
 
-def _gradients(inputs: torch.Tensor, weight: _Scaled, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gradients(inputs: torch.Tensor, weight: Scaled, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a trained matrix's inputs, and its own."""
     scale = _scale_of(gradient, torch.float8_e5m2)
-    rows, columns = (_Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
+    rows, columns = (Scaled(each, scale) for each in round_and_transpose(gradient, scale, torch.float8_e5m2))
     weight_columns = _transpose(weight, after=gradient)
     input_columns = _transpose(_round(inputs), after=gradient, is_fusible=False)
     of_inputs = _multiply(rows, weight_columns, gradient.dtype, is_fast=False)
@@ -177,21 +177,26 @@ class _Product(torch.autograd.Function):
         weight = ctx.layout.parts(*ctx.saved_tensors)
         # The sum runs over the matrix's rows, so their scales belong to the gradient.
         rounded = _round(gradient * weight.scale.t(), by_row=True)
-        unscaled = _Scaled(weight.numbers, torch.ones(weight.numbers.shape[1], 1, device=gradient.device))
+        unscaled = Scaled(weight.numbers, torch.ones(weight.numbers.shape[1], 1, device=gradient.device))
         return _multiply(rounded, _transpose(unscaled, after=gradient), gradient.dtype), None, None
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """A matrix, [M, K], in FP8, and what its numbers are multiplied by, fp32: [], or a scale for each row, [M, 1]."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
 
 
-def _round(matrix: torch.Tensor, *, by_row: bool = False) -> _Scaled:
+def _round(matrix: torch.Tensor, *, by_row: bool = False) -> Scaled:
     """Round a matrix to e4m3, with one scale or one for each row."""
     scale = _scale_of(matrix, torch.float8_e4m3fn, by_row=by_row)
-    return _Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale)
+    return Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale)
+
+
+def round_rows(matrix: torch.Tensor) -> Scaled:
+    """Round a matrix to e4m3, with a scale for each row."""
+    return _round(matrix, by_row=True)
 
 
 def _scale_of(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool = False) -> torch.Tensor:
@@ -202,7 +207,7 @@ def _scale_for(maximum: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return maximum.float().clamp_min(_SMALLEST_MAXIMUM) / torch.finfo(dtype).max
 
 
-def _transpose(matrix: _Scaled, *, after: torch.Tensor, is_fusible: bool = True) -> _Scaled:
+def _transpose(matrix: Scaled, *, after: torch.Tensor, is_fusible: bool = True) -> Scaled:
     """Copy a matrix into its transpose, because GPUs sum products of FP8 only along the last dimension of both factors.
 
     A compiler, which sees forward and backward at once, would do it in the forward pass, and keep the copies, unless
@@ -215,10 +220,10 @@ def _transpose(matrix: _Scaled, *, after: torch.Tensor, is_fusible: bool = True)
     """
     numbers = matrix.numbers.view(torch.uint8) | opaque_zero(after)
     transposed = numbers.t().contiguous() if is_fusible else transpose(numbers)
-    return _Scaled(transposed.view(matrix.numbers.dtype), matrix.scale)
+    return Scaled(transposed.view(matrix.numbers.dtype), matrix.scale)
 
 
-def _multiply(left: _Scaled, right: _Scaled, dtype: torch.dtype, *, is_fast: bool = True) -> torch.Tensor:
+def _multiply(left: Scaled, right: Scaled, dtype: torch.dtype, *, is_fast: bool = True) -> torch.Tensor:
     """Multiply [M, K] by the transpose of [N, K]; without `is_fast`, partial sums are more precise."""
     if left.numbers.device.type == "cpu":
         product = left.numbers.float() @ right.numbers.float().t()
@@ -267,10 +272,8 @@ class Fp8Layout:
         product: torch.Tensor = cast("Any", _Product).apply(rows, flat, self)
         return product.view(*inputs.shape[:-1], self.num_outputs)
 
-    def parts(self, flat: torch.Tensor) -> _Scaled:
+    def parts(self, flat: torch.Tensor) -> Scaled:
         """Return the matrix of a flat form, with a scale for each row."""
         sizes = [self.num_outputs * self.num_inputs, 4 * self.num_outputs]
         numbers, scales = torch.split(flat.detach().view(torch.uint8), sizes)
-        return _Scaled(
-            numbers.view(torch.float8_e4m3fn).view(self.num_outputs, -1), scales.view(torch.float32)[:, None]
-        )
+        return Scaled(numbers.view(torch.float8_e4m3fn).view(self.num_outputs, -1), scales.view(torch.float32)[:, None])

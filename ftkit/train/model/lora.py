@@ -16,7 +16,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.expert_adapters import adapt_experts, check_expert_targets, expert_matrices
+from ftkit.train.model.expert_adapters import check_expert_targets, expert_matrices, prepare_experts
 from ftkit.train.model.expert_peft import (
     add_experts,
     from_peft,
@@ -94,6 +94,10 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     if training.quantization != "none":
         quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
     _inject(model, lora)
+    prepare_experts(model, lora, training.quantization, precision)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
 
 
 def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, outputs: int) -> WeightLayout | None:
@@ -129,10 +133,6 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
             inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
-    adapt_experts(model, lora)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
     compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):

@@ -25,6 +25,8 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.expert_float8 import Fp8Experts
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.linears import is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
@@ -328,14 +330,18 @@ class _LoadTarget:
         shape = [self.layout.num_outputs, self.layout.num_inputs]
         return shape[::-1] if self.is_transposed else shape
 
-    def load(self, source: TensorSource, name: str) -> None:
-        """Read this rank's rows of a tensor; all rows if every shard depends on them."""
+    def check(self, source: TensorSource, name: str) -> None:
+        """Raise unless a tensor of the files has the expected shape."""
         shape = list(source.get_shape())
         if shape != self.expected_shape:
             raise TrainingError(
                 f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
                 fix="check model.architecture against the weights' config.json, and copy or download both again",
             )
+
+    def load(self, source: TensorSource, name: str) -> None:
+        """Read this rank's rows of a tensor; all rows if every shard depends on them."""
+        self.check(source, name)
         device, by_output = self.shard.values.device, _TransposedTensor(source) if self.is_transposed else source
         if self.layout is None:
             self.shard.copy_rows(lambda first, last: source[first:last])
@@ -346,6 +352,29 @@ class _LoadTarget:
         self.shard.copy_from(quantized)
         if self.magnitude is not None:
             self.magnitude.copy_from(_row_norms(self.layout.dequantize(quantized)))
+
+
+@dataclass(frozen=True)
+class _Fp8ExpertsTarget(_LoadTarget):
+    """Experts that are stored in FP8, each in one row of the parameter."""
+
+    experts: Fp8Experts
+
+    @property
+    def expected_shape(self) -> list[int]:
+        """The expected shape of the tensor in the files."""
+        sizes = [self.experts.num_outputs, self.experts.num_inputs]
+        return [self.experts.num_experts, *(sizes[::-1] if self.is_transposed else sizes)]
+
+    def quantized(self, source: TensorSource, first: int, last: int) -> torch.Tensor:
+        """Read and quantize some experts."""
+        weights = source[first:last].to(self.shard.values.device)
+        return self.experts.quantize(weights.mT if self.is_transposed else weights)
+
+    def load(self, source: TensorSource, name: str) -> None:
+        """Read this rank's experts."""
+        self.check(source, name)
+        self.shard.copy_rows(lambda first, last: self.quantized(source, first, last))
 
 
 @dataclass(frozen=True)
@@ -369,7 +398,7 @@ def _row_norms(rows: torch.Tensor) -> torch.Tensor:
 def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
     """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
     parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
-    found = {}
+    found: dict[str, _LoadTarget] = {}
     for name, parameter in parameters.items():
         if is_adapter(name):
             continue
@@ -381,6 +410,10 @@ def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
         is_matrix = own_name in ("quantized", "weight")
         magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
         stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
+        if isinstance(module, GroupedExperts) and own_name in module.layouts:
+            turned = bool(cast("Any", module).is_transposed)
+            found[stored] = _Fp8ExpertsTarget(local_shard(parameter), None, None, turned, module.layouts[own_name])
+            continue
         found[stored] = _LoadTarget(
             local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), turned
         )

@@ -231,3 +231,21 @@ def map_instances(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     `torch.utils._pytree.tree_map_only`, torch 1.13 to 2.15. If it goes: a recursion.
     """
     return _pytree.tree_map_only(kind, function, tree)
+
+
+def scaled_grouped_mm(
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply FP8 rows, [S, K], by the FP8 matrices of their groups, [E, K, N]; group e has the rows before ends[e].
+
+    `torch._scaled_grouped_mm`, torch 2.8 to 2.15, on GPUs from Hopper on. If it goes:
+    `torch.nn.functional.scaled_grouped_mm`, which torch 2.10 and newer have.
+    """
+    return torch._scaled_grouped_mm(  # noqa: SLF001
+        rows, matrices, row_scales, column_scales, offs=ends, out_dtype=dtype, use_fast_accum=True
+    )
