@@ -179,6 +179,11 @@ class ExpertMatrix:
     outputs: int
     count: int
 
+    @property
+    def size(self) -> int:
+        """Weights of all experts of a layer."""
+        return self.experts * self.inputs * self.outputs
+
     def num_ranks(self, targets: Collection[str]) -> int:
         """Return how many times the rank of other adapters the adapter of each expert has; 0 without one.
 

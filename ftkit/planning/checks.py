@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.execution import indivisible_sizes
+from ftkit.config.execution import are_quantized, indivisible_sizes
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
@@ -384,7 +384,8 @@ def find_notes(
         return
     counts = count_model(shape)
     quantized = training.precision if training.trains_in_fp8 else training.quantization
-    if counts.experts_per_token and quantized != "none":
+    in_8_bits = {are_quantized(training.quantization, each) for each in counts.expert_matrices}
+    if counts.experts_per_token and quantized != "none" and in_8_bits != {True}:
         yield (
             f"the experts of '{shape.family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are "
             "not linear layers"

@@ -150,9 +150,7 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
         if is_quantized(training.quantization, inputs, outputs)
     )
     return linears + sum(
-        each.count * each.experts * each.inputs * each.outputs
-        for each in expert_matrices(model)
-        if are_quantized(training.quantization, each)
+        each.count * each.size for each in expert_matrices(model) if are_quantized(training.quantization, each)
     )
 
 

@@ -17,6 +17,7 @@ from ftkit.config.execution import (
     LOGITS_ALIGNMENT,
     ZERO3_BUCKET,
     ZERO3_LIVE_WEIGHTS,
+    are_quantized,
     is_gathered_in_fp8,
     is_quantized,
     logits_rows,
@@ -163,9 +164,11 @@ class _Sizes:
         return self.counts.around if self.trains_table else 0
 
     def matrix(self) -> float:
-        """Return the bytes of the largest quantized matrix, in the compute dtype."""
+        """Return the bytes of a copy of the largest quantized matrix: dequantized, or of FP8 transposed."""
         width = {"none": 0, "nf4": self.width, "fp8": 1}[self.training.quantization]
-        return width * max((linear.size for linear in self.counts.linears), default=0)
+        sizes = [linear.size for linear in self.counts.linears]
+        sizes += [each.size for each in self.counts.expert_matrices if are_quantized(self.training.quantization, each)]
+        return width * max(sizes, default=0)
 
     def _frozen_bytes(self) -> float:
         """Return the bytes of all frozen weights in their storage dtype."""
@@ -301,12 +304,18 @@ class _Sizes:
 
 def saved_by_quantization(shape: ArchitectureSpec, training: TrainingPlan) -> int:
     """Return the bytes that quantized matrices save compared with the compute dtype."""
-    kind, width = training.quantization, compute_width(training)
-    return sum(
+    kind, width, counts = training.quantization, compute_width(training), count_model(shape)
+    linears = (
         each.count * (width * each.size - quantized_bytes(kind, each.inputs, each.outputs))
-        for each in count_model(shape).linears
+        for each in counts.linears
         if is_quantized(kind, each.inputs, each.outputs)
     )
+    experts = (
+        each.count * (width * each.size - each.experts * quantized_bytes(kind, each.inputs, each.outputs))
+        for each in counts.expert_matrices
+        if are_quantized(kind, each)
+    )
+    return sum(linears) + sum(experts)
 
 
 def count_gathered_in_fp8(setup: Setup) -> int:

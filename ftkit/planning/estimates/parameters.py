@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.config.execution import (
     ParameterCounts,
     adapter_size,
+    are_quantized,
     expert_adapter_size,
     is_quantized,
     whole_adapter_size,
@@ -154,12 +155,11 @@ def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -
 
 
 def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers of decoder layers, or none."""
-    return sum(
-        linear.count * linear.size
-        for linear in count_model(shape).linears
-        if is_quantized(training.quantization, linear.inputs, linear.outputs)
-    )
+    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers and, in 8 bits, of experts."""
+    counts, kind = count_model(shape), training.quantization
+    linears = (each.count * each.size for each in counts.linears if is_quantized(kind, each.inputs, each.outputs))
+    experts = (each.count * each.size for each in counts.expert_matrices if are_quantized(kind, each))
+    return sum(linears) + sum(experts)
 
 
 def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
@@ -214,7 +214,7 @@ class _Layer:
 
     @property
     def total(self) -> int:
-        experts = sum(each.experts * each.inputs * each.outputs for each in self.experts)
+        experts = sum(each.size for each in self.experts)
         return self.in_linears + self.others + experts + self.vectors
 
 
