@@ -112,9 +112,11 @@ class TrainingSpec(Spec):
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
-    Ada, Hopper and newer GPUs), and several GPUs all-gather their weights in FP8; all else computes in bf16.
-    `mxfp8`: the same with a scale for each 32 numbers (Blackwell and newer GPUs, on which nobody has measured it;
-    weights are all-gathered in bf16)."""
+    Ada, Hopper and newer GPUs); all else computes in bf16. `mxfp8`: the same with a scale for each 32 numbers
+    (Blackwell and newer GPUs, on which nobody has measured it)."""
+    fp8_all_gather: bool = False
+    """Whether several GPUs all-gather trained matrices in FP8, with precision fp8: half the bytes, and half the memory
+    of layers that stay unsharded. Losses don't change. Not yet run on GPUs, only on CPUs."""
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
@@ -245,11 +247,6 @@ class TrainingSpec(Spec):
         return self.trains_in_fp8 or self.base_precision == "fp8"
 
     @property
-    def gathers_in_fp8(self) -> bool:
-        """Whether several GPUs all-gather trained matrices in FP8; from host memory they are copied in bf16."""
-        return self.precision == "fp8" and self.offload != "all"
-
-    @property
     def only_with_fsdp2(self) -> tuple[str, ...]:
         """The settings that engine zero3 does not support."""
         needed = {
@@ -292,6 +289,14 @@ class TrainingSpec(Spec):
             raise ValueError(
                 "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_fp8_is_gathered_in_fp8(self) -> Self:
+        if self.fp8_all_gather and self.precision != "fp8":
+            raise ValueError(f"fp8_all_gather has no effect with precision '{self.precision}': set precision to 'fp8'")
+        if self.fp8_all_gather and self.offload == "all":
+            raise ValueError("fp8_all_gather is incompatible with offload 'all': weights are in host memory")
         return self
 
     @model_validator(mode="after")

@@ -132,7 +132,7 @@ def cases() -> Iterator[Case]:
     for reduced in get_args(Precision):
         yield Case("llama", "full", "fsdp2", precision="bf16", reduced=reduced, collectives="copied")
     in_fp8 = Case("llama", "full", "fsdp2", precision="fp8")
-    yield from (in_fp8, in_fp8._replace(offload="optimizer"), in_fp8._replace(offload="all"))
+    yield from (in_fp8, in_fp8._replace(offload="optimizer"), in_fp8._replace(offload="all"))  # all: gathered in bf16
     yield from (in_fp8._replace(weights="unsharded"), in_fp8._replace(collectives="copied"))
     for family, method in product(MEASURED, ("full", "lora")):
         yield Case(family, method, "fsdp2", layers="divided")
@@ -229,6 +229,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
         activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,
+        fp8_all_gather=precision == "fp8" and offload != "all",
         router_aux_loss_coef=BALANCE if family == "qwen3_moe" else None, tensor_parallel=world.tensor_parallel,
     )  # fmt: skip
     model = build(family, **own_attention)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.model.float8 import convert_linears
+from ftkit.train.model.float8 import GatheredScales, convert_linears
 from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WORDS = (
     "training.precision=fp8",
+    "training.fp8_all_gather=true",
     "training.max_steps=2",
     "training.micro_batch_size=1",
     "training.global_batch_size=12",
@@ -71,6 +72,18 @@ def test_only_what_fsdp2_makes_of_a_shard_is_a_shard_again() -> None:
     assert isinstance(nn.Parameter(shard), nn.Parameter)
 
 
+def test_cublas_gets_scales_and_weights_at_multiples_of_16_bytes() -> None:
+    layer = nn.ModuleDict({name: nn.Linear(32, 16) for name in ("q_proj", "k_proj", "v_proj")})
+    convert_linears([layer])
+    GatheredScales([layer], torch.device("cpu"))
+    for linear in layer.values():
+        scale = linear.weight.scale
+        received = linear.weight.fsdp_post_all_gather([torch.zeros(16, 32, dtype=torch.uint8)], scale, torch.bfloat16)[
+            0
+        ]
+        assert (received.scale.data_ptr() % 16, received.numbers.data_ptr() % 16) == (0, 0)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning")
@@ -108,7 +121,7 @@ def test_several_processes_train_as_one_that_gathers_nothing_and_resume_each_oth
     make_run: Callable[..., Any],
 ) -> None:
     alone = make_run("fp8-alone", *WORDS, processes=1)
-    assert "all-gathered" not in alone.train()
+    assert "weights are not all-gathered in FP8: there is one shard" in alone.train()
     expected = alone.losses()
     for processes, settings in (
         (2, ("training.reshard_after_forward=never",)),

@@ -305,14 +305,14 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
 
 def _gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
     """Return whether weights are all-gathered in FP8; log it, or why not."""
-    if training.precision != "fp8" or world.num_layer_shards == 1:
+    if not training.fp8_all_gather:
         return False
     against = {
-        "they are offloaded to host memory": not training.gathers_in_fp8,
+        "there is one shard": world.num_layer_shards == 1,
         f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
     }
     reason = next((reason for reason, is_so in against.items() if is_so), "")
-    log.info("weights are all-gathered in %s", f"bf16 ({reason})" if reason else "FP8")
+    log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
     return not reason
 
 

@@ -29,6 +29,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' families: they are small, and sensitive to rounding."""
+_SLOT = 4
+"""Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
 _SMALLEST_MAXIMUM = 1e-12
 """Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
 
@@ -84,7 +86,7 @@ class GatheredScales:
             if isinstance(module, Fp8Linear)
             and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
         ]
-        self._linears, self._scales = linears, torch.ones(len(linears), device=device)
+        self._linears, self._scales = linears, torch.ones(len(linears), _SLOT, device=device)[:, 0]
         for linear, scale in zip(linears, self._scales, strict=True):
             linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
 
