@@ -36,6 +36,7 @@ from ftkit.train.distributed.checks import verify_causality, verify_isolation, v
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import TextConfig, build_empty
+from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.linears import linears_in_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
 from ftkit.train.model.weights import load_weights
@@ -289,10 +290,10 @@ class _Family:
 
 
 def _adapters(model: Any, *, use_dora: bool) -> LoraSpec:
-    """Return adapters for the linear layers that peft supports.
+    """Return adapters for the linear layers that peft supports, and for the experts; DoRA for linear layers alone.
 
-    Layers whose names peft takes for experts are excluded, and the last projection of Mamba layers, whose kernels
-    ignore adapters.
+    Layers whose names peft takes for experts are excluded where experts can't be adapted, and the last projection of
+    Mamba layers, whose kernels ignore adapters.
 
     Raises:
         ValueError: no layer supports adapters.
@@ -302,7 +303,11 @@ def _adapters(model: Any, *, use_dora: bool) -> LoraSpec:
     if not names:
         raise ValueError("its decoder layers have no linear layers")
     every = LoraSpec(rank=4, targets=tuple(sorted(names)), use_dora=use_dora)
-    return every.model_copy(update={"targets": tuple(sorted(names - targets_of_experts(model, every)))})
+    matrices = expert_matrices(model)
+    of_experts = {name for each in matrices for name in (each.name, *each.parts)}
+    adapted = set() if use_dora else {name for each in matrices for name in (each.parts or (each.name,))}
+    names = names - targets_of_experts(model, every) - (of_experts if use_dora else set())
+    return every.model_copy(update={"targets": tuple(sorted(names | adapted))})
 
 
 def _train(engine: Fsdp2Engine, world: World, *, is_packed: bool) -> None:

@@ -19,6 +19,7 @@ from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
 from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
+from ftkit.planning.estimates.parameters import count_model
 from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -65,9 +66,12 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
             meaning="the run trained all weights, or --merge makes a full model, which vLLM loads directly",
             fix="leave --format out",
         )
+    matrices = count_model(plan.recipe.model.architecture).expert_matrices
+    of_experts = any(each.num_ranks(lora.targets) for each in matrices)
     wrong = [
         text
         for is_wrong, text in (
+            (of_experts, "training.lora.targets: vLLM does not find the experts' adapters by peft's names"),
             (lora.use_dora, "training.lora.use_dora: vLLM has no DoRA"),
             (
                 lora.rank > VLLM_LORA_RANKS[-1],

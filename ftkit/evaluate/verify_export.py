@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from ftkit.errors import FtkitError, NotFoundError, TrainingError, one_line
+from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
-from ftkit.files import DamagedFileError, read_json
-from ftkit.model_folder import EXPORT_RECORD, count_stored_values, stored_dtypes
+from ftkit.files import DamagedFileError, read_json, read_json_if_valid
+from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
@@ -169,6 +169,7 @@ def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -
     num_bytes = 4 * sum(counts)
     is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
     if is_streamed:
+        _check_streamable(adapters, num_bytes, free)
         check_memory(peak_bytes(max(counts)), free)
     report(
         f"loading the model, one module at a time: in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and "
@@ -181,6 +182,19 @@ def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -
         loading = streamed_model(base, adapters, num_bytes) if is_streamed else nullcontext(_load(base, adapters))
         with loading as hf_model:
             yield _Loaded(hf_model.eval(), is_streamed)
+
+
+def _check_streamable(adapters: Path | None, num_bytes: int, free: int) -> None:
+    """Refuse adapters of experts: peft replaces the experts' parameters before their weights are read."""
+    config = None if adapters is None else read_json_if_valid(adapters / ADAPTER_CONFIG, dict[str, Any])
+    if config and config.get("target_parameters"):
+        raise PrerequisiteError(
+            f"verifying adapters of experts takes {num_bytes / 2**30:.1f} GiB of memory for the model in fp32, and "
+            f"{free / 2**30:.1f} GiB are free",
+            meaning="peft changes the weights of experts, so they can't be read module by module",
+            fix="verify on a machine with more memory, or export the merged model: --merge; "
+            "ftkit export can leave the check out: --no-verify",
+        )
 
 
 def _load(folder: Path, adapters: Path | None) -> Any:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.config.training import LoraSpec, TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
-from ftkit.errors import TrainingError
+from ftkit.errors import PrerequisiteError, TrainingError
+from ftkit.evaluate import verify_export
+from ftkit.evaluate.formats import check_format
 from ftkit.launch.trained_model import check_adapter
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
@@ -23,12 +26,13 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.expert_float8 import Fp8Experts
-from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, prepare_method
+from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, load_adapters, prepare_method
 from ftkit.train.model.quantized_linear import QuantizedLinear
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from ftkit.train.world import World
 
@@ -223,6 +227,35 @@ def test_peft_loads_exported_experts_and_ftkit_continues_from_them(
     assert continued.records(EvaluationRecord)[0].loss == pytest.approx(after, rel=1e-5)
     counted = int(continued.records(VerificationRecord)[0].checks["trainable parameters"].replace(",", ""))
     assert counted == method_counts(continued.plan.recipe.model.architecture, continued.plan.recipe.training).trained
+
+
+def test_verification_and_vllm_reject_adapters_of_experts_with_a_reason(
+    runs: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = runs
+    with pytest.raises(TrainingError, match="vLLM does not find the experts' adapters"):
+        check_format("vllm-lora", run.plan, merges=False)
+    monkeypatch.setattr(verify_export, "available_bytes", lambda: 2**20)
+    with pytest.raises(PrerequisiteError, match="verifying adapters of experts takes"):
+        verify_export.verify_export(run.layout.export, lambda _: None)
+
+
+def test_adapters_made_by_peft_are_continued(runs: tuple[Any, Any], tmp_path: Path, world: World) -> None:
+    """peft targets the experts by the names that they have in files."""
+    base, _ = runs
+    plain = AutoModelForCausalLM.from_pretrained(base.layout.export)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=[*TARGETS], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = get_peft_model(plain, config).eval()
+    made.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base.layout.export)
+    prepare_method(model, training(LoraSpec(rank=4, alpha=8, targets=TARGETS)), world.device)
+    load_adapters(model.eval(), tmp_path, is_wrapped=False)
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        found, expected = (each(input_ids=tokens, use_cache=False).logits for each in (model, made))
+    torch.testing.assert_close(found, expected)
 
 
 def test_adapters_of_experts_resume_on_another_number_of_processes(
