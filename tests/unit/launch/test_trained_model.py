@@ -38,7 +38,6 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 4}),
         ("alpha_pattern", {"q_proj": 4}),
@@ -54,6 +53,15 @@ def test_a_folder_of_adapters_is_the_model_that_they_belong_to(tmp_path: Path) -
 def test_fields_that_would_be_dropped_are_rejected_by_name(tmp_path: Path, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         continue_adapters(write(tmp_path, **{key: value}))
+
+
+def test_adapters_of_experts_may_have_a_multiple_of_the_rank_with_the_same_scale(tmp_path: Path) -> None:
+    joined = {"target_parameters": ["gate_up_proj", "down_proj"], "rank_pattern": {r".*\.gate_up_proj": 16}}
+    same = write(tmp_path, **joined, alpha_pattern={r".*\.gate_up_proj": 32})
+    assert continue_adapters(same).adapter == str(tmp_path)
+    for alphas in ({}, {r".*\.gate_up_proj": 16}):
+        with pytest.raises(ConfigError, match="rank_pattern"):
+            continue_adapters(write(tmp_path, **joined, alpha_pattern=alphas))
 
 
 def test_adapters_without_a_base_model_are_rejected(tmp_path: Path) -> None:
