@@ -145,6 +145,8 @@ def resume(
     reason = None
     if submission:
         reason = END_REASONS.get(_check_it_ended(SubmittedRun(layout, submission), new).state)
+        if layout.disk_full.exists():
+            reason = "a disk was full"
     elif holder := current_holder(layout):  # Slurm accepted the job, although its answer was unclear
         raise SubmitError(
             f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",

@@ -143,7 +143,12 @@ def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
 
 @pytest.mark.parametrize(
     ("accounting", "reason"),
-    [("CANCELLED by 1000", "canceled"), ("TIMEOUT", "its job reached its time limit"), ("FAILED", "preempted")],
+    [
+        ("CANCELLED by 1000", "canceled"),
+        ("TIMEOUT", "its job reached its time limit"),
+        ("FAILED", "preempted"),
+        ("FAILED", "a disk was full"),
+    ],
 )
 def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     accounting: str,
@@ -158,6 +163,8 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     layout.manifest.write_text("{}")
     record_start(layout.manifest, tmp_path)
     layout.end_reason.write_text("preempted\n")  # by the job script, which then could not requeue itself
+    if reason == "a disk was full":
+        layout.disk_full.touch()
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting))
     programs.answer("sbatch", "2\n")
