@@ -39,18 +39,15 @@ class LayerSavings:
         compiled: with torch.compile, which recomputes element-wise operations between matmuls: inputs of the
             projections (two of them normalized), queries, keys, values, the attention's output, and the feed-forward's
             three wide tensors; a norm of queries and keys saves its inputs, a norm of outputs these.
-        compiled_adapters: additional ones with adapters. A norm of queries saves the frozen output and the adapter's
-            output instead of their sum.
-        recomputed_in_fp8: those of `compiled` that are not saved if trained matrices multiply in FP8. A matmul in bf16
-            saves its input; of one in FP8, the compiler recomputes what element-wise operations made.
+        recomputed_inputs: those of `compiled` that are not saved with adapters, or if trained matrices multiply in FP8.
+            A matmul in bf16 saves its input; otherwise the compiler recomputes what element-wise operations made.
         eager: without torch.compile.
         eager_fp32: inputs of norms that are saved in fp32, without torch.compile.
         norms_follow: whether the outputs into the residual stream are normalized.
     """
 
     compiled: SavedTensors = SavedTensors(4, 2, 2, 3)
-    compiled_adapters: SavedTensors | None = None
-    recomputed_in_fp8: SavedTensors = SavedTensors(2, 0, 0, 1)
+    recomputed_inputs: SavedTensors = SavedTensors(2, 0, 0, 1)
     eager: SavedTensors = SavedTensors(4, 2, 2, 4)
     eager_fp32: SavedTensors = SavedTensors(2, 0, 0)
     norms_follow: bool = False
@@ -59,21 +56,18 @@ class LayerSavings:
 _PLAIN = LayerSavings()
 _QK_NORM = LayerSavings(
     SavedTensors(4, 3, 3, 3),
-    SavedTensors(0, 1, 0),
     eager=SavedTensors(4, 3, 3, 4),
     eager_fp32=SavedTensors(2, 1, 1),
 )
 _OLMO = LayerSavings(
     SavedTensors(4, 3, 3, 3),
-    SavedTensors(0, 1, 0),
-    recomputed_in_fp8=SavedTensors(1, 0, 0, 1),
+    recomputed_inputs=SavedTensors(1, 0, 0, 1),
     eager=SavedTensors(2, 2, 2, 4),
     eager_fp32=SavedTensors(4, 2, 2),
     norms_follow=True,
 )
 _GEMMA = LayerSavings(
     SavedTensors(5, 3, 3, 3),
-    SavedTensors(0, 1, 0),
     eager=SavedTensors(2, 2, 2, 4),
     eager_fp32=SavedTensors(8, 2, 2),
     norms_follow=True,

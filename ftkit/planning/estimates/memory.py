@@ -208,8 +208,9 @@ class _Sizes:
         """
         adapters = self.training.adapters
         size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, adapters=adapters)
-        if self.compiled and self.training.trains_in_fp8 and not self.counts.experts_per_token:
-            size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_in_fp8, self.shape)
+        recomputes_inputs = adapters is not None or self.training.trains_in_fp8
+        if self.compiled and recomputes_inputs and not self.counts.experts_per_token:
+            size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_inputs, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
@@ -328,8 +329,6 @@ def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters
     """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
     savings = family_of(shape.family).savings
     size = width * _numbers(savings.compiled if compiled else savings.eager, shape)
-    if compiled and adapters is not None and savings.compiled_adapters is not None:
-        size += width * _numbers(savings.compiled_adapters, shape)
     if not compiled:
         size += 4 * _numbers(savings.eager_fp32, shape)
     return size + width * _expert_numbers(shape, adapters)

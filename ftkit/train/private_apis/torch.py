@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import ModuleType
 
@@ -75,6 +76,19 @@ def inductor() -> Callable[..., Any]:
 
     compiler: Callable[..., Any] = lookup_backend("inductor")
     return compiler
+
+
+def recompute_matmul_inputs() -> AbstractContextManager[None]:
+    """Let compilers recompute, in the backward pass, inputs of matmuls that element-wise operations made.
+
+    By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers.
+    `torch._functorch.config.ban_recompute_materialized_backward`, torch 2.3 to 2.15. If it goes: compile without it,
+    and add the saved inputs to the plan.
+    """
+    from torch._functorch import config  # noqa: PLC0415 - loads the compiler
+
+    context: AbstractContextManager[None] = config.patch(ban_recompute_materialized_backward=False)
+    return context
 
 
 def raise_recompile_limit(num_layers: int) -> None:
