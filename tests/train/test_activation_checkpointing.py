@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
-from ftkit.families import MEASURED, MeasuredFamily
+from ftkit.families import MEASURED, MeasuredFamily, family_of
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
@@ -366,6 +367,34 @@ def test_compiled_layers_multiply_by_all_adapters_of_an_input_at_once_with_gradi
     joints = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=torch.cat)]
     adapters = [[weight for weight in node.all_input_nodes if "lora_a" in weight.name.lower()] for node in joints]
     assert sorted(len(weights) for weights in adapters if weights) == joined
+
+
+def test_compiled_layers_with_adapters_do_not_save_what_element_wise_operations_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = CompileCounterWithBackend("aot_eager_decomp_partition")  # Inductor's partition, without its code
+    monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
+    model = build("llama", training(method="lora", lora={"rank": 2}))
+    init_adapters(model, 5)
+    layers = find_decoder_layers(model)
+    apply_activation_checkpointing(layers, LAYERS * ["none"], compiled=True)
+    hidden = torch.randn(1, LENGTH, 32, requires_grad=True)
+    tables = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+    of_tokens: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if LENGTH in tensor.shape and all(tensor is not table for table in tables):
+            of_tokens[tensor.untyped_storage().data_ptr()] = tensor.numel() // LENGTH
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        layers[0](hidden, position_embeddings=tables, attention_mask=None).sum().backward()
+    savings, around = family_of("llama").savings, 7 * 2 + 2 + 4 + 2  # products by lora_A, norms, log-sum-exp, rows
+    saved, recomputed = (
+        sum(number * width for number, width in zip(astuple(part), (32, 32, 16, 96), strict=True))
+        for part in (savings.compiled, savings.recomputed_inputs)
+    )
+    assert saved - recomputed <= sum(of_tokens.values()) <= saved - recomputed + around
 
 
 @pytest.mark.parametrize("compiled", [True, False])
