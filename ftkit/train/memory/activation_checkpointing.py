@@ -114,17 +114,15 @@ def _forward_of(
     plain: Callable[..., Any], name: str, mode: ActivationCheckpointing, *, compiled: bool
 ) -> Callable[..., Any]:
     """Return a layer's forward that is recomputed, compiled, or both; `name` is for warnings."""
-    recomputed = {
-        "none": plain,
-        "selective": _recomputing(plain, context_fn=_select),
-        "full": _recomputing(plain),
-    }[mode]
-    if not compiled:
-        return recomputed
-    if mode != "full":
-        return CompiledForward(recomputed, name)
-    called_twice = _recomputing(CompiledForward(plain, name))
-    return CompiledForward(recomputed, name, fallback=called_twice) if CHECKPOINTS_SHARE_GRAPHS else called_twice
+    if mode == "full" and compiled:
+        # torch before 2.13 marks operators of autograd functions only with a policy.
+        recomputed = _recomputing(plain, context_fn=_save_nothing)
+        called_twice = _recomputing(CompiledForward(plain, name))
+        return CompiledForward(recomputed, name, fallback=called_twice) if CHECKPOINTS_SHARE_GRAPHS else called_twice
+    if mode == "full":
+        return _recomputing(plain)
+    forward = plain if mode == "none" else _recomputing(plain, context_fn=_select)
+    return CompiledForward(forward, name) if compiled else forward
 
 
 def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -147,4 +145,9 @@ def _is_compute_bound(operation: Any, args: tuple[Any, ...]) -> bool:
     return "attention" in name or name == "ftkit::nf4_product"
 
 
+def _recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+_save_nothing = partial(create_selective_checkpoint_contexts, _recompute_all)
 _select = partial(create_selective_checkpoint_contexts, _policy)

@@ -30,9 +30,9 @@ sums gradients where NCCL averages them. Stream methods are missing too, which i
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 
-CHECKPOINTS_SHARE_GRAPHS = TORCH >= (2, 13)
-"""Whether the compiler traces full activation checkpointing: torch 2.11 saves what autograd functions in it compute,
-such as those of matrices in 8 bits, and torch 2.6 compiles each layer for itself."""
+CHECKPOINTS_SHARE_GRAPHS = TORCH >= (2, 11)
+"""Whether layers with a compiled checkpoint share a graph: not in torch 2.6, which compiles each layer. Versions in
+between were not tested."""
 
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
 """Whether FSDP2 has tensor subclasses transform what it all-gathers, as `ftkit.train.model.fp8_weights` does.
