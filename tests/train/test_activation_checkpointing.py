@@ -33,6 +33,7 @@ from ftkit.train.model import attention
 from ftkit.train.model.attention import implementation_of
 from ftkit.train.model.build import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
+from ftkit.train.private_apis.torch import TRACES_FULL_CHECKPOINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -246,9 +247,11 @@ def test_lora_b_products_are_recomputed_without_reading_4_bit_weights() -> None:
     assert frozen.count == back.count  # the other's name is its prefix: no forward matmul ran
 
 
+traced = pytest.mark.skipif(not TRACES_FULL_CHECKPOINTS, reason="this torch calls the compiled layer twice")
 IN_8_BITS = {"method": "lora", "base_precision": "fp8", "precision": "bf16"}
 
 
+@traced
 @pytest.mark.parametrize(
     ("family", "changes", "products"),
     [
@@ -315,6 +318,7 @@ class RememberingResidual(NoisyResidual):
         return hidden + self.linear(hidden)
 
 
+@traced
 def test_full_checkpointing_that_the_compiler_cannot_trace_calls_the_compiled_layer_twice(
     compiles: CompileCounterWithBackend, caplog: pytest.LogCaptureFixture
 ) -> None:

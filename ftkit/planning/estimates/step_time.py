@@ -107,10 +107,10 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 MATRIX_EFFICIENCY = 0.785
 """Fraction of the best single matmul's rate (`Gpu.matmul_efficiency`) that the matmuls of a step reach, small kernels
 around them included."""
-FP8_SPEEDUP = {True: 1.42, False: 1.73}
+FP8_SPEEDUP = {True: 1.42, False: 1.95}
 """Speed-up of linear layers in FP8 over bf16, conversion included, by whether weights are trained: True for trained
-weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200, and to
-single layers of Llama 3 70B on one. MXFP8, which is not measured, is assumed to be as fast."""
+weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B, and of Llama 3.3 70B
+LoRA with 80 and with 32 checkpointed layers, on two H200. MXFP8, which is not measured, is assumed to be as fast."""
 FLASH4_EFFICIENCY = 0.56
 """Fraction of the peak that flash-attn-4 reaches, forward and backward."""
 SDPA_EFFICIENCY = 0.30
@@ -119,7 +119,8 @@ ELEMENTWISE_PASSES = {True: 10, False: 20}
 """How often operations other than matmuls and attention read or write a layer's saved activations: with compiled layers
 (True), and without (False)."""
 RECOMPUTED_PASSES = 0.4
-"""Part of them that selective and full checkpointing repeat: those of the forward pass."""
+"""Part of them that selective and full checkpointing repeat: those of the forward pass. Fitted to OLMo-3 7B with 8
+layers."""
 OPTIMIZER_BYTES = 28
 """Bytes read and written per trained parameter in AdamW's step: weight, gradient and two states, and the gradient
 norm."""
@@ -226,11 +227,11 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     again = modes.count("full") / len(modes)
     flops = document_flops(shape, training, training.sequence_length)
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
-    matrices += 2 * again * _recomputed_weights(shape, training)
+    matrices += 2 * again * _recomputed_weights(setup)
     matrices *= _fp8_time(shape, training) + _expert_time(shape)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
-    passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * (1 - modes.count("none") / len(modes)))
+    passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * _checkpointed_share(setup))
     moved: float = shape.num_hidden_layers * saved * passes
     moved += EXPERT_ADAPTER_PASSES * _expert_adapter_bytes(shape, training)
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
@@ -240,15 +241,24 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     return tokens * seconds
 
 
-def _recomputed_weights(shape: ArchitectureSpec, training: TrainingPlan) -> int:
+def _checkpointed_share(setup: Setup) -> float:
+    """Return the fraction of layers with activation checkpointing."""
+    modes = setup.training.checkpointing_of_layers(setup.shape.num_hidden_layers, setup.engine)
+    return 1 - modes.count("none") / len(modes)
+
+
+def _recomputed_weights(setup: Setup) -> int:
     """Count the weights whose matmuls full checkpointing of all layers repeats.
 
-    No gradient needs the output of a layer's last matmul, unless a norm follows it.
+    No gradient needs the output of a layer's last matmul, unless a norm follows it. Compiled layers repeat it with the
+    versions of torch whose speed was measured (docs/adr/0055).
     """
-    counts = count_model(shape)
+    shape, training, counts = setup.shape, setup.training, count_model(setup.shape)
+    stops_early = setup.engine == "zero3" or training.compile == "none"
     last = sum(each.count * each.size for each in counts.linears if each.name == "down_proj")
     adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)
-    return counts.active + adapters - (0 if family_of(shape.family).savings.norms_follow else last)
+    is_last_unread = stops_early and not family_of(shape.family).savings.norms_follow
+    return counts.active + adapters - (last if is_last_unread else 0)
 
 
 def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
@@ -257,7 +267,8 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     around, layers = _parts_of_weights(setup)
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
-    moved += DEQUANTIZE_BYTES * counts.quantized
+    # Checkpointing doubles it, as was measured for Gemma 3 12B QLoRA.
+    moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
     if setup.training.adapters is not None and setup.num_layer_shards > 1:
         moved += COPY_OUT_PASSES * _gathered_bytes(setup, is_last=is_last)
     return moved
@@ -350,8 +361,7 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     shape, training, size = setup.shape, setup.training, setup.training.context_parallel
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, training.gpus_per_pack)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
-    modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
-    passes = 3 - modes.count("none") / len(modes)
+    passes = 2 + _checkpointed_share(setup)
     moved = shape.num_hidden_layers * passes * setup.tokens * numbers * compute_width(training)
     # Gradients of adapters that are not divided are summed, in fp32.
     moved += 2 * FP32 * count_repeated_parameters(shape, training) / training.tensor_parallel

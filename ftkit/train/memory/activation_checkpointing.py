@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis.torch import CHECKPOINTS_SHARE_GRAPHS, GROUPED_MM, SCALED_MM, raise_recompile_limit
+from ftkit.train.private_apis.torch import GROUPED_MM, SCALED_MM, TRACES_FULL_CHECKPOINTS, raise_recompile_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ def _forward_of(
         # torch before 2.13 marks operators of autograd functions only with a policy.
         recomputed = _recomputing(plain, context_fn=_save_nothing)
         called_twice = _recomputing(CompiledForward(plain, name))
-        return CompiledForward(recomputed, name, fallback=called_twice) if CHECKPOINTS_SHARE_GRAPHS else called_twice
+        return CompiledForward(recomputed, name, fallback=called_twice) if TRACES_FULL_CHECKPOINTS else called_twice
     if mode == "full":
         return _recomputing(plain)
     forward = plain if mode == "none" else _recomputing(plain, context_fn=_select)

@@ -30,9 +30,8 @@ sums gradients where NCCL averages them. Stream methods are missing too, which i
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
 
-CHECKPOINTS_SHARE_GRAPHS = TORCH >= (2, 11)
-"""Whether layers with a compiled checkpoint share a graph: not in torch 2.6, which compiles each layer. Versions in
-between were not tested."""
+TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
+"""Whether the compiler traces full activation checkpointing: it is new, so versions with measured runs go without."""
 
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
 """Whether FSDP2 has tensor subclasses transform what it all-gathers, as `ftkit.train.model.fp8_weights` does.

@@ -96,6 +96,7 @@ def test_8_bit_states_take_a_quarter_plus_their_scales(architecture: Shapes, tra
     assert small.optimizer == pytest.approx(whole.optimizer * (1 + 1 / 64) / 4)
 
 
+SELECTIVE = {"activation_checkpointing": "selective"}
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
 ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -119,6 +120,9 @@ MEASURED = [
     (("llama3-8b", None, 2, {"reshard_after_forward": "never"}), 97.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8"}), 55.3),
+    (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8", "checkpointed_layers": 32}), 117.2),
+    (("gemma3-12b", None, 1, SELECTIVE | {"method": "lora", "sequence_length": 2048}), 33.9),
+    (("gemma3-12b", None, 1, SELECTIVE | {"method": "qlora", "sequence_length": 2048}), 19.1),
     (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": ON_ATTENTION}), 68.6),
     (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": {}}), 92.9),
     (("olmo3-32b", 52, 4, SMALL_STATES | {"activation_checkpointing": "selective"}), 111.6),

@@ -106,6 +106,16 @@ def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, tra
     assert 1.2 < full / none < 1.4
 
 
+@pytest.mark.parametrize(("method", "measured"), [("lora", 8_379 / 9_292), ("qlora", 6_996 / 8_420)])
+def test_selective_checkpointing_with_adapters_costs_what_was_measured(
+    method: str, measured: float, architecture: Shapes, training: Specs
+) -> None:
+    spec = training(method=method, sequence_length=2048, global_batch_size=1)
+    both = (spec, spec.model_copy(update={"activation_checkpointing": "selective"}))
+    none, selective = (predict_step_time(Setup(architecture("gemma3-12b"), each), H200).step_seconds for each in both)
+    assert none / selective == pytest.approx(measured, rel=0.05)
+
+
 def test_step_time_is_proportional_to_accumulation(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     one, four = (
@@ -148,7 +158,7 @@ def test_fp8_makes_linear_layers_faster_and_nothing_slower(architecture: Shapes,
         return predict_step_time(Setup(shape, training(**settings), 4), H200).step_seconds
 
     assert 1.1 < seconds() / seconds(precision="fp8") < 1.45
-    assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.73
+    assert 1.1 < seconds(method="lora") / seconds(method="lora", base_precision="fp8") < 1.95
 
 
 @pytest.mark.parametrize(
