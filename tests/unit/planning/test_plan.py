@@ -219,6 +219,19 @@ def test_projections_missing_from_the_counted_model_are_rejected_if_trained() ->
     assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
 
 
+def test_adapters_that_experts_cannot_have_are_rejected_by_the_plan_of_a_counted_model() -> None:
+    mixtral = ("training.method=lora", "model.architecture.family=mixtral")
+    shape = demo(*mixtral).model.architecture
+    counts = replace(count_model(shape), source="model")
+    for lora, expected in {
+        "{targets: [w1, w2]}": "w1 and w3 of the experts are adapted together: w3 is missing",
+        "{targets: [w2], use_dora: true}": "down_proj of the experts has no DoRA",
+    }.items():
+        recipe = demo(*mixtral, f"training.lora={lora}")
+        found = problems(recipe, request=replace(REQUEST, model=plan_model(recipe.model, None, counts)))
+        assert expected in found
+
+
 def test_a_load_balancing_loss_is_rejected_for_a_dense_model() -> None:
     asked = "training.router_aux_loss_coef=0.01"
     assert "router_aux_loss_coef: 0.01 weights the load-balancing loss of a mixture" in problems(demo(asked))
