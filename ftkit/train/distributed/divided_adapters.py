@@ -46,7 +46,7 @@ class DividedAdapter(AdaptedLinear, ABC):
 
     def _product(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs, or its summands of them, without the bias."""
-        return self._adapt(inputs, self._multiply(inputs))
+        return self.adapt(inputs, self._multiply(inputs))
 
     def _down(self, inputs: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
         down = _local(_only(self.lora_A))
@@ -66,7 +66,7 @@ class DividedAdapter(AdaptedLinear, ABC):
 
     def _norms(self) -> torch.Tensor:
         base, down, up = (_local(_only(part)) for part in (self.base_layer, self.lora_A, self.lora_B))
-        return self._sum(merged_squares(base, down, up, self._lora.scaling)).sqrt()
+        return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
 
     @abstractmethod
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ class RowwiseAdapter(DividedAdapter):
         return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
 
     def _draw(self, inputs: torch.Tensor) -> Dropout:
-        return Dropout.draw(self._lora.dropout, inputs, self._mesh.get_local_rank(), self._mesh.size())
+        return Dropout.draw(self.lora.dropout, inputs, self._mesh.get_local_rank(), self._mesh.size())
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)

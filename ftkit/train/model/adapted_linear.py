@@ -34,7 +34,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, adapted: nn.Module, lora: LoraSpec) -> None:
         """Adopt the parts of peft's layer; its parameters may be on the meta device."""
         super().__init__()
-        self._lora = lora
+        self.lora = lora
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
         self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)
@@ -51,17 +51,17 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return outputs, [..., num_outputs], for inputs [..., num_inputs]."""
-        return self._adapt(inputs, self.base_layer(inputs))
+        return self.adapt(inputs, self.base_layer(inputs))
 
-    def _adapt(self, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def adapt(self, inputs: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return the base layer's output, changed by the adapter.
 
         As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales; its norms are
         constants for autograd (Liu et al. 2024, section 4.3).
         """
-        dropout = self._draw(inputs) if self.training and self._lora.dropout else None
-        adapted = self._up(self._down(inputs, dropout)) * self._lora.scaling
-        if not self._lora.use_dora:
+        dropout = self._draw(inputs) if self.training and self.lora.dropout else None
+        adapted = self._up(self._down(inputs, dropout)) * self.lora.scaling
+        if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
         base = self._without_bias(output) if dropout is None else self._multiply(dropout.drop(inputs))
         scales = self._magnitudes() / self._norms()
@@ -69,7 +69,7 @@ class AdaptedLinear(nn.Module):
 
     def _draw(self, inputs: torch.Tensor) -> Dropout:
         """Draw dropout for the adapter's inputs."""
-        return Dropout.draw(self._lora.dropout, inputs)
+        return Dropout.draw(self.lora.dropout, inputs)
 
     def _down(self, inputs: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
         """Multiply by `lora_A`, called as a module where possible: engines gather the parameters of modules."""
@@ -98,7 +98,7 @@ class AdaptedLinear(nn.Module):
         """Return the norms of the rows of the merged weight, in fp32."""
         base = self.weight.T if is_transposed(self.base_layer) else self.weight
         down, up = (cast("torch.Tensor", part[ADAPTER].weight) for part in (self.lora_A, self.lora_B))
-        return merged_squares(base, down, up, self._lora.scaling).sqrt()
+        return merged_squares(base, down, up, self.lora.scaling).sqrt()
 
 
 @torch.no_grad()

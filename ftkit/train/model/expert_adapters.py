@@ -22,7 +22,13 @@ from ftkit.errors import TrainingError
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.dropout import Dropout
 from ftkit.train.model.expert_float8 import Fp8Experts
-from ftkit.train.private_apis.transformers import WeightConversions, computes_experts_one_by_one, grouped_mm
+from ftkit.train.private_apis.transformers import (
+    WeightConversions,
+    apply_gate,
+    computes_experts_one_by_one,
+    grouped_mm,
+    is_experts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -44,9 +50,7 @@ def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _experts_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that `transformers.integrations.moe.use_experts_implementation` has decorated."""
-    modules = layer.named_modules()
-    return [(name, each) for name, each in modules if hasattr(each, "is_transposed") and hasattr(each, "_apply_gate")]
+    return [(name, each) for name, each in layer.named_modules() if is_experts(each)]
 
 
 def expert_matrices(model: nn.Module) -> tuple[ExpertMatrix, ...]:
@@ -72,7 +76,7 @@ def transposed_experts(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if getattr(module, "is_transposed", False) is True and hasattr(module, "_apply_gate")
+        if is_experts(module) and module.is_transposed is True
         for name in matrix_names(module)
     )
 
@@ -191,7 +195,7 @@ class GroupedExperts(nn.Module):
         ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
         rows = hidden_states[order // top_k_index.shape[-1]]
         if getattr(own, "has_gate", True):
-            inner = own._apply_gate(self._multiply("gate_up_proj", rows, expert_of_row, ends))  # noqa: SLF001
+            inner = apply_gate(own, self._multiply("gate_up_proj", rows, expert_of_row, ends))
         else:
             inner = own.act_fn(self._multiply("up_proj", rows, expert_of_row, ends))
         outputs = self._multiply("down_proj", inner, expert_of_row, ends)

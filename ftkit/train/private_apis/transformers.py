@@ -109,6 +109,21 @@ def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module has stacked experts that transformers computes by grouped products.
+
+    `_apply_gate`, which `transformers.integrations.moe.use_experts_implementation` adds, transformers 5.0 to 5.23. If
+    it goes: experts can't get adapters.
+    """
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
+def apply_gate(experts: Any, gate_and_up: torch.Tensor) -> torch.Tensor:
+    """Return the inner activations, [N, width], of experts for which `is_experts`; see there."""
+    activations: torch.Tensor = experts._apply_gate(gate_and_up)  # noqa: SLF001
+    return activations
+
+
 def computes_experts_one_by_one(config: PretrainedConfig) -> bool:
     """Return whether a model computes stacked experts one after the other, as it does if their sizes are odd.
 
