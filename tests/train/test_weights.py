@@ -10,8 +10,9 @@ from torch import nn
 
 from ftkit.config.model import ArchitectureSpec
 from ftkit.train.model import local_shard
+from ftkit.train.model.load_targets import LoadTarget
 from ftkit.train.model.local_shard import LocalShard
-from ftkit.train.model.weights import _LoadTarget, init_weights
+from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,7 @@ def test_random_weights_do_not_depend_on_the_sharding(monkeypatch: pytest.Monkey
         model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
         model["table"].weight = nn.Parameter(torch.zeros(end - begin))  # type: ignore[union-attr]
         part: Callable[..., LocalShard] = lambda parameter: LocalShard(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
-        monkeypatch.setattr("ftkit.train.model.weights.local_shard", part)
+        monkeypatch.setattr("ftkit.train.model.load_targets.local_shard", part)
         init_weights(model, shape, 3)
         return model["table"].weight.detach()  # type: ignore[union-attr, return-value]
 
@@ -67,7 +68,7 @@ def test_adapter_magnitudes_need_only_the_rows_of_their_shard() -> None:
 
     shard = LocalShard(matrix.shape, torch.zeros(8), begin=8)
     magnitude = LocalShard(torch.Size([6]), torch.zeros(2), begin=2)
-    _LoadTarget(shard, None, magnitude, is_transposed=False).load(Source(), "up_proj.weight")
+    LoadTarget(shard, None, magnitude, is_transposed=False).load(Source(), "up_proj.weight")
     assert set(asked) == {(2, 4)}
     assert torch.equal(shard.values, matrix[2:4].flatten())
     assert torch.allclose(magnitude.values, matrix[2:4].norm(dim=1))

@@ -11,10 +11,27 @@ from typing import Any, cast
 
 import torch
 
+from ftkit.errors import PrerequisiteError
 from ftkit.train.model.float8 import Scaled, round_rows
 from ftkit.train.model.quantized_linear import opaque_zero
 from ftkit.train.private_apis.torch import scaled_grouped_mm
 from ftkit.train.private_apis.transformers import grouped_mm
+
+_FIRST_CAPABILITY = (9, 0)
+
+
+def check_fp8_experts(device: torch.device) -> None:
+    """Raise unless a device multiplies experts in FP8; CPUs emulate it.
+
+    Raises:
+        PrerequisiteError: the GPU is older than Hopper.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        raise PrerequisiteError(
+            f"{torch.cuda.get_device_name(device)} does not multiply the experts of a mixture in FP8",
+            meaning="torch's grouped products in FP8 are for Hopper and newer GPUs",
+            fix="leave out training.base_precision",
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from ftkit.errors import TrainingError
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.expert_adapters import check_expert_targets, expert_matrices, prepare_experts
+from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
+from ftkit.train.model.expert_float8 import check_fp8_experts
 from ftkit.train.model.expert_peft import (
     add_experts,
     from_peft,
@@ -95,6 +96,8 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
         quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
     _inject(model, lora)
     prepare_experts(model, lora, training.quantization, precision)
+    if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
+        check_fp8_experts(device)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer

@@ -25,13 +25,9 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.expert_float8 import Fp8Experts
 from ftkit.train.model.lazy_tensors import LazyTensors
-from ftkit.train.model.linears import is_transposed
-from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
-from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
-from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
+from ftkit.train.model.load_targets import LoadTarget, load_targets
+from ftkit.train.model.local_shard import rows_per_read
 from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors, text_name
 from ftkit.train.private_apis.transformers import ignored_tensors
 
@@ -90,7 +86,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     Raises:
         TrainingError: a parameter is missing from the files, or has another shape.
     """
-    targets, buffers = _load_targets(model), dict(model.named_buffers())
+    targets, buffers = load_targets(model), dict(model.named_buffers())
     places = {stored: path for path, names in _files(folder).items() for stored in names}
     growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
@@ -266,7 +262,7 @@ def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
     including those of routers, are zero.
     """
     norm = 0.0 if shape.family in _ADDS_ONE else 1.0
-    for name, destination in _load_targets(model).items():
+    for name, destination in load_targets(model).items():
         constant = 0.0 if name.endswith("bias") else norm
         drawn = _RandomTensor(destination, zlib.crc32(f"{seed} {name}".encode()), shape.initializer_range, constant)
         destination.load(drawn, name)
@@ -280,7 +276,7 @@ _ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
 class _RandomTensor:
     """A tensor of random values, with the interface of a slice of a file."""
 
-    destination: _LoadTarget
+    destination: LoadTarget
     seed: int
     deviation: float
     constant: float
@@ -304,120 +300,6 @@ class _RandomTensor:
         rows = min(height, shape[0] - number * height)
         generator = torch.Generator(values.device).manual_seed(self.seed + number)
         return torch.empty(rows, *shape[1:], device=values.device).normal_(std=self.deviation, generator=generator)
-
-
-@dataclass(frozen=True)
-class _LoadTarget:
-    """A parameter that is loaded from the files.
-
-    Attributes:
-        shard: this rank's shard of it.
-        layout: the layout of its quantized form; None if it is not quantized.
-        magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
-        is_transposed: whether the files have a matrix as [inputs, outputs].
-    """
-
-    shard: LocalShard
-    layout: WeightLayout | None
-    magnitude: LocalShard | None
-    is_transposed: bool
-
-    @property
-    def expected_shape(self) -> list[int]:
-        """The expected shape of the tensor in the files."""
-        if self.layout is None:
-            return [*self.shard.shape]
-        shape = [self.layout.num_outputs, self.layout.num_inputs]
-        return shape[::-1] if self.is_transposed else shape
-
-    def check(self, source: TensorSource, name: str) -> None:
-        """Raise unless a tensor of the files has the expected shape."""
-        shape = list(source.get_shape())
-        if shape != self.expected_shape:
-            raise TrainingError(
-                f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
-                fix="check model.architecture against the weights' config.json, and copy or download both again",
-            )
-
-    def load(self, source: TensorSource, name: str) -> None:
-        """Read this rank's rows of a tensor; all rows if every shard depends on them."""
-        self.check(source, name)
-        device, by_output = self.shard.values.device, _TransposedTensor(source) if self.is_transposed else source
-        if self.layout is None:
-            self.shard.copy_rows(lambda first, last: source[first:last])
-            if self.magnitude is not None:
-                self.magnitude.copy_rows(lambda first, last: _row_norms(by_output[first:last].to(device)))
-            return
-        quantized = self.layout.quantize(by_output[:].to(device))
-        self.shard.copy_from(quantized)
-        if self.magnitude is not None:
-            self.magnitude.copy_from(_row_norms(self.layout.dequantize(quantized)))
-
-
-@dataclass(frozen=True)
-class _Fp8ExpertsTarget(_LoadTarget):
-    """Experts that are stored in FP8, each in one row of the parameter."""
-
-    experts: Fp8Experts
-
-    @property
-    def expected_shape(self) -> list[int]:
-        """The expected shape of the tensor in the files."""
-        sizes = [self.experts.num_outputs, self.experts.num_inputs]
-        return [self.experts.num_experts, *(sizes[::-1] if self.is_transposed else sizes)]
-
-    def quantized(self, source: TensorSource, first: int, last: int) -> torch.Tensor:
-        """Read and quantize some experts."""
-        weights = source[first:last].to(self.shard.values.device)
-        return self.experts.quantize(weights.mT if self.is_transposed else weights)
-
-    def load(self, source: TensorSource, name: str) -> None:
-        """Read this rank's experts."""
-        self.check(source, name)
-        self.shard.copy_rows(lambda first, last: self.quantized(source, first, last))
-
-
-@dataclass(frozen=True)
-class _TransposedTensor:
-    """A matrix of the files, transposed. All of it is read for any of its rows."""
-
-    source: TensorSource
-
-    def get_shape(self) -> list[int]:
-        return self.source.get_shape()[::-1]
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.source[:].T[rows]
-
-
-def _row_norms(rows: torch.Tensor) -> torch.Tensor:
-    norms: torch.Tensor = torch.linalg.norm(rows.float(), dim=1)
-    return norms
-
-
-def _load_targets(model: nn.Module) -> dict[str, _LoadTarget]:
-    """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
-    parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
-    found: dict[str, _LoadTarget] = {}
-    for name, parameter in parameters.items():
-        if is_adapter(name):
-            continue
-        owner, _, own_name = name.rpartition(".")
-        module = model.get_submodule(owner)
-        layout, turned = None, own_name == "weight" and is_transposed(module)
-        if isinstance(module, QuantizedLinear) and own_name == "quantized":
-            layout, turned = module.layout, module.is_transposed
-        is_matrix = own_name in ("quantized", "weight")
-        magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
-        stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
-        if isinstance(module, GroupedExperts) and own_name in module.layouts:
-            turned = bool(cast("Any", module).is_transposed)
-            found[stored] = _Fp8ExpertsTarget(local_shard(parameter), None, None, turned, module.layouts[own_name])
-            continue
-        found[stored] = _LoadTarget(
-            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), turned
-        )
-    return found
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
