@@ -124,7 +124,6 @@ def test_several_processes_train_as_one_that_gathers_nothing_and_resume_each_oth
     assert "weights are not all-gathered in FP8: there is one shard" in alone.train()
     expected = alone.losses()
     for processes, settings in (
-        (2, ("training.reshard_after_forward=never",)),
         (3, ("training.activation_checkpointing=full", "training.sync_gradients=last_micro_batch")),
         (4, ("training.shard_degree=2", "training.activation_checkpointing=selective")),
     ):
