@@ -90,7 +90,7 @@ def drop(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features:
     The position of an element, and the seed, determine whether it is kept: everywhere and always the same.
 
     Args:
-        inputs: contiguous or not; so is its gradient, whose dropout is the same.
+        inputs: to be dropped, or the gradient of dropped ones, which has zeros at the same places.
         seed: fp32 [2], in [0, 1).
         probability: below 1.
         features: index of the first of the K features, and number of all, of which other ranks may have the rest.
