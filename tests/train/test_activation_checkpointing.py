@@ -376,6 +376,7 @@ def test_compiled_layers_multiply_by_all_adapters_of_an_input_at_once_with_gradi
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert compiles.frame_count == 1  # all layers have one graph, the first one too
     bodies = [each for each in compiles.graphs[-1].modules() if isinstance(each, GraphModule)]
     joints = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=torch.cat)]
     adapters = [[weight for weight in node.all_input_nodes if "lora_a" in weight.name.lower()] for node in joints]

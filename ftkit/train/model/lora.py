@@ -101,6 +101,13 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
+    cast("Any", model).get_input_embeddings().register_forward_hook(_require_gradient)
+
+
+def _require_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> None:
+    """Have the first layer compute the gradient of its input, as all others do: the compiler then needs one graph."""
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()
 
 
 def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, outputs: int) -> WeightLayout | None:
