@@ -415,11 +415,10 @@ class TrainingPlan(TrainingSpec):
         others: ActivationCheckpointing = "selective" if mode == "full" and engine == "fsdp2" else "none"
         return [mode] * num + [others] * (num_layers - num)
 
-    @property
-    def checkpointing_label(self) -> str:
-        """The activation checkpointing in words."""
-        first = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of the layers"
-        return f"'{self.activation_checkpointing}'{first}"
+    def checkpointing_label(self, num_layers: int) -> str:
+        """Return the activation checkpointing in words."""
+        part = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of {num_layers} layers"
+        return f"'{self.activation_checkpointing}'{part}"
 
 
 class ResourcesSpec(Spec):

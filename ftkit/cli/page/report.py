@@ -379,7 +379,7 @@ def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[st
             ("batch", (f"{batch.global_batch_size} packs of {training.sequence_length:,} tokens: "
                       f"{batch.micro_batch_size} × {world} × {batch.accumulation_steps}")),
             ("learning rate", f"{training.learning_rate:g}, {training.schedule}"),
-            ("activation checkpointing", training.checkpointing_label),
+            ("activation checkpointing", training.checkpointing_label(model.architecture.num_hidden_layers)),
             ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
             ("seed", str(training.seed)),
         ],

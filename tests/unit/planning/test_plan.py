@@ -436,7 +436,7 @@ def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> 
 
 def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layers() -> None:
     full, number = "training.activation_checkpointing=full", "training.checkpointed_layers="
-    assert plan(demo(full, number + "1")).recipe.training.checkpointing_label == "'full' in 1 of the layers"
+    assert plan(demo(full, number + "1")).recipe.training.checkpointing_label(2) == "'full' in 1 of 2 layers"
     assert "more than the model's 2 decoder layers" in problems(demo(full, number + "3"))
     for mode in ("auto", "none"):
         with pytest.raises(ConfigError, match="number of layers with activation_checkpointing"):
