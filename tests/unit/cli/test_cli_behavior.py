@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -273,6 +274,7 @@ def test_secrets_are_redacted_in_a_crash_report_and_its_message(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("https://SECRET-a@host, me:SECRET-b@host, AKIA0123456789SECRET and SECRET-c")
 
+    importlib.import_module("ftkit.launch.sweep")  # imported while the function is replaced, it would keep the other
     monkeypatch.setattr("ftkit.launch.resolve.resolve", fail)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("MY_API_KEY", "SECRET-c")
