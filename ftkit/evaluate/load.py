@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -168,7 +169,10 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
         if source.is_adapter:
             from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
 
-            model = PeftModel.from_pretrained(model, source.folder).get_base_model()
+            with warnings.catch_warnings():
+                # peft applies the ranks and scales of experts, and yet warns that it ignored them.
+                warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+                model = PeftModel.from_pretrained(model, source.folder).get_base_model()
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     place(model, devices)

@@ -159,6 +159,16 @@ def test_products_of_experts_in_fp8_are_those_of_dequantized_weights() -> None:
     assert difference(rows.grad, again.grad) < 0.04
 
 
+def test_dropout_of_a_tokens_experts_does_not_depend_on_where_other_tokens_go(world: World) -> None:
+    model = adapted("qwen3_moe", world, LoraSpec(rank=4, targets=TARGETS[1:], dropout=0.5)).train()
+    outputs = []
+    for others in (range(50, 70), range(90, 110)):
+        torch.manual_seed(0)
+        tokens = torch.tensor([[*range(3, 23), *others]])  # causal: the first 20 don't see the others
+        outputs.append(model(input_ids=tokens, use_cache=False).logits[:, :20])
+    torch.testing.assert_close(*outputs)
+
+
 def test_dropout_of_experts_is_drawn_in_training_alone(world: World) -> None:
     lora, tokens = LoraSpec(rank=4, targets=TARGETS[1:], dropout=0.5), torch.arange(3, 43)[None]
     with_dropout, without = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -140,6 +140,22 @@ def prepare_experts(model: nn.Module, lora: LoraSpec, quantization: Quantization
             layer.set_submodule(name, grouped_class(experts, lora, ranks, storage if quantization == "fp8" else None))
 
 
+class _Routing(NamedTuple):
+    """Which expert computes what, for T tokens with K experts each, S = T K rows.
+
+    Attributes:
+        experts: of each row, [S], in ascending order.
+        ends: of each expert, the number of rows up to its last one.
+        order: of each row, its place t K + k among the tokens' experts, [S].
+        places: the inverse: of each token's experts, their rows, [S].
+    """
+
+    experts: torch.Tensor
+    ends: torch.Tensor
+    order: torch.Tensor
+    places: torch.Tensor
+
+
 class GroupedExperts(nn.Module):
     """Frozen experts with adapters, weights in FP8, or both.
 
@@ -190,41 +206,42 @@ class GroupedExperts(nn.Module):
             top_k_weights: the weights of their outputs, [T, K].
         """
         own = cast("Any", self)
-        expert_of_row, order = top_k_index.flatten().sort()
+        experts, order = top_k_index.flatten().sort()
         every = torch.arange(own.num_experts, device=order.device)
-        ends = torch.searchsorted(expert_of_row, every, right=True, out_int32=True)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        routing = _Routing(experts, ends, order, order.argsort())
         rows = hidden_states[order // top_k_index.shape[-1]]
         if getattr(own, "has_gate", True):
-            inner = apply_gate(own, self._multiply("gate_up_proj", rows, expert_of_row, ends))
+            inner = apply_gate(own, self._multiply("gate_up_proj", rows, routing))
         else:
-            inner = own.act_fn(self._multiply("up_proj", rows, expert_of_row, ends))
-        outputs = self._multiply("down_proj", inner, expert_of_row, ends)
+            inner = own.act_fn(self._multiply("up_proj", rows, routing))
+        outputs = self._multiply("down_proj", inner, routing)
         if getattr(own, "has_post_expert_norm", False):
             outputs = own.post_expert_norm(outputs)
         outputs = outputs * top_k_weights.flatten()[order, None]
-        sums: torch.Tensor = outputs[order.argsort()].view(*top_k_index.shape, -1).sum(dim=1)
+        sums: torch.Tensor = outputs[routing.places].view(*top_k_index.shape, -1).sum(dim=1)
         return sums.to(hidden_states.dtype)
 
-    def _multiply(self, name: str, rows: torch.Tensor, expert_of_row: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, name: str, rows: torch.Tensor, routing: _Routing) -> torch.Tensor:
         """Multiply rows, [S, inputs], sorted by expert, by a matrix of their experts and by its adapters."""
         own = cast("Any", self)
         weight = getattr(self, name)
         rows = rows.to(weight.dtype)
         if (layout := self.layouts.get(name)) is not None:
-            product = layout.multiply(rows, weight, expert_of_row, ends)
+            product = layout.multiply(rows, weight, routing.experts, routing.ends)
         else:
-            product = self._grouped(rows, weight if own.is_transposed else weight.mT, ends)
+            product = self._grouped(rows, weight if own.is_transposed else weight.mT, routing.ends)
         if getattr(own, "has_bias", False):
-            product = product + getattr(self, f"{name}_bias")[expert_of_row]
+            product = product + getattr(self, f"{name}_bias")[routing.experts]
         if name not in self._scaling:
             return product
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
         if missing := -down.shape[1] % _RANK_MULTIPLE:
             down, up = functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))
-        if self.training and self._dropout:
-            rows = Dropout.draw(self._dropout, rows).drop(rows)
-        narrow = self._grouped(rows, down.mT, ends)
-        return product + self._grouped(narrow * self._scaling[name], up.mT, ends)
+        if self.training and self._dropout:  # in the order of tokens: masks don't depend on where other tokens go
+            rows = Dropout.draw(self._dropout, rows).drop(rows[routing.places])[routing.order]
+        narrow = self._grouped(rows, down.mT, routing.ends)
+        return product + self._grouped(narrow * self._scaling[name], up.mT, routing.ends)
 
     def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""
