@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.execution import are_quantized, indivisible_sizes
+from ftkit.config.execution import are_quantized
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
@@ -14,6 +14,7 @@ from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
 from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit, image_origin
+from ftkit.planning.parallelism_checks import check_context_parallel, check_shard_degree, check_tensor_parallel
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *check_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *check_time_limit(cluster, recipe.resources.time_limit),
         *_batch(recipe, num_nodes * processes_per_node),
-        *_context_parallel(recipe, shape, processes_per_node),
-        *_tensor_parallel(recipe, shape, processes_per_node),
+        *check_context_parallel(recipe, shape, processes_per_node),
+        *check_tensor_parallel(recipe, shape, processes_per_node),
         *_checkpointed_layers(recipe, shape),
-        *_shard_degree(recipe, num_nodes * processes_per_node),
+        *check_shard_degree(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
@@ -106,66 +107,6 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         if down
         else f"Use {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
     )
-
-
-def _context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
-    heads = shape.num_attention_heads
-    if recipe.training.context_parallel == 1:
-        return
-    where, key, size = f"recipe {recipe.name}", "training.context_parallel", recipe.training.gpus_per_pack
-    yield from _groups(recipe, key, size, per_node)
-    if heads % size:
-        with_parts_of_layers = " for the product with tensor_parallel" * (recipe.training.tensor_parallel > 1)
-        yield Problem(
-            where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
-            f"Use a divisor of {heads}{with_parts_of_layers}.",
-        )  # fmt: skip
-
-
-def _tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
-    size = recipe.training.tensor_parallel
-    if size == 1:
-        return
-    where, key = f"recipe {recipe.name}", "training.tensor_parallel"
-    yield from _groups(recipe, key, size, per_node)
-    if shape.family not in MEASURED:
-        yield Problem(
-            where, key, f"the layers of a '{shape.family}' can't be divided, only those of {', '.join(MEASURED)}.",
-            "Leave it out.",
-        )  # fmt: skip
-        return
-    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
-    for name, number in indivisible_sizes(*sizes, size).items():
-        yield Problem(
-            where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}."
-        )
-    if recipe.evaluation.completions is not None:
-        yield Problem(
-            where, key, "a divided model computes losses, but can't generate completions for the evaluation.",
-            "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
-        )  # fmt: skip
-
-
-def _groups(recipe: RecipeSpec, key: str, size: int, per_node: int) -> Iterator[Problem]:
-    """Yield the problems of groups of GPUs that divide packs."""
-    where = f"recipe {recipe.name}"
-    if per_node % size:
-        yield Problem(
-            where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
-            f"Use a divisor of {per_node}, or another --gpus-per-node.",
-        )  # fmt: skip
-    if recipe.data.packing == "off":
-        yield Problem(where, key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")
-
-
-def _shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
-    degree = recipe.training.shard_degree
-    if degree != "auto" and world_size % degree:
-        yield Problem(
-            f"recipe {recipe.name}", "training.shard_degree",
-            f"{world_size} GPUs can't be divided into groups of {degree}.",
-            f"Use 'auto', or a divisor of {world_size}.",
-        )  # fmt: skip
 
 
 def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:

@@ -6,16 +6,14 @@ import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from validation_loss import validation_loss
 
 from ftkit.config.training import LoraSpec, TrainingPlan
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PreparedData
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate import verify_export
 from ftkit.evaluate.formats import check_format
@@ -184,16 +182,6 @@ def test_what_experts_do_not_support_is_rejected(world: World) -> None:
         adapted("qwen3_moe", world, LoraSpec(targets=("q_proj", "gate_proj", "down_proj")))
     with pytest.raises(TrainingError, match="use_dora: gate_up_proj of the experts has no DoRA"):
         adapted("qwen3_moe", world, LoraSpec(targets=TARGETS, use_dora=True))
-
-
-def validation_loss(model: Any, run: Any) -> float:
-    store = PreparedData(run.plan.data_directory).read_validation()
-    total = 0.0
-    for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
-        with torch.no_grad():
-            logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
-    return total / float(store.num_targets.sum())
 
 
 MIXTURE = (

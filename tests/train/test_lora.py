@@ -5,16 +5,14 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from validation_loss import validation_loss
 
 from ftkit.config.model import ModelSpec
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PreparedData
 from ftkit.errors import ConfigError, TrainingError
 from ftkit.launch.model import resolve_model
 from ftkit.launch.trained_model import check_adapter
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}", "training.learning_rate=0.02")
-
-
-def validation_loss(model: Any, run: Any) -> float:
-    store = PreparedData(run.plan.data_directory).read_validation()
-    total = 0.0
-    for tokens, labels, positions, _ in torch.from_numpy(store.read(range(len(store))).astype(np.int64)):
-        with torch.no_grad():
-            logits = model(tokens[None], position_ids=positions[None], use_cache=False).logits[0]
-        total += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
-    return total / float(store.num_targets.sum())
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,12 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str,
     groups = []
     for is_matrix, weight_decay in ((True, training.weight_decay), (False, 0.0)):
         chosen = [parameter for parameter in trained if (_num_dimensions(parameter) >= 2) == is_matrix]  # noqa: PLR2004
-        groups += [{"params": each, "weight_decay": weight_decay} for each in by_mesh(chosen)]
+        groups += [{"params": each, "weight_decay": weight_decay} for each in _by_mesh(chosen)]
     return groups
 
 
-def by_mesh(parameters: Iterable[T]) -> list[list[T]]:
-    """Group parameters or gradients by the mesh that they are sharded over; unsharded ones are one group."""
+def _by_mesh(parameters: Iterable[T]) -> list[list[T]]:
+    """Group parameters by the mesh that they are sharded over; unsharded ones are one group."""
     groups: dict[DeviceMesh | None, list[T]] = {}
     for each in parameters:
         groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)

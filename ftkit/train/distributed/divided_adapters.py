@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class DividedAdapter(AdaptedLinear, ABC):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
-    All ranks of the mesh must have the same seed. Dropout is then that of an undivided layer: ranks have equal masks
+    All ranks of the mesh must have the same seed. Dropout is then that of the whole layer: ranks have equal masks
     for inputs that all of them have; of divided inputs, each has the part of its features.
     """
 

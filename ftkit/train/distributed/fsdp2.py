@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,6 +25,7 @@ from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
 from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
+from ftkit.train.distributed.gradient_norm import gradient_norm
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.distributed.tensor_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
@@ -49,11 +48,9 @@ from ftkit.train.private_apis.torch import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
@@ -188,7 +185,7 @@ class Fsdp2Engine:
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
-        norm = _gradient_norm(self.model.parameters())
+        norm = gradient_norm(self.model.parameters())
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         divide_gradients(self.optimizer, ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0))
@@ -387,29 +384,6 @@ def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Opt
     if training.optimizer == "adamw8bit":
         return AdamW8bit(groups, **rates)
     return (HostStateAdamW if training.offload == "optimizer" else FusedAdamW)(groups, **rates)
-
-
-def _gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the norm of all gradients, sharded in one or several ways: a scalar on the device. Collective.
-
-    DTensor's own norm plans collectives in time quadratic in the number of gradients: a second in step 1 of 48 layers.
-    """
-    groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[torch.Tensor]] = defaultdict(list)
-    for gradient in (each.grad for each in parameters if each.grad is not None):
-        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        groups[layout].append(local_tensor(gradient))
-    norms = []
-    for layout, group in groups.items():
-        norm = nn.utils.get_total_norm(group)
-        if layout is not None:
-            mesh, placements = layout
-            norm.square_()
-            for dimension, placement in enumerate(placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(norm, group=mesh.get_group(dimension))
-            norm.sqrt_()
-        norms.append(norm)
-    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
 def _share_of_rows(shape: torch.Size, num_shards: int) -> int:

@@ -1,0 +1,75 @@
+"""The checks of how ranks divide packs, layers, and weights. Each yields all problems that it finds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.config.execution import indivisible_sizes
+from ftkit.errors import Problem
+from ftkit.families import MEASURED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftkit.config.model import ArchitecturePlan
+    from ftkit.config.recipe import RecipeSpec
+
+
+def check_context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
+    heads = shape.num_attention_heads
+    if recipe.training.context_parallel == 1:
+        return
+    where, key, size = f"recipe {recipe.name}", "training.context_parallel", recipe.training.gpus_per_pack
+    yield from _groups(recipe, key, size, per_node)
+    if heads % size:
+        with_parts_of_layers = " for the product with tensor_parallel" * (recipe.training.tensor_parallel > 1)
+        yield Problem(
+            where, key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
+            f"Use a divisor of {heads}{with_parts_of_layers}.",
+        )  # fmt: skip
+
+
+def check_tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
+    size = recipe.training.tensor_parallel
+    if size == 1:
+        return
+    where, key = f"recipe {recipe.name}", "training.tensor_parallel"
+    yield from _groups(recipe, key, size, per_node)
+    if shape.family not in MEASURED:
+        yield Problem(
+            where, key, f"the layers of a '{shape.family}' can't be divided, only those of {', '.join(MEASURED)}.",
+            "Leave it out.",
+        )  # fmt: skip
+        return
+    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
+    for name, number in indivisible_sizes(*sizes, size).items():
+        yield Problem(
+            where, key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}."
+        )
+    if recipe.evaluation.completions is not None:
+        yield Problem(
+            where, key, "a divided model computes losses, but can't generate completions for the evaluation.",
+            "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
+        )  # fmt: skip
+
+
+def _groups(recipe: RecipeSpec, key: str, size: int, per_node: int) -> Iterator[Problem]:
+    """Yield the problems of groups of GPUs that divide packs."""
+    where = f"recipe {recipe.name}"
+    if per_node % size:
+        yield Problem(
+            where, key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
+            f"Use a divisor of {per_node}, or another --gpus-per-node.",
+        )  # fmt: skip
+    if recipe.data.packing == "off":
+        yield Problem(where, key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")
+
+
+def check_shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
+    degree = recipe.training.shard_degree
+    if degree != "auto" and world_size % degree:
+        yield Problem(
+            f"recipe {recipe.name}", "training.shard_degree",
+            f"{world_size} GPUs can't be divided into groups of {degree}.",
+            f"Use 'auto', or a divisor of {world_size}.",
+        )  # fmt: skip
