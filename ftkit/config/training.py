@@ -114,9 +114,9 @@ class TrainingSpec(Spec):
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
     Ada, Hopper and newer GPUs); all else computes in bf16. `mxfp8`: the same with a scale for each 32 numbers
     (Blackwell and newer GPUs, on which nobody has measured it)."""
-    fp8_all_gather: bool = False
+    fp8_all_gather: bool = True
     """Whether several GPUs all-gather trained matrices in FP8, with precision fp8: half the bytes, and half the memory
-    of layers that stay unsharded. Losses don't change. Not yet run on GPUs, only on CPUs."""
+    of layers that stay unsharded. With offload all, they are all-gathered in bf16."""
     base_precision: Literal["auto", "fp8"] = "auto"
     """Precision of frozen weights with method lora. `fp8`: the linear layers of decoder layers store 8 bits per weight
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
@@ -225,6 +225,11 @@ class TrainingSpec(Spec):
         return "fp32" if self.precision == "fp32" else "bf16"
 
     @property
+    def sends_fp8(self) -> bool:
+        """Whether trained matrices that are sharded are all-gathered in FP8."""
+        return self.fp8_all_gather and self.precision == "fp8" and self.offload != "all"
+
+    @property
     def gpus_per_pack(self) -> int:
         """GPUs that divide the tokens of each pack."""
         return self.context_parallel * self.tensor_parallel
@@ -289,14 +294,6 @@ class TrainingSpec(Spec):
             raise ValueError(
                 "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _only_fp8_is_gathered_in_fp8(self) -> Self:
-        if self.fp8_all_gather and self.precision != "fp8":
-            raise ValueError(f"fp8_all_gather has no effect with precision '{self.precision}': set precision to 'fp8'")
-        if self.fp8_all_gather and self.offload == "all":
-            raise ValueError("fp8_all_gather is incompatible with offload 'all': weights are in host memory")
         return self
 
     @model_validator(mode="after")

@@ -141,7 +141,7 @@ class Setup:
     @property
     def gathers_in_fp8(self) -> bool:
         """Whether trained matrices are all-gathered in FP8."""
-        return self.training.fp8_all_gather and self.num_layer_shards > 1
+        return self.training.sends_fp8 and self.num_layer_shards > 1
 
     def with_training(self, **changes: Any) -> Setup:
         """Return the setup with some fields of `training` changed."""

@@ -22,13 +22,7 @@ from ftkit.train.model.weights import init_weights
 if TYPE_CHECKING:
     from ftkit.train.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Raised by the compiler when it inspects a layer's input.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    # Raised in torch 2.11 when Inductor is imported.
-    pytest.mark.filterwarnings(r"ignore:.torch\.jit:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 512, 1000
 IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 ADAPTED = {"method": "lora", "lora": {"rank": 8, "dropout": 0.1}}

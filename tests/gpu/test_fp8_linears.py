@@ -48,7 +48,7 @@ def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu(kind: str, *, compi
         on_gpu.bfloat16()
     inputs, results = torch.randn(160, 256, dtype=torch.bfloat16), []
     for model, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
-        own = inputs.to(device).requires_grad_()
+        own = inputs.to(device, copy=True).requires_grad_()
         run = torch.compile(model, fullgraph=True) if compiled and device == "cuda" else model
         outputs = run(own)
         outputs.float().square().sum().backward()

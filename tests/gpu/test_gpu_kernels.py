@@ -71,7 +71,6 @@ def test_updates_of_large_parameters_match_torch() -> None:
                 assert torch.allclose(ours.state[parameter][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7), name
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's compiler raises it
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("features", [(0, 1003), (1003, 4012)])
 def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], *, compiled: bool) -> None:

@@ -229,7 +229,6 @@ def train(case: Case, world: World) -> dict[str, Any]:
         method=method, lora=adapters, engine=engine_name, offload=offload, precision=precision, sequence_length=LENGTH,
         global_batch_size=2 * ACCUMULATION * world.size, max_steps=STEPS, learning_rate=1e-2, weight_decay=0.1,
         activation_checkpointing=checkpointing(family, engine_name), reduce_precision=reduced,
-        fp8_all_gather=precision == "fp8" and offload != "all",
         router_aux_loss_coef=BALANCE if family == "qwen3_moe" else None, tensor_parallel=world.tensor_parallel,
     )  # fmt: skip
     model = build(family, **own_attention)

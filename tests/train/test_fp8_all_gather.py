@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WORDS = (
     "training.precision=fp8",
-    "training.fp8_all_gather=true",
     "training.max_steps=2",
     "training.micro_batch_size=1",
     "training.global_batch_size=12",
@@ -55,8 +54,9 @@ def test_shards_of_any_number_of_ranks_are_rounded_as_the_whole_matrix(
     assert torch.equal(found.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
     assert found.dtype == torch.bfloat16
     # Whoever reads the weight, other than by a matmul in FP8, gets numbers in the compute dtype.
+    # They were rounded to bf16, to 3 bits of mantissa, and to bf16 again.
     error = (found.float() - weight).abs()
-    assert bool((error <= 2**-4 * 1.02 * weight.abs() + weight.abs().max() * 2**-9 / 448).all())
+    assert bool((error <= (2**-4 + 2**-7) * weight.abs() + weight.abs().max() * 2**-9 / 448).all())
 
 
 def test_only_what_fsdp2_makes_of_a_shard_is_a_shard_again() -> None:

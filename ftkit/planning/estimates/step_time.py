@@ -107,10 +107,14 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 MATRIX_EFFICIENCY = 0.785
 """Fraction of the best single matmul's rate (`Gpu.matmul_efficiency`) that the matmuls of a step reach, small kernels
 around them included."""
-FP8_SPEEDUP = {True: 1.42, False: 1.95}
+FP8_SPEEDUP = {True: 1.54, False: 1.95}
 """Speed-up of linear layers in FP8 over bf16, conversion included, by whether weights are trained: True for trained
-weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B, and of Llama 3.3 70B
-LoRA with 80 and with 32 checkpointed layers, on two H200. MXFP8, which is not measured, is assumed to be as fast."""
+weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200 and of 8
+layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers. MXFP8, which is not
+measured, is assumed to be as fast."""
+FP8_GATHER_BYTES = 12
+"""Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
+rounded before the all-gather, once (docs/adr/0052-weights-are-all-gathered-in-fp8.md)."""
 FLASH4_EFFICIENCY = 0.56
 """Fraction of the peak that flash-attn-4 reaches, forward and backward."""
 SDPA_EFFICIENCY = 0.30
@@ -267,6 +271,7 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     around, layers = _parts_of_weights(setup)
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
+    moved -= FP8_GATHER_BYTES * count_gathered_in_fp8(setup)
     # Checkpointing doubles it, as was measured for Gemma 3 12B QLoRA.
     moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
     if setup.training.adapters is not None and setup.num_layer_shards > 1:

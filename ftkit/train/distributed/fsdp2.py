@@ -302,7 +302,7 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
 
 def _gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
     """Return whether weights are all-gathered in FP8; log it, or why not."""
-    if not training.fp8_all_gather:
+    if not training.sends_fp8:
         return False
     against = {
         "there is one shard": world.num_layer_shards == 1,

@@ -389,8 +389,7 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
 
 def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
     words = (
-        "training.precision=fp8", "training.fp8_all_gather=true", "training.global_batch_size=32",
-        "model.architecture.family=olmo3",
+        "training.precision=fp8", "training.global_batch_size=32", "model.architecture.family=olmo3"
     )  # fmt: skip
     one, old, new = (
         plan(
@@ -419,7 +418,6 @@ def test_fp8_without_effect_is_rejected() -> None:
     assert any("nobody has measured precision 'mxfp8'" in note for note in shown.notes)
     for settings, message in (
         (("training.precision=fp8", "training.method=lora"), "set base_precision to 'fp8' instead"),
-        (("training.precision=bf16", "training.fp8_all_gather=true"), "set precision to 'fp8'"),
         (("training.base_precision=fp8",), "base_precision is for method 'lora'"),
         (("training.precision=fp32", "training.method=lora", "training.base_precision=fp8"), "precision 'fp32'"),
     ):
