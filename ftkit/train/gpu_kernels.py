@@ -17,8 +17,9 @@ if TYPE_CHECKING or (torch.cuda.is_available() and importlib.util.find_spec("tri
 else:
     triton_kernels = None
 
-_SMALLEST_UPDATE = 2**16
-"""Elements from which a parameter is worth a kernel of its own."""
+_SMALLEST_UPDATE = 2**21
+"""Elements from which a parameter is worth a kernel of its own: its update takes about as long as the host's launch of
+it. torch's kernel updates dozens of smaller ones at once."""
 _ELEMENTS = 2048
 """Elements that a program handles, of vectors."""
 _ROWS = 64
@@ -132,10 +133,10 @@ def can_update(parameter: torch.Tensor) -> bool:
     """Return whether `update_adamw` updates a parameter, or a rank's shard of it, faster than torch's fused kernel."""
     return (
         triton_kernels is not None
+        and parameter.numel() >= _SMALLEST_UPDATE
         and parameter.is_cuda
         and parameter.dtype == torch.float32
         and parameter.is_contiguous()
-        and parameter.numel() >= _SMALLEST_UPDATE
     )
 
 

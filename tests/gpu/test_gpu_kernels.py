@@ -48,9 +48,9 @@ def test_rows_are_averaged_as_torch_averages(shape: tuple[int, int], averaged_in
 
 def test_updates_of_large_parameters_match_torch() -> None:
     torch.manual_seed(0)
-    found = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((1000, 1003), (1 << 17,), (64,))]
+    found = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((2000, 1053), (1 << 21,), (64, 64), (64,))]
     expected = [nn.Parameter(parameter.detach().clone()) for parameter in found]
-    assert [gpu_kernels.can_update(parameter) for parameter in found] == [True, True, False]
+    assert [gpu_kernels.can_update(parameter) for parameter in found] == [True, True, False, False]
     ours, theirs = (
         kind(parameters, lr=1e-2, betas=(0.9, 0.999))
         for kind, parameters in ((FusedAdamW, found), (torch.optim.AdamW, expected))
@@ -69,6 +69,18 @@ def test_updates_of_large_parameters_match_torch() -> None:
             torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-6)
             for name, value in theirs.state[other].items():
                 assert torch.allclose(ours.state[parameter][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7), name
+
+
+def test_adapters_are_updated_in_few_kernels() -> None:
+    adapters = [nn.Parameter(torch.randn(16, 15_360, device="cuda")) for _ in range(100)]
+    for adapter in adapters:
+        adapter.grad = torch.randn_like(adapter)
+    optimizer = FusedAdamW(adapters, lr=1e-2, betas=(0.9, 0.999))
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    assert 0 < sum(event.count for event in profile.key_averages()) < len(adapters) / 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -242,7 +242,7 @@ def test_a_fused_optimizer_divides_gradients_by_grad_scale() -> None:
     found.grad, expected.grad = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([0.25, 0.5, -1.0])
     ours, theirs = (
         FusedAdamW([found], lr=0.1, betas=(0.9, 0.95)),
-        torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95)),
+        torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95), fused=True),
     )
     divide_gradients(ours, torch.tensor(4.0))
     ours.step()

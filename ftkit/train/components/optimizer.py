@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,6 +53,16 @@ def _num_dimensions(parameter: torch.Tensor) -> int:
     return len(parameter.shape if partition is None else partition.shape)
 
 
+class _Tensors(NamedTuple):
+    """This rank's shards of a parameter, of its gradient and of its moments, and its number of steps."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    average: torch.Tensor
+    square: torch.Tensor
+    num_steps: torch.Tensor
+
+
 class FusedAdamW(torch.optim.AdamW):
     """AdamW in one kernel for each large parameter on a GPU, and in torch's fused kernel for the others.
 
@@ -75,48 +85,46 @@ class FusedAdamW(torch.optim.AdamW):
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        large: list[_Tensors] = []
+        small: list[_Tensors] = []
         for parameter in parameters:
-            if not self.state[parameter]:  # as torch does in the first step
-                moments = {name: torch.zeros_like(parameter) for name in _MOMENTS}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
-        self._update_each([parameter for parameter in parameters if can_update(local_tensor(parameter))], group)
-        self._update_together([parameter for parameter in parameters if not can_update(local_tensor(parameter))], group)
+            tensors = self._tensors(parameter)
+            (large if can_update(tensors.parameter) else small).append(tensors)
+        self._update_each(large, group)
+        self._update_together(small, group)
 
-    def _update_each(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        if not parameters:
+    def _tensors(self, parameter: torch.Tensor) -> _Tensors:
+        state = self.state[parameter]
+        if not state:  # as torch does in the first step
+            state["step"] = torch.zeros((), device=parameter.device)
+            state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
+        gradient = local_tensor(cast("torch.Tensor", parameter.grad))
+        average, square = (local_tensor(state[name]) for name in _MOMENTS)
+        return _Tensors(local_tensor(parameter), gradient, average, square, state["step"])
+
+    def _update_each(self, updates: list[_Tensors], group: dict[str, Any]) -> None:
+        if not updates:
             return
-        device = parameters[0].device
+        device = updates[0].parameter.device
         is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
-        add_to_all([self.state[parameter]["step"] for parameter in parameters], 1 - is_skipped)
-        for parameter in parameters:
-            gradient, (first, second), num_steps = self._inputs(parameter)
+        add_to_all([each.num_steps for each in updates], 1 - is_skipped)
+        for each in updates:
             update_adamw(
-                local_tensor(parameter), gradient.contiguous(), (first, second), num_steps,
+                each.parameter, each.gradient.contiguous(), (each.average, each.square), each.num_steps,
                 group=group, divisor=divisor, is_skipped=is_skipped,
             )  # fmt: skip
 
-    def _update_together(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
-        if not parameters:
+    def _update_together(self, updates: list[_Tensors], group: dict[str, Any]) -> None:
+        if not updates:
             return
-        inputs = [self._inputs(parameter) for parameter in parameters]
+        parameters, gradients, averages, squares, num_steps = map(list, zip(*updates, strict=True))
         beta1, beta2 = group["betas"]
         constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         adamw(
-            [local_tensor(parameter) for parameter in parameters],
-            [gradient for gradient, _, _ in inputs],
-            [first for _, (first, _), _ in inputs],
-            [second for _, (_, second), _ in inputs],
-            [],
-            [num_steps for _, _, num_steps in inputs],
+            parameters, gradients, averages, squares, [], num_steps,
             beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
         )  # fmt: skip
-
-    def _inputs(self, parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return this rank's gradient and moments of a parameter, and its number of steps."""
-        state = self.state[parameter]
-        first, second = (local_tensor(state[name]) for name in _MOMENTS)
-        return local_tensor(cast("torch.Tensor", parameter.grad)), (first, second), state["step"]
 
 
 class HostStateAdamW(FusedAdamW):

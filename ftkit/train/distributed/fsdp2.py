@@ -185,7 +185,7 @@ class Fsdp2Engine:
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
         """Clip, update the weights and clear the gradients; see `Engine.step`."""
-        norm = gradient_norm(self.model.parameters())
+        norm = gradient_norm(self._shards)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         divide_gradients(self.optimizer, ((norm + _NORM_EPSILON) / max_norm).clamp(min=1.0))
