@@ -107,7 +107,7 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 MATRIX_EFFICIENCY = 0.785
 """Fraction of the best single matmul's rate (`Gpu.matmul_efficiency`) that the matmuls of a step reach, small kernels
 around them included."""
-FP8_SPEEDUP = {True: 1.54, False: 1.95}
+FP8_SPEEDUP = {True: 1.54, False: 1.78}
 """Speed-up of linear layers in FP8 over bf16, conversion included, by whether weights are trained: True for trained
 weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200 and of 8
 layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers. MXFP8, which is not
@@ -139,8 +139,11 @@ EXPERT_EFFICIENCY = 0.73
 """Rate of the experts' grouped matmuls with randomly routed tokens, relative to a dense matmul of their size: 505 to
 565 against 676 to 779 TFLOP/s on an H200."""
 EXPERT_GAP_SECONDS = 0.0014
-"""Time for which the GPU waits for the host in a layer with experts, forward and backward, as the kernels around the
-grouped matmuls are small. From the same profile, the only one of a mixture."""
+"""Time for which the GPU waits for the host in a sharded layer with experts, forward and backward, as the kernels
+around the grouped matmuls are small. From the same profile; on one GPU, without FSDP2's hooks, there is no such gap."""
+ADAPTER_GAP_SECONDS = 0.00045
+"""Time between the kernels of a layer with adapters, forward and backward: 132 kernels in a profile of Gemma 3 12B LoRA
+on an H200, whose steps take 22 ms longer than their kernels."""
 EXPERT_ADAPTER_PASSES = 12
 """How often the inputs and outputs of adapted experts are read or written because of their adapters, forward and
 backward. Fitted to one run of Qwen3-30B-A3B on two H200."""
@@ -148,7 +151,9 @@ TENSOR_PARALLEL_SECONDS = 0.021
 """Time that tensor parallelism adds to a micro-batch besides its collectives: the same with 8 layers of OLMo-3 7B and
 with all of Llama 3 8B on two H200 (43 and 42 ms in steps of two micro-batches). The cause is not known."""
 DEQUANTIZE_BYTES = 11
-"""Bytes read and written per quantized weight and micro-batch, to dequantize it in the forward and backward pass."""
+"""Bytes read and written per 4-bit weight and micro-batch, to dequantize it in the forward and backward pass."""
+TRANSPOSE_BYTES = 2
+"""Bytes read and written per frozen weight in FP8 and micro-batch, to transpose it for the backward pass."""
 NETWORK_EFFICIENCY = 0.75
 """Fraction of a link's bandwidth that collectives reach."""
 NCCL_SLOWDOWN = 0.28
@@ -209,8 +214,10 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
     links, network = _collective_seconds(setup, gpu, is_last=is_last)
     gpu_seconds = _gpu_seconds(setup, gpu, setup.tokens) + _exchange_seconds(setup, gpu)
     gpu_seconds += _weights_bytes(setup, is_last=is_last) / gpu.memory_bandwidth
-    if count_model(setup.shape).experts_per_token:
+    if count_model(setup.shape).experts_per_token and setup.num_layer_shards > 1:
         gpu_seconds += EXPERT_GAP_SECONDS * setup.shape.num_hidden_layers
+    if setup.training.adapters is not None:
+        gpu_seconds += ADAPTER_GAP_SECONDS * setup.shape.num_hidden_layers
     if setup.training.tensor_parallel > 1:
         gpu_seconds += TENSOR_PARALLEL_SECONDS
     if setup.engine == "zero3":
@@ -272,8 +279,10 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
     moved -= FP8_GATHER_BYTES * count_gathered_in_fp8(setup)
-    # Checkpointing doubles it, as was measured for Gemma 3 12B QLoRA.
-    moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
+    if setup.training.quantization == "nf4":  # checkpointing doubles it, as was measured for Gemma 3 12B QLoRA
+        moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
+    else:
+        moved += TRANSPOSE_BYTES * counts.quantized
     if setup.training.adapters is not None and setup.num_layer_shards > 1:
         moved += COPY_OUT_PASSES * _gathered_bytes(setup, is_last=is_last)
     return moved

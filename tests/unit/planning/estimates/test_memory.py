@@ -99,6 +99,7 @@ def test_8_bit_states_take_a_quarter_plus_their_scales(architecture: Shapes, tra
 SELECTIVE = {"activation_checkpointing": "selective"}
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
+GATHERED_IN_BF16 = {"precision": "fp8", "fp8_all_gather": False}
 ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MEASURED = [
     # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
@@ -115,14 +116,19 @@ MEASURED = [
     (("llama3-8b", None, 4, {"reshard_after_forward": "never", "reduce_precision": "bf16"}), 76.1),
     (("llama3-8b", None, 4, {"engine": "zero3"}), 96.2),
     (("olmo3-7b", 8, 1, {"precision": "fp8"}), 42.8),
-    (("llama3-8b", None, 2, {"precision": "fp8", "reshard_after_forward": "never"}), 86.6),
-    (("llama3-8b", None, 4, {"precision": "fp8", "reshard_after_forward": "never"}), 64.2),
+    (("llama3-8b", None, 2, {"precision": "fp8", "reshard_after_forward": "never"}), 79.9),
+    (("llama3-8b", None, 2, GATHERED_IN_BF16 | {"reshard_after_forward": "never"}), 86.6),
+    (("llama3-8b", None, 4, GATHERED_IN_BF16 | {"reshard_after_forward": "never"}), 64.2),
     (("llama3-8b", None, 2, {"reshard_after_forward": "never"}), 97.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8"}), 55.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8", "checkpointed_layers": 32}), 117.2),
+    (("gemma3-12b", None, 1, {"method": "lora", "sequence_length": 2048}), 35.0),
+    (("gemma3-12b", None, 1, {"method": "qlora", "sequence_length": 2048}), 21.0),
     (("gemma3-12b", None, 1, SELECTIVE | {"method": "lora", "sequence_length": 2048}), 33.9),
     (("gemma3-12b", None, 1, SELECTIVE | {"method": "qlora", "sequence_length": 2048}), 19.1),
+    (("qwen3-30b-a3b", None, 1, {"method": "lora", "lora": ON_ATTENTION}), 92.6),
+    (("qwen3-30b-a3b", None, 1, {"method": "lora", "lora": ON_ATTENTION, "base_precision": "fp8"}), 65.0),
     (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": ON_ATTENTION}), 68.6),
     (("qwen3-30b-a3b", None, 2, {"method": "lora", "lora": {}}), 92.9),
     (("olmo3-32b", 52, 4, SMALL_STATES | {"activation_checkpointing": "selective"}), 111.6),
