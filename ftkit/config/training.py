@@ -19,8 +19,10 @@ from ftkit.config.strict import (
 )
 
 EngineName = Literal["fsdp2", "zero3"]
-ActivationCheckpointing = Literal["none", "selective", "full"]
-ActivationCheckpointingChoice = Literal["auto", "none", "selective", "full"]
+ActivationCheckpointing = Literal["none", "selective", "except_attention", "full"]
+ActivationCheckpointingChoice = Literal["auto", "none", "selective", "except_attention", "full"]
+RECOMPUTES_LAYERS: tuple[ActivationCheckpointing, ...] = ("except_attention", "full")
+"""Modes that recompute whole layers: what such a layer saves can be offloaded."""
 Auto = Literal["auto"]
 AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
 EngineChoice = Literal["auto", "fsdp2", "zero3"]
@@ -160,15 +162,17 @@ class TrainingSpec(Spec):
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
     activation_checkpointing: ActivationCheckpointingChoice = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
-    attention (`selective`, with engine fsdp2), for little time; or whole decoder layers (`full`), for the least memory
-    and a third more time. `auto`: the one that is predicted to be the fastest on the cluster's GPUs with memory to
-    spare."""
+    attention (`selective`, with engine fsdp2), for little time; decoder layers except attention, whose output is saved
+    (`except_attention`, with engine fsdp2), for long sequences, which spend most of their time there; or whole decoder
+    layers (`full`), for the least memory and a third more time. `auto`: the one that is predicted to be the fastest on
+    the cluster's GPUs with memory to spare."""
     checkpointed_layers: PositiveInt | None = None
     """Number of decoder layers with the mode of `activation_checkpointing`, the first of the model. The others use the
-    next one that recomputes less: `selective` after `full` (`none` with engine zero3), `none` after `selective`. All if
-    null; with `auto` checkpointing, as many as memory requires."""
+    next one that recomputes less: `selective` after `full` (`none` with engine zero3) and `except_attention`, `none`
+    after `selective`. All if null; with `auto` checkpointing, as many as memory requires."""
     activation_offload: bool = False
-    """With `full` checkpointing: keep the inputs of decoder layers in host memory until the backward pass."""
+    """With `full` or `except_attention` checkpointing: keep the inputs of decoder layers, and the outputs of attention
+    if the layers are compiled, in host memory until the backward pass."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
@@ -255,7 +259,7 @@ class TrainingSpec(Spec):
     def only_with_fsdp2(self) -> tuple[str, ...]:
         """The settings that engine zero3 does not support."""
         needed = {
-            "activation_checkpointing": self.activation_checkpointing == "selective",
+            "activation_checkpointing": self.activation_checkpointing in {"selective", "except_attention"},
             "precision": self.trains_in_fp8,
             "base_precision": self.base_precision == "fp8",
             "optimizer": self.optimizer == "adamw8bit",
@@ -272,7 +276,8 @@ class TrainingSpec(Spec):
     @classmethod
     def _checkpointing_is_a_word(cls, value: object) -> object:
         if isinstance(value, bool):
-            raise ValueError(f"set '{'full' if value else 'none'}': it is one of auto, none, selective and full")  # noqa: TRY004
+            allowed = ", ".join(get_args(ActivationCheckpointingChoice))
+            raise ValueError(f"set '{'full' if value else 'none'}': it is one of {allowed}")  # noqa: TRY004
         return value
 
     @model_validator(mode="after")
@@ -298,16 +303,27 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _only_inputs_are_offloaded(self) -> Self:
-        if self.activation_offload and self.activation_checkpointing not in {"full", "auto"}:
-            raise ValueError("activation_offload has no effect without activation_checkpointing 'full'")
+        if self.activation_offload and self.activation_checkpointing not in {*RECOMPUTES_LAYERS, "auto"}:
+            raise ValueError(
+                "activation_offload has no effect without activation_checkpointing 'full' or 'except_attention'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attention_is_an_operator(self) -> Self:
+        if self.activation_checkpointing == "except_attention" and self.attention == "eager":
+            raise ValueError(
+                "activation_checkpointing 'except_attention' saves the output of an attention kernel, which attention "
+                "'eager' does not have"
+            )
         return self
 
     @model_validator(mode="after")
     def _some_layers_have_a_mode(self) -> Self:
         if self.checkpointed_layers is not None and self.activation_checkpointing in {"none", "auto"}:
             raise ValueError(
-                "checkpointed_layers is the number of layers with activation_checkpointing 'selective' or 'full': set "
-                "one of them"
+                "checkpointed_layers is the number of layers with activation_checkpointing 'selective', "
+                "'except_attention' or 'full': set one of them"
             )
         return self
 
@@ -407,10 +423,14 @@ class TrainingPlan(TrainingSpec):
 
     def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
         """Return the activation checkpointing of each decoder layer."""
-        mode = self.activation_checkpointing
         num = num_layers if self.checkpointed_layers is None else min(self.checkpointed_layers, num_layers)
-        others: ActivationCheckpointing = "selective" if mode == "full" and engine == "fsdp2" else "none"
-        return [mode] * num + [others] * (num_layers - num)
+        others = self.lighter_checkpointing(engine)
+        return [self.activation_checkpointing] * num + [others] * (num_layers - num)
+
+    def lighter_checkpointing(self, engine: EngineName) -> ActivationCheckpointing:
+        """Return the activation checkpointing of the layers that `checkpointed_layers` leaves out."""
+        recomputes_layers = self.activation_checkpointing in RECOMPUTES_LAYERS
+        return "selective" if recomputes_layers and engine == "fsdp2" else "none"
 
     def checkpointing_label(self, num_layers: int) -> str:
         """Return the activation checkpointing in words."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import ActivationCheckpointing, Method, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method, TrainingPlan
 from ftkit.families import MEASURED, MeasuredFamily, family_of
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 LENGTH, LAYERS = 24, 3
-SAVING = ("selective", "full")
+SAVING = ("selective", "except_attention", "full")
 
 pytestmark = [
     # Warnings that torch.compile raises in torch 2.13.
@@ -165,7 +165,9 @@ def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offload
     expected = gradients(family, spec, world)
     parked: list[torch.Size] = []
     park = ActivationOffload._offload
-    monkeypatch.setattr(ActivationOffload, "_offload", lambda self, one: parked.append(one.shape) or park(self, one))
+    monkeypatch.setattr(
+        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
+    )
     found = gradients(family, spec.model_copy(update={"activation_offload": True}), world)
     assert parked == LAYERS * [torch.Size([2, LENGTH, 32])]
     for name, value in found.items():
@@ -180,7 +182,9 @@ def test_gradients_are_the_same_with_some_checkpointed_layers(
     expected = gradients("llama", training(), world)
     parked: list[torch.Size] = []
     park = ActivationOffload._offload
-    monkeypatch.setattr(ActivationOffload, "_offload", lambda self, one: parked.append(one.shape) or park(self, one))
+    monkeypatch.setattr(
+        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
+    )
     spec = training(
         activation_checkpointing="full", checkpointed_layers=1, activation_offload=True, compile=compiled
     )  # fmt: skip
@@ -193,26 +197,29 @@ def test_gradients_are_the_same_with_some_checkpointed_layers(
 
 def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:
     offload = ActivationOffload(torch.device("cpu"))
-    tensors = [torch.full((2,), float(number)) for number in range(3)]
-    parked = [offload._offload(tensor) for tensor in tensors]
-    assert torch.equal(offload._load(parked[2]), tensors[2])
-    assert offload._prefetched is not None
-    prefetched, arriving = offload._prefetched
-    assert prefetched is parked[1]
-    assert offload._load(parked[1]) is arriving
-    assert offload._load(parked[0]).tolist() == [0.0, 0.0]
-    assert (offload._newest, offload._prefetched) == (None, None)
+    layers = [offload._begin_layer() for _ in range(3)]
+    parked = [
+        [offload._offload(torch.full((2,), float(number)), layer) for _ in range(2)]
+        for number, layer in enumerate(layers)
+    ]
+    assert torch.equal(offload._load(parked[2][0]), torch.full((2,), 2.0))
+    arriving = layers[1].device[1]
+    assert not layers[0].device
+    assert offload._load(parked[1][1]) is arriving
+    assert [offload._load(each).tolist() for each in (parked[2][1], parked[0][0])] == [[2.0, 2.0], [0.0, 0.0]]
+    assert offload._newest is None
 
 
 def test_offloaded_activations_are_fetched_in_any_order() -> None:
     offload = ActivationOffload(torch.device("cpu"))
-    parked = [offload._offload(torch.full((2,), float(number))) for number in range(4)]
+    parked = [offload._offload(torch.full((2,), float(number)), offload._begin_layer()) for number in range(4)]
     order = (3, 0, 2, 1)
     assert [offload._load(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
 
 
 @pytest.mark.parametrize(
-    ("mode", "products", "attentions", "norms"), [("none", 0, 0, 0), ("selective", 0, 0, 1), ("full", 1, 1, 1)]
+    ("mode", "products", "attentions", "norms"),
+    [("none", 0, 0, 0), ("selective", 0, 0, 1), ("except_attention", 1, 0, 1), ("full", 1, 1, 1)],
 )
 def test_each_mode_recomputes_only_its_operators(
     mode: ActivationCheckpointing, products: int, attentions: int, norms: int
@@ -335,6 +342,7 @@ def test_full_checkpointing_that_the_compiler_cannot_trace_calls_the_compiled_la
     ("method", "mode", "lora"),
     [
         ("full", "full", None),
+        ("full", "except_attention", None),
         ("full", "selective", None),
         ("qlora", "selective", {"rank": 4, "dropout": 0.2, "use_dora": True, "targets": ("q_proj", "down_proj")}),
     ],
@@ -348,7 +356,7 @@ def test_layers_compile_once_without_graph_breaks(
 ) -> None:
     spec = training(method=method, lora=lora)
     expected = gradients("llama", spec, world)
-    changes = {"activation_checkpointing": mode, "compile": "layers", "activation_offload": mode == "full"}
+    changes = {"activation_checkpointing": mode, "compile": "layers", "activation_offload": mode in RECOMPUTES_LAYERS}
     found = gradients("llama", spec.model_copy(update=changes), world)
     assert compiles.frame_count == 1
     for name, value in found.items():
@@ -483,6 +491,38 @@ def test_flash_attention_gradients_match_sdpa_when_compiled_and_checkpointed(
     for name, parameter in engine.model.hf_model.named_parameters():
         torch.testing.assert_close(whole(parameter.grad), expected[name], msg=name)
     assert compiles.frame_count == 2  # with a window and without
+
+
+@pytest.mark.usefixtures("flash4")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"method": "lora", "lora": {"rank": 4, "dropout": 0.2}}, {"method": "qlora", "precision": "bf16"}, IN_8_BITS],
+)
+def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_all_else(
+    changes: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward: list[torch.fx.Graph] = []
+    backend = aot_autograd(
+        fw_compiler=lambda module, _: make_boxed_func(module.forward),
+        bw_compiler=lambda module, _: backward.append(module.graph) or make_boxed_func(module.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
+    parked: list[torch.Size] = []
+    park = ActivationOffload._offload
+    monkeypatch.setattr(
+        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
+    )
+    spec = training(activation_checkpointing="except_attention", activation_offload=True, compile="layers", **changes)
+    model = build("llama", spec)
+    model.set_attn_implementation(implementation_of("flash4"))
+    engine = Fsdp2Engine(model, spec, world, lambda sharded: init_adapters(sharded, 5))
+    engine.backward(engine.forward(micro_batch()), 2 * LENGTH - 1, is_last=True)
+    hidden, output, lse = (2, LENGTH, 32), (2 * LENGTH, 4, 8), (4, 2 * LENGTH)
+    assert sorted(parked) == sorted(LAYERS * [hidden, output, lse])
+    names = [str(node.target) for graph in backward for node in graph.nodes]
+    assert sum("varlen_attention.default" in name for name in names) == 0
+    assert sum("varlen_attention_backward.default" in name for name in names) == 1
 
 
 @pytest.mark.usefixtures("flash4")

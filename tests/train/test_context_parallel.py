@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FP32 = ("training.precision=fp32", "training.max_steps=4", "evaluation.sql_execution=null")
 FAMILIES = {
     "qwen3": ("training.method=lora",),
+    "llama": ("training.activation_checkpointing=except_attention",),
     "olmo3": ("model.architecture.sliding_window=24", "training.activation_checkpointing=full"),
     "gemma3_text": ("model.architecture.sliding_window=24", "training.activation_checkpointing=selective"),
 }

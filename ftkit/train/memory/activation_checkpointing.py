@@ -8,14 +8,17 @@ Saved for each layer, besides tensors that all layers share (rotary tables, mask
   attention, with its log-sum-exp (fp32, one per head and token). Norms, rotations, activations and sums are recomputed.
   Compiled layers save outputs only if the backward pass reads them, so not those of `down` and the output projection
   if no norm follows them.
-* `full`: the layer's input; with `activation_offload` it is moved to host memory, and two are on the device at a time.
-  One layer at a time is recomputed, with the activations that `none` would save, and without its last matmul unless a
-  norm follows it.
+* `except_attention`: the layer's input, and attention's output with its log-sum-exp. All else is recomputed. Context
+  parallelism saves the output before its heads are exchanged for tokens, as attention's backward pass reads it.
+* `full`: the layer's input. One layer at a time is recomputed, with the activations that `none` would save, and without
+  its last matmul unless a norm follows it.
+
+With `activation_offload`, what the last two save is moved to host memory, and that of two layers is on the device at a
+time. Only compiled layers move attention's output.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +26,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing
 from ftkit.train.memory.compile import CompiledForward
-from ftkit.train.private_apis.torch import GROUPED_MM, SCALED_MM, TRACES_FULL_CHECKPOINTS, raise_recompile_limit
+from ftkit.train.private_apis.torch import (
+    GROUPED_MM,
+    SCALED_MM,
+    TRACES_FULL_CHECKPOINTS,
+    find_tensors,
+    raise_recompile_limit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.config.training import ActivationCheckpointing
     from ftkit.train.memory.activation_offload import ActivationOffload
 
 WIDE = 256
@@ -62,7 +71,7 @@ def apply_activation_checkpointing(
         layers: decoder layers, in the order of their calls.
         modes: the activation checkpointing of each layer.
         compiled: whether layers are compiled.
-        offload: offloads the inputs of layers with mode `full`. They stay on the device if None.
+        offload: offloads what layers with mode `full` or `except_attention` save. It stays on the device if None.
     """
     if compiled:
         raise_recompile_limit(len(layers))
@@ -97,11 +106,14 @@ class RecomputedLayer(nn.Module):
         vars(self).update(vars(layer))
         self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
-        self._offload = offload if mode == "full" else None
+        self._offload = offload if mode in RECOMPUTES_LAYERS else None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the family's forward; `hidden` is [B, T, H]."""
-        with nullcontext() if self._offload is None else self._offload.offloading(hidden):
+        if self._offload is None:
+            return self._run(hidden, *args, **kwargs)
+        existing = [*self.parameters(), *self.buffers(), *find_tensors((args, kwargs))]
+        with self._offload.offloading(hidden, existing):
             return self._run(hidden, *args, **kwargs)
 
 
@@ -121,7 +133,7 @@ def _forward_of(
         return CompiledForward(recomputed, name, fallback=called_twice) if TRACES_FULL_CHECKPOINTS else called_twice
     if mode == "full":
         return _recomputing(plain)
-    forward = plain if mode == "none" else _recomputing(plain, context_fn=_select)
+    forward = plain if mode == "none" else _recomputing(plain, context_fn=_CONTEXTS[mode])
     return CompiledForward(forward, name) if compiled else forward
 
 
@@ -132,22 +144,34 @@ def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., A
     return recomputing
 
 
-def _policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    """Save the outputs of compute-bound operators."""
-    return CheckpointPolicy.MUST_SAVE if _is_compute_bound(operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _is_compute_bound(operation: Any, args: tuple[Any, ...]) -> bool:
     if operation in _INNER_FACTOR:
         return bool(args[_INNER_FACTOR[operation]].shape[-1] >= WIDE)
-    name = operation.name()
+    return _is_attention(operation) or operation.name() == "ftkit::nf4_product"
+
+
+def _is_attention(operation: Any, _: tuple[Any, ...] = ()) -> bool:
     # By name: torch has an operator for each of its attention kernels, and adds some with each version.
-    return "attention" in name or name == "ftkit::nf4_product"
+    return "attention" in operation.name()
 
 
-def _recompute_all(*_: Any, **__: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE
+def _is_nothing(*_: Any) -> bool:
+    return False
 
 
-_save_nothing = partial(create_selective_checkpoint_contexts, _recompute_all)
-_select = partial(create_selective_checkpoint_contexts, _policy)
+def _contexts(
+    is_saved: Callable[[Any, tuple[Any, ...]], bool], otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE
+) -> Callable[[], Any]:
+    """Return a `context_fn` of a checkpoint that saves the outputs of some operators; others are recomputed."""
+
+    def policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else otherwise
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+_save_nothing = _contexts(_is_nothing)
+_CONTEXTS: dict[ActivationCheckpointing, Callable[[], Any]] = {
+    "selective": _contexts(_is_compute_bound, CheckpointPolicy.PREFER_RECOMPUTE),
+    "except_attention": _contexts(_is_attention),
+}

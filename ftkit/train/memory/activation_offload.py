@@ -1,9 +1,9 @@
-"""Offload the inputs of checkpointed layers to host memory between forward and backward pass."""
+"""Offload what checkpointed layers save to host memory between forward and backward pass."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,73 +11,129 @@ import torch
 from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
 
-@dataclass(frozen=True)
-class _Offloaded:
-    """A tensor in host memory; `before` was offloaded before this one, so the backward pass needs it after this one."""
+@dataclass(eq=False)
+class _Layer:
+    """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it.
 
-    host: torch.Tensor
-    before: _Offloaded | None
+    Attributes:
+        before: the previous layer.
+        host: copies in host memory; none once they are loaded.
+        device: copies on the device, as long as they are prefetched and not yet loaded.
+    """
+
+    before: _Layer | None
+    host: list[torch.Tensor] = field(default_factory=list)
+    device: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Offloaded:
+    """A tensor in host memory, by its layer and index there."""
+
+    layer: _Layer
+    index: int
 
 
 class ActivationOffload:
-    """Copies layer inputs to host memory and back on a separate stream, while layers compute.
+    """Copies what layers save to host memory and back on a separate stream, while layers compute.
 
-    A tensor stays on the device until the next one is offloaded: by then its copy is done, and nothing waits for it.
-    Loading a tensor prefetches the one before it, which the previous layer will need next. On CPUs there are no
-    streams, and copies are synchronous. Host buffers are reused: copies into and out of them are on one stream.
+    A layer's tensors stay on the device until the next layer offloads its own: by then their copies are done, and
+    nothing waits for them. Loading a tensor of a layer prefetches those of the layer before it, which the backward pass
+    needs next. On CPUs there are no streams, and copies are synchronous. Host buffers are reused: copies into and out
+    of them are on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._library: Any = torch.get_device_module(device)
         self._stream = self._library.Stream()
-        self._newest: _Offloaded | None = None
-        self._prefetched: tuple[_Offloaded, torch.Tensor] | None = None
-        self._being_copied: torch.Tensor | None = None
-        self._free: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+        self._newest: _Layer | None = None
+        self._being_copied: list[torch.Tensor] = []
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
-    def offloading(self, layer_input: torch.Tensor) -> AbstractContextManager[Any]:
-        """Return a context to call a layer in, which offloads the layer's input but no other saved tensor."""
-        address = layer_input.data_ptr()
+    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
+
+        Args:
+            layer_input: [B, T, H].
+            existing: parameters, buffers and other inputs of the layer, which stay.
+        """
+        num_tokens = layer_input.numel() // max(1, layer_input.shape[-1])
+        staying = {address for tensor in existing for address in _addresses(tensor)}
+        staying -= {*_addresses(layer_input)}
+        dtypes = {layer_input.dtype, torch.float32}
+        layer: _Layer | None = None
 
         def pack(tensor: torch.Tensor) -> _Offloaded | torch.Tensor:
-            return self._offload(tensor) if tensor.data_ptr() == address and tensor.numel() else tensor
+            nonlocal layer
+            # Less than a number per token, or integers: borders of documents, states of random generators.
+            is_small = tensor.numel() < max(1, num_tokens) or tensor.dtype not in dtypes
+            if is_small or not staying.isdisjoint(_addresses(tensor)):
+                return tensor
+            layer = layer or self._begin_layer()
+            return self._offload(tensor, layer)
 
         def unpack(saved: _Offloaded | torch.Tensor) -> torch.Tensor:
             return self._load(saved) if isinstance(saved, _Offloaded) else saved
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _offload(self, tensor: torch.Tensor) -> _Offloaded:
-        computing = self._library.current_stream()
-        computing.wait_stream(self._stream)  # the copy of the previous one is done: its memory may be reused
-        free = self._free[tensor.shape]
-        host = free.pop() if free else empty_pinned_like(tensor)
-        self._stream.wait_stream(computing)
-        with self._library.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
-        self._being_copied = tensor
-        self._newest = _Offloaded(host, self._newest)
+    def _begin_layer(self) -> _Layer:
+        # The copies of the previous layer are done: its memory may be reused.
+        self._library.current_stream().wait_stream(self._stream)
+        self._being_copied.clear()
+        self._newest = _Layer(self._newest)
         return self._newest
 
-    def _load(self, offloaded: _Offloaded) -> torch.Tensor:
-        prefetched, tensor = self._prefetched or (None, None)
-        if tensor is None or prefetched is not offloaded:
-            tensor = self._copy_to_device(offloaded)
-        self._free[tensor.shape].append(offloaded.host)
-        self._library.current_stream().wait_stream(self._stream)
-        self._being_copied = None
-        self._newest = before = offloaded.before
-        self._prefetched = None if before is None else (before, self._copy_to_device(before))
-        return tensor
-
-    def _copy_to_device(self, offloaded: _Offloaded) -> torch.Tensor:
-        # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
-        tensor = torch.empty_like(offloaded.host, device=self._device)
+    def _offload(self, tensor: torch.Tensor, layer: _Layer) -> _Offloaded:
+        free = self._free[tensor.shape, tensor.dtype]
+        host = free.pop() if free else empty_pinned_like(tensor)
         self._stream.wait_stream(self._library.current_stream())
         with self._library.stream(self._stream):
-            tensor.copy_(offloaded.host, non_blocking=True)
+            host.copy_(tensor, non_blocking=True)
+        self._being_copied.append(tensor)
+        layer.host.append(host)
+        return _Offloaded(layer, len(layer.host) - 1)
+
+    def _load(self, offloaded: _Offloaded) -> torch.Tensor:
+        layer = offloaded.layer
+        if layer.host:
+            self._load_layer(layer)
+        return layer.device.pop(offloaded.index)
+
+    def _load_layer(self, layer: _Layer) -> None:
+        """Wait for a layer's tensors, and prefetch those of the layer before it."""
+        self._prefetch(layer)
+        self._library.current_stream().wait_stream(self._stream)
+        for host in layer.host:
+            self._free[host.shape, host.dtype].append(host)
+        layer.host = []
+        self._being_copied.clear()
+        self._newest = layer.before
+        if layer.before is not None:
+            self._prefetch(layer.before)
+
+    def _prefetch(self, layer: _Layer) -> None:
+        if not layer.device:
+            layer.device = {index: self._copy_to_device(host) for index, host in enumerate(layer.host)}
+
+    def _copy_to_device(self, host: torch.Tensor) -> torch.Tensor:
+        # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
+        tensor = torch.empty_like(host, device=self._device)
+        self._stream.wait_stream(self._library.current_stream())
+        with self._library.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
         return tensor
+
+
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, weights gathered in FP8)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _addresses(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage().data_ptr()

@@ -246,6 +246,14 @@ def map_instances(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map_only(kind, function, tree)
 
 
+def find_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries.
+
+    `torch.utils._pytree.tree_leaves`, torch 2.0 to 2.15. If it goes: a recursion.
+    """
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def scaled_grouped_mm(
     rows: torch.Tensor,
     matrices: torch.Tensor,

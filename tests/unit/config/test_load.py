@@ -57,7 +57,7 @@ def test_a_wrong_choice_suggests_the_nearest(ctx: Context) -> None:
 
 def test_a_boolean_for_activation_checkpointing_lists_the_allowed_values(ctx: Context) -> None:
     (found,) = problems(ctx, "training.activation_checkpointing=true")
-    assert "set 'full': it is one of auto, none, selective and full" in found
+    assert "set 'full': it is one of auto, none, selective, except_attention, full" in found
 
 
 def test_a_micro_batch_is_a_number_or_auto(ctx: Context) -> None:
