@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.training import ActivationCheckpointing, EngineName, Method, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import predict_step_time
@@ -158,6 +158,9 @@ MOST_TOKENS = 2**17
 CPU_TOKENS = 2**11
 """The same without GPUs, where memory and speed are not predicted."""
 MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
+"""All modes of activation checkpointing, each with less memory than the one before."""
+TRIED: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full", "except_attention")
+"""The same in the order of `auto`: the later is chosen only if it is faster by `LEAST_DIFFERENCE`."""
 
 OPEN = ("micro_batch_size", "activation_checkpointing")
 """Settings of `training` that change only speed and memory, not the result."""
@@ -213,7 +216,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
-    modes = MODES if is_mode_open else (resolved.activation_checkpointing,)
+    modes = TRIED if is_mode_open else (resolved.activation_checkpointing,)
     room = ROOM if count_model(lightest.shape).is_exact else ROOM_IF_ESTIMATED
     room_gib = room * gpu.usable_gib
     best = fastest_option(possible_options(lightest, gpu, sizes, modes, room_gib if is_mode_open else None), room_gib)
@@ -250,11 +253,9 @@ def possible_options(
             If None, the setup's number of layers stays.
     """
     for size in sizes:
-        lighter_fits = False
+        fits = dict.fromkeys(MODES, False)
         for mode in modes:
-            if (mode == "selective" and setup.engine != "fsdp2") or (
-                mode != "full" and setup.training.activation_offload
-            ):
+            if not _is_possible(setup, mode):
                 continue
             sized = setup.with_training(micro_batch_size=size, activation_checkpointing=mode)
             if room_gib is None:
@@ -262,9 +263,17 @@ def possible_options(
                 continue
             option = predict_option(sized.with_training(checkpointed_layers=None), gpu)
             yield option
-            if mode != "none" and not lighter_fits and option.total_gib <= room_gib:
+            fits[mode] = option.total_gib <= room_gib
+            if fits[mode] and mode != "none" and not fits[sized.training.lighter_checkpointing(setup.engine)]:
                 yield predict_option(sized.with_training(checkpointed_layers=fewest_layers(sized, room_gib)), gpu)
-            lighter_fits = option.total_gib <= room_gib
+
+
+def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
+    training = setup.training
+    needs_fsdp2, needs_operator = mode in {"selective", "except_attention"}, mode == "except_attention"
+    if (needs_fsdp2 and setup.engine != "fsdp2") or (needs_operator and training.attention == "eager"):
+        return False
+    return mode in RECOMPUTES_LAYERS or not training.activation_offload
 
 
 def fewest_layers(setup: Setup, room_gib: float) -> int:

@@ -13,6 +13,7 @@ from ftkit.planning.choices import (
     MOST_TOKENS,
     OPEN,
     ROOM,
+    TRIED,
     WORTHWHILE,
     fastest_option,
     micro_batch_sizes,
@@ -107,7 +108,7 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
     """
     now = predict_option(setup, gpu).step_seconds
-    options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), MODES, ROOM * gpu.usable_gib)
+    options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), TRIED, ROOM * gpu.usable_gib)
     best = fastest_option(options, gpu.usable_gib)
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None

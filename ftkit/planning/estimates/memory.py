@@ -1,10 +1,7 @@
 """Predict the memory of a process from the architecture alone.
 
 The formulas count the tensors of the Hugging Face implementations of the four measured families; tests compare the
-parameter counts with the real classes. For other families, the formulas are estimates. The activations that a decoder
-layer saves for the backward pass were measured on the real layers: the tensors that autograd saves, with the layer
-compiled (torch.compile recomputes element-wise operations between matmuls) and eager. The multiples are in
-`ftkit.families`.
+parameter counts with the real classes. For other families, the formulas are estimates.
 """
 
 from __future__ import annotations
@@ -24,11 +21,12 @@ from ftkit.config.execution import (
     quantized_bytes,
 )
 from ftkit.families import SavedTensors, family_of
+from ftkit.planning.estimates.activations import count_numbers, layer_bytes, selective_numbers
 from ftkit.planning.estimates.parameters import count_model, count_repeated_parameters, method_counts
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import LoraSpec, TrainingPlan
+    from ftkit.config.training import ActivationCheckpointing, TrainingPlan
     from ftkit.planning.setup import Setup
 
 FP32 = 4
@@ -111,6 +109,9 @@ class _Sizes:
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(shape, training)
         """Trained parameters on all processes; those that tensor parallelism does not divide are on each of a group."""
+        self.savings = family_of(shape.family).savings
+        self.recomputes_inputs = training.adapters is not None or training.trains_in_fp8
+        self.has_fused_feed_forward = self.compiled and not self.counts.experts_per_token
         self.keeps_gradients = setup.engine == "zero3" or setup.num_micro_batches > 1
         self.table = shape.vocab_size * shape.hidden_size
         self.trains_table = training.adapters is None
@@ -202,24 +203,45 @@ class _Sizes:
     # Activations and logits
 
     def layer_activations(self) -> float:
-        """Return the bytes of a layer's activations in its backward pass, recomputed or not.
-
-        Tensors of the backward pass reuse the memory of freed activations (measured at 65,536 tokens).
-        """
+        """Return the bytes of a layer's activations when its backward pass begins, recomputed or not."""
         adapters = self.training.adapters
         size: float = layer_bytes(self.shape, self.width, compiled=self.compiled, adapters=adapters)
-        recomputes_inputs = adapters is not None or self.training.trains_in_fp8
-        if self.compiled and recomputes_inputs and not self.counts.experts_per_token:
-            size -= self.width * _numbers(family_of(self.shape.family).savings.recomputed_inputs, self.shape)
+        if self.recomputes_inputs and self.has_fused_feed_forward:
+            size -= self.width * count_numbers(self.savings.recomputed_inputs, self.shape)
         if self.training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
             size += self.width * self.shape.num_attention_heads * self.shape.head_dim
         # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
         size += 3 * (self.tensor_parallel - 1) * self.width * self.shape.hidden_size
         return self.tokens * size
 
+    def in_layer(self, mode: ActivationCheckpointing) -> float:
+        """Return the bytes of a layer's activations and their gradients at the peak of its backward pass.
+
+        That is in the feed-forward layer, besides the gradient of the layer's output. A compiled kernel reads gate, up,
+        and the gradient of their product, and writes the gradients of both. One of these takes the place of `up`, which
+        makes four wide tensors, unless the kernel also recomputes the product: then Inductor reuses none of six (seen
+        in its code). What `except_attention` recomputes for attention comes
+        later.
+        """
+        size = self.layer_activations() + self.hidden()
+        if not self.has_fused_feed_forward:
+            return size + self.hidden()
+        saved, recomputed = self.savings.compiled, self.savings.recomputed_inputs
+        wide = 6 if self.recomputes_inputs or mode in {"selective", "except_attention"} else 4
+        wide -= saved.intermediate - (recomputed.intermediate if self.recomputes_inputs else 0)
+        later = SavedTensors(0, 0, 0)
+        if mode == "except_attention":
+            later = SavedTensors(0 if self.savings.norms_follow else 1, saved.queries - 1, saved.keys)
+        size += self.width * self.tokens * wide * self.counts.feed_forward
+        return size - self.width * self.tokens * count_numbers(later, self.shape)
+
     def hidden(self) -> float:
         """Return the bytes of the residual stream between two layers."""
         return self.width * self.tokens * self.shape.hidden_size
+
+    def attention_output(self) -> float:
+        """Return the bytes of the output of a layer's attention and of its log-sum-exp."""
+        return self.tokens * self.shape.num_attention_heads * (self.width * self.shape.head_dim + FP32)
 
     def mask(self) -> float:
         return self.plain_attention * self.training.micro_batch_size * self.training.sequence_length**2
@@ -227,12 +249,16 @@ class _Sizes:
     def saved_activations(self, layers: int) -> float:
         """Return the bytes of the activations that the first `layers` layers save for their backward pass."""
         modes, adapters = self.checkpointing[:layers], self.training.adapters
-        # Of the offloaded inputs, one is in use and one is being copied.
-        inputs = min(modes.count("full"), 2) if self.training.activation_offload else modes.count("full")
+        outputs = modes.count("except_attention")
+        inputs = modes.count("full") + outputs
+        if self.training.activation_offload:  # those of one layer are being copied
+            inputs = min(inputs, 1)
+            outputs = min(outputs, 1) if self.compiled else outputs
         return (
             modes.count("none") * self.layer_activations()
             + modes.count("selective") * self.width * self.tokens * selective_numbers(self.shape, adapters)
             + inputs * self.hidden()
+            + outputs * self.attention_output()
         )
 
     def loss_logits(self) -> float:
@@ -282,7 +308,7 @@ class _Sizes:
         return self._plan(
             "backward",
             gradients=self.accumulated_gradients() if self.keeps_gradients else done * self.local_gradients(),
-            activations=self.saved_activations(layers) + self.layer_activations() + 2 * self.hidden() + self.mask(),
+            activations=self.saved_activations(layers) + self.in_layer(self.checkpointing[layers]) + self.mask(),
             logits=self.kept_logits(),
             communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )
@@ -323,55 +349,3 @@ def count_gathered_in_fp8(setup: Setup) -> int:
     """Count the weights that are all-gathered in FP8: each takes a byte less than in bf16."""
     linears = count_model(setup.shape).linears if setup.gathers_in_fp8 else ()
     return sum(each.count * each.size for each in linears if is_gathered_in_fp8(each.name, each.inputs, each.outputs))
-
-
-def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:
-    """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
-    savings = family_of(shape.family).savings
-    size = width * _numbers(savings.compiled if compiled else savings.eager, shape)
-    if not compiled:
-        size += 4 * _numbers(savings.eager_fp32, shape)
-    return size + width * _expert_numbers(shape, adapters)
-
-
-def selective_numbers(shape: ArchitectureSpec, adapters: LoraSpec | None = None) -> int:
-    """Return the number of elements that a layer saves per token with selective checkpointing.
-
-    These are its input and the outputs of its matmuls and of its attention. An output that is added to the residual
-    stream is saved only if a norm follows it; otherwise the stream between attention and feed-forward is.
-    """
-    counts = count_model(shape)
-    outputs = counts.experts_per_token * shape.hidden_size + _expert_ranks(shape, adapters)
-    return outputs + _numbers(SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2), shape)
-
-
-def _expert_ranks(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
-    """Return the total rank of the adapters of a token's experts: the width of the products with `lora_A`."""
-    counts = count_model(shape)
-    ranks = sum(each.num_ranks(adapters.targets) for each in counts.expert_matrices) if adapters else 0
-    return counts.experts_per_token * ranks * adapters.rank if adapters else 0
-
-
-def _expert_numbers(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
-    """Return the elements that routed experts save per token, in addition to a dense layer of their total width.
-
-    These are each expert's copy of the token, and its output, which is multiplied by the router's weight. Frozen
-    experts don't save the inputs of their matmuls, because no weight gradient needs them, unless they have adapters;
-    neither does a frozen router.
-    """
-    counts = count_model(shape)
-    copies = counts.experts_per_token * shape.hidden_size
-    if not copies or adapters is None:
-        return 2 * copies
-    adapted = {each.name: each.inputs for each in counts.expert_matrices if each.num_ranks(adapters.targets)}
-    inputs = counts.experts_per_token * sum(adapted.values())
-    return copies - shape.hidden_size - counts.feed_forward + inputs + _expert_ranks(shape, adapters)
-
-
-def _numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:
-    return (
-        saved.hidden * shape.hidden_size
-        + saved.queries * shape.num_attention_heads * shape.head_dim
-        + saved.keys * shape.num_key_value_heads * shape.head_dim
-        + saved.intermediate * count_model(shape).feed_forward
-    )

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
 from ftkit.config.model import AttentionLayers
+from ftkit.config.training import RECOMPUTES_LAYERS
 from ftkit.families import family_of
+from ftkit.planning.estimates.activations import layer_bytes
 from ftkit.planning.estimates.memory import (
     FP32,
     compute_width,
     count_gathered_in_fp8,
-    layer_bytes,
     reduce_width,
     saved_by_quantization,
 )
@@ -235,10 +236,10 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
-    again = modes.count("full") / len(modes)
+    fully, partly = (modes.count(mode) / len(modes) for mode in ("full", "except_attention"))
     flops = document_flops(shape, training, training.sequence_length)
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
-    matrices += 2 * again * _recomputed_weights(setup)
+    matrices += 2 * (fully + partly) * _recomputed_weights(setup)
     matrices *= _fp8_time(shape, training) + _expert_time(shape)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, compute_width(training), compiled=compiled)
@@ -246,7 +247,8 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     moved: float = shape.num_hidden_layers * saved * passes
     moved += EXPERT_ADAPTER_PASSES * _expert_adapter_bytes(shape, training)
     seconds = matrices / (MATRIX_EFFICIENCY * gpu.matmul_efficiency)
-    seconds += _attention_flops(setup, gpu) * (1 + again / 3)
+    attention, recurrent = _attention_flops(setup, gpu)
+    seconds += attention + (fully * attention + partly * recurrent) / 3
     seconds /= gpu.peak_flops(training.compute_precision)
     seconds += moved / gpu.memory_bandwidth
     return tokens * seconds
@@ -288,16 +290,20 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     return moved
 
 
-def _attention_flops(setup: Setup, gpu: Gpu) -> float:
-    """Return the FLOPs of a token's attention, divided by the fraction of the peak that its kernel reaches."""
+def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
+    """Return the FLOPs of a token's attention, divided by the fraction of the peak that its kernel reaches.
+
+    The second number is the part of layers with a recurrent state, which have no output of attention to save.
+    """
     shape, training, length = setup.shape, setup.training, setup.training.sequence_length
+    recurrent = token_flops(shape, training, keys=0, keys_in_window=0).attention
     if training.attention in {"sdpa", "eager"}:
-        return token_flops(shape, training, length, length).attention / SDPA_EFFICIENCY
+        attention = token_flops(shape, training, length, length).attention
+        return attention / SDPA_EFFICIENCY, recurrent / SDPA_EFFICIENCY
     is_possible = gpu.has_fast_attention and training.compute_precision == "bf16"
     has_flash4 = is_possible and training.attention in {"auto", "flash4"}
-    return document_flops(shape, training, length).attention / (
-        FLASH4_EFFICIENCY if has_flash4 else gpu.flex_efficiency
-    )
+    efficiency = FLASH4_EFFICIENCY if has_flash4 else gpu.flex_efficiency
+    return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 
 def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
@@ -386,7 +392,11 @@ def _offload_seconds(setup: Setup, tokens: int) -> float:
     shape, training = setup.shape, setup.training
     moved = 0
     if training.activation_offload:  # out and in again
-        moved += 2 * compute_width(training) * tokens * shape.hidden_size * shape.num_hidden_layers
+        modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
+        numbers = sum(modes.count(mode) for mode in RECOMPUTES_LAYERS) * shape.hidden_size
+        if training.compile != "none":
+            numbers += modes.count("except_attention") * shape.num_attention_heads * shape.head_dim
+        moved += 2 * compute_width(training) * tokens * numbers
     if training.offload == "all":
         moved += 2 * compute_width(training) * count_parameters(shape)
         moved += reduce_width(training) * method_counts(shape, training).trained

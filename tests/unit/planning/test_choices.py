@@ -290,10 +290,22 @@ def test_fewer_checkpointed_layers_are_suggested_with_their_mode() -> None:
     assert load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training.checkpointed_layers
 
 
+def test_at_a_million_tokens_layers_are_recomputed_without_their_attention() -> None:
+    long = {"sequence_length": 2**20, "context_parallel": 4, "optimizer": "adamw8bit", "activation_offload": True}
+    spec = load_recipe("qwen3-8b-tools-full", NOWHERE)
+    training = spec.training.model_copy(update={**long, "global_batch_size": 1})
+    chosen = {}
+    for attention in ("auto", "eager"):
+        open_settings = training.model_copy(update={"attention": attention})
+        setup = Setup(spec.model.architecture, least_memory(open_settings), 4, gpu=H200)
+        chosen[attention] = choose_execution(open_settings, setup)[0].activation_checkpointing
+    assert chosen == {"auto": "except_attention", "eager": "full"}
+
+
 def test_unsupported_settings_of_an_engine_are_not_chosen() -> None:
     for gpu in GPUS.values():
         spec = load_recipe("llama3.3-70b-lora", NOWHERE)
-        assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing != "selective"
+        assert choose(spec, gpu, engine="zero3")[0].activation_checkpointing in {"none", "full"}
 
 
 def test_minimal_memory_is_used_on_an_unknown_gpu() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.config.execution import GIB
+from ftkit.config.training import ActivationCheckpointing
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model, count_parameters
 from ftkit.planning.setup import Setup
@@ -47,11 +48,13 @@ def test_activation_checkpointing_takes_less_memory_and_longer_sequences_more(
     architecture: Shapes, training: Specs
 ) -> None:
     shape = architecture("llama3-8b")
-    none, selective, full = (
+    none, selective, except_attention, full = (
         predict_memory(Setup(shape, training(activation_checkpointing=mode), 8)).total
-        for mode in ("none", "selective", "full")
+        for mode in get_args(ActivationCheckpointing)
     )
-    assert none > selective > full
+    assert none > selective > except_attention > full
+    output = 2 * 8192 * shape.num_attention_heads * (shape.head_dim + 2)  # bf16, and a log-sum-exp in fp32
+    assert (except_attention - full) * GIB == pytest.approx(32 * output, rel=0.1)
     most, few = (
         predict_memory(Setup(shape, training(activation_checkpointing="full", checkpointed_layers=num), 8)).total
         for num in (31, 1)
@@ -100,6 +103,7 @@ SELECTIVE = {"activation_checkpointing": "selective"}
 SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adamw8bit"}
 LONG = {"sequence_length": 65536}
 GATHERED_IN_BF16 = {"precision": "fp8", "fp8_all_gather": False}
+HALVED = {"context_parallel": 2, "global_batch_size": 1}
 ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MEASURED = [
     # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
@@ -136,6 +140,8 @@ MEASURED = [
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES), 83.1),
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES | LONG), 112.5),
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES | LONG | {"activation_offload": True}), 100.2),
+    (("olmo3-7b", None, 2, SAVING | HALVED | {"sequence_length": 2**18}), 99.8),
+    (("qwen3-8b", 2, 2, SAVING | HALVED | SMALL_STATES | {"activation_offload": True, "sequence_length": 2**20}), 99.2),
 ]
 
 
