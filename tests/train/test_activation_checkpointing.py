@@ -388,16 +388,17 @@ def test_compiled_layers_multiply_by_all_adapters_of_an_input_at_once_with_gradi
     assert sorted(len(weights) for weights in adapters if weights) == joined
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_compiled_layers_with_adapters_do_not_save_what_element_wise_operations_made(
-    monkeypatch: pytest.MonkeyPatch,
+    method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CompileCounterWithBackend("aot_eager_decomp_partition")  # Inductor's partition, without its code
     monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
-    model = build("llama", training(method="lora", lora={"rank": 2}))
+    model = build("llama", training(method=method, lora={"rank": 2}, precision="bf16"))
     init_adapters(model, 5)
     layers = find_decoder_layers(model)
     apply_activation_checkpointing(layers, LAYERS * ["none"], compiled=True)
-    hidden = torch.randn(1, LENGTH, 32, requires_grad=True)
+    hidden = torch.randn(1, LENGTH, 32, requires_grad=True, dtype=torch.bfloat16)
     tables = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
     of_tokens: dict[int, int] = {}
 
@@ -406,7 +407,7 @@ def test_compiled_layers_with_adapters_do_not_save_what_element_wise_operations_
             of_tokens[tensor.untyped_storage().data_ptr()] = tensor.numel() // LENGTH
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         layers[0](hidden, position_embeddings=tables, attention_mask=None).sum().backward()
     savings, around = family_of("llama").savings, 7 * 2 + 2 + 4 + 2  # products by lora_A, norms, log-sum-exp, rows
     saved, recomputed = (

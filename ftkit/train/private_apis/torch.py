@@ -80,13 +80,17 @@ def inductor() -> Callable[..., Any]:
 def recompute_matmul_inputs() -> AbstractContextManager[None]:
     """Let compilers recompute, in the backward pass, inputs of matmuls that element-wise operations made.
 
-    By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers.
-    `torch._functorch.config.ban_recompute_materialized_backward`, torch 2.3 to 2.15. If it goes: compile without it,
-    and add the saved inputs to the plan.
+    By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers. So are
+    values of chains of more than 100 fusible operations, which a layer in 4 bits has between its matmuls: those that
+    dequantize its matrices. `torch._functorch.config.ban_recompute_materialized_backward` and
+    `ban_recompute_long_fusible_chains`, torch 2.3 to 2.15. If one goes: compile without it, and add the saved values to
+    the plan.
     """
     from torch._functorch import config  # noqa: PLC0415 - loads the compiler
 
-    context: AbstractContextManager[None] = config.patch(ban_recompute_materialized_backward=False)
+    context: AbstractContextManager[None] = config.patch(
+        ban_recompute_materialized_backward=False, ban_recompute_long_fusible_chains=False
+    )
     return context
 
 
