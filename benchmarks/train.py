@@ -33,7 +33,7 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.planning.estimates.step_time import document_flops
+from ftkit.planning.estimates.flops import document_flops
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.setup import GPUS

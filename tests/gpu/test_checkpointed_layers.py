@@ -64,6 +64,7 @@ def gradients(family: str, kernel: AttentionChoice, mode: str, world: World, cha
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
+@pytest.mark.parametrize("mode", ["except_attention", "full"])
 @pytest.mark.parametrize(
     ("family", "kernel", "changes"),
     [
@@ -76,10 +77,15 @@ def gradients(family: str, kernel: AttentionChoice, mode: str, world: World, cha
     ],
 )
 def test_gradients_equal_those_without_checkpointing(
-    family: str, kernel: AttentionChoice, changes: dict[str, Any], world: World, caplog: pytest.LogCaptureFixture
+    family: str,
+    kernel: AttentionChoice,
+    changes: dict[str, Any],
+    mode: str,
+    world: World,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = gradients(family, kernel, "none", world, changes)
-    found = gradients(family, kernel, "full", world, changes)
+    found = gradients(family, kernel, mode, world, changes)
     assert found.keys() == expected.keys()
     assert "can't be compiled" not in caplog.text
     for name, grad in found.items():

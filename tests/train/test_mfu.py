@@ -11,7 +11,7 @@ from ftkit.config.recipe import RecipePlan, RecipeSpec
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.store import DocumentBatch, PackStore, PackWriter
-from ftkit.planning.estimates.step_time import mean_visible_keys, token_flops
+from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
 from ftkit.planning.planner import plan_model
 from ftkit.train.components.mfu import MfuMeter, make_mfu_meter
 

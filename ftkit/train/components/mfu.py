@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ftkit.data.packing import find_padding
+from ftkit.planning.estimates.flops import token_flops
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.estimates.step_time import token_flops
 from ftkit.planning.setup import gpu_of_device
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
 from ftkit.planning.estimates.parameters import count_parameters
-from ftkit.planning.estimates.step_time import attention_layers, mean_visible_keys, predict_step_time, token_flops
+from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
