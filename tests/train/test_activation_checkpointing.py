@@ -28,7 +28,7 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
 from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.memory.activation_offload import ActivationOffload, _addresses
 from ftkit.train.model import attention
 from ftkit.train.model.attention import implementation_of
 from ftkit.train.model.build import find_decoder_layers, make_config
@@ -215,6 +215,24 @@ def test_offloaded_activations_are_fetched_in_any_order() -> None:
     parked = [offload._offload(torch.full((2,), float(number)), offload._begin_layer()) for number in range(4)]
     order = (3, 0, 2, 1)
     assert [offload._load(parked[number]).tolist() for number in order] == [[float(number)] * 2 for number in order]
+
+
+def test_what_a_layer_computes_is_offloaded_and_what_it_got_stays() -> None:
+    offload = ActivationOffload(torch.device("cpu"))
+    hidden, weight = torch.randn(1, 8, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    with offload.offloading(hidden, [weight]):
+        product = (hidden * weight).exp()
+    assert offload._newest is not None
+    assert [tuple(host.shape) for host in offload._newest.host] == [(1, 8, 4), (1, 8, 4)]
+    product.sum().backward()
+    torch.testing.assert_close(weight.grad, (product * hidden).sum(0).detach())
+
+
+def test_the_memory_of_a_sharded_parameter_is_that_of_its_shard(world: World) -> None:
+    parameters = [*Fsdp2Engine(build("llama", training()), training(), world).model.parameters()]
+    assert all(isinstance(each, DTensor) for each in parameters)
+    for each in parameters:
+        assert [*_addresses(each)] == [each.to_local().untyped_storage().data_ptr()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

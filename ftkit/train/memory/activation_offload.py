@@ -133,7 +133,9 @@ class ActivationOffload:
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, weights gathered in FP8)."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _addresses(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # DTensor also lists its mesh
+                yield from _addresses(part)
     else:
         yield tensor.untyped_storage().data_ptr()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
 from ftkit.planning.estimates.parameters import count_parameters
-from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.estimates.step_time import _offload_seconds, predict_step_time
 from ftkit.planning.setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
@@ -105,6 +105,27 @@ def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, tra
         for mode in ("none", "full")
     )
     assert 1.2 < full / none < 1.4
+
+
+@pytest.mark.parametrize(("length", "least", "most"), [(2048, 1.0, 1.05), (2**20, 1.25, 1.34)])
+def test_recomputing_attention_costs_the_more_the_longer_the_sequence(
+    length: int, least: float, most: float, architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture("qwen3-8b")
+    without, full = (
+        predict_step_time(Setup(shape, training(activation_checkpointing=mode, sequence_length=length), 8), H200)
+        for mode in ("except_attention", "full")
+    )
+    assert least < full.step_seconds / without.step_seconds < most
+
+
+def test_attention_outputs_are_moved_to_host_memory_too(architecture: Shapes, training: Specs) -> None:
+    offload = {"activation_offload": True, "sequence_length": 512}
+    seconds = [
+        _offload_seconds(Setup(architecture("qwen3-8b"), training(activation_checkpointing=mode, **offload), 8), 512)
+        for mode in ("full", "except_attention")
+    ]
+    assert seconds[1] == 2 * seconds[0]
 
 
 @pytest.mark.parametrize(("method", "measured"), [("lora", 8_379 / 9_292), ("qlora", 6_996 / 8_420)])
