@@ -98,9 +98,9 @@ class FusedAdamW(torch.optim.AdamW):
         if not state:  # as torch does in the first step
             state["step"] = torch.zeros((), device=parameter.device)
             state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
-        gradient = local_tensor(cast("torch.Tensor", parameter.grad))
-        average, square = (local_tensor(state[name]) for name in _MOMENTS)
-        return _Tensors(local_tensor(parameter), gradient, average, square, state["step"])
+        average, square = (state[name] for name in _MOMENTS)
+        tensors = _Tensors(parameter, cast("torch.Tensor", parameter.grad), average, square, state["step"])
+        return _Tensors(*map(local_tensor, tensors)) if isinstance(parameter, DTensor) else tensors
 
     def _update_each(self, updates: list[_Tensors], group: dict[str, Any]) -> None:
         if not updates:

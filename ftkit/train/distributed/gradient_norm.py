@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.private_apis.torch import find_norms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,10 +28,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[torch.Tensor]] = defaultdict(list)
     for gradient in (each.grad for each in parameters if each.grad is not None):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        groups[layout].append(local_tensor(gradient))
+        groups[layout].append(gradient if layout is None else local_tensor(gradient))
     norms = []
     for layout, group in groups.items():
-        norm = nn.utils.get_total_norm(group)
+        norm = torch.linalg.vector_norm(torch.stack(find_norms(group, 2.0)))
         if layout is not None:
             mesh, placements = layout
             norm.square_()

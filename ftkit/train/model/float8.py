@@ -7,6 +7,7 @@ rounded to FP8 and multiplied in fp32.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,7 +21,7 @@ from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.model.quantized_linear import opaque_zero
-from ftkit.train.private_apis.torch import find_maxima, scaled_mm
+from ftkit.train.private_apis.torch import find_norms, scaled_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,7 +95,8 @@ class GatheredScales:
     def update(self, group: dist.ProcessGroup) -> None:
         """Compute the scales from the sharded matrices. Collective, without a host sync."""
         shards = [local_tensor(linear.weight) for linear in self._linears]
-        maxima = torch.stack(find_maxima([shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]))
+        filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
+        maxima = torch.stack(find_norms(filled, math.inf))
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16
 

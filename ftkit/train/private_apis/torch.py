@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -234,12 +233,12 @@ def make_wrapper(kind: Any, inner: torch.Tensor, dtype: torch.dtype) -> Any:
     )
 
 
-def find_maxima(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the largest absolute value of each tensor in few kernels: `torch._foreach_norm`, torch 1.12 to 2.15.
+def find_norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return the norm of each tensor in few kernels: `torch._foreach_norm`, torch 1.12 to 2.15.
 
-    If it goes: a loop.
+    Order 2 is the root of the sum of squares, infinity the largest absolute value. If it goes: a loop.
     """
-    return list(torch._foreach_norm(tensors, math.inf))  # noqa: SLF001
+    return list(torch._foreach_norm(tensors, order))  # noqa: SLF001
 
 
 def map_instances(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
