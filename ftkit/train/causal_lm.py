@@ -14,6 +14,7 @@ from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
 from ftkit.train.model.routers import Routers
+from ftkit.train.private_apis.torch import mark_dynamic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,6 +202,7 @@ def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
             inputs |= {name: inputs[name].view(1, -1) for name in ("input_ids", "position_ids")}
             starts = (inputs["position_ids"] == 0).int()
             inputs["seq_idx"] = (starts.cumsum(1) - 1).int()
+        mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
         inputs |= {
             "attention_mask": packed_masks(module, inputs["position_ids"]),
             "cu_seq_lens_q": batch.cu_seqlens,

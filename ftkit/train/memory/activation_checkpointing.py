@@ -19,7 +19,7 @@ time. Only compiled layers move attention's output.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +27,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing
-from ftkit.train.memory.compile import CompiledForward
+from ftkit.train.memory.compile import CompiledForward, tag_with_sources
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     SCALED_MM,
     TRACES_FULL_CHECKPOINTS,
+    cacheable_policy,
     find_tensors,
     raise_recompile_limit,
 )
@@ -75,6 +76,7 @@ def apply_activation_checkpointing(
     """
     if compiled:
         raise_recompile_limit(len(layers))
+        tag_with_sources()
     for index, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
         if mode == "none" and not compiled:
             continue
@@ -167,7 +169,10 @@ def _contexts(
     def policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else otherwise
 
-    return partial(create_selective_checkpoint_contexts, policy)
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+    return cacheable_policy(contexts, f"{is_saved.__qualname__} {otherwise.name}")
 
 
 _save_nothing = _contexts(_is_nothing)

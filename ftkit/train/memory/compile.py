@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ftkit.train.memory.joint_adapters import compile_with_joint_adapters
-from ftkit.train.private_apis.torch import compile_failures
+from ftkit.train.private_apis.torch import compile_failures, tag_compile_caches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,17 @@ class CompiledForward:
                 _warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
                 self._compiled = self._fallback
         return self._compiled(*args, **kwargs)
+
+
+@cache
+def tag_with_sources() -> None:
+    """Have another version of ftkit compile anew.
+
+    Keys of the compiler's caches have the traced graphs, but not the code behind some of their nodes: the gradients of
+    custom operators, and policies of activation checkpointing.
+    """
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    tag_compile_caches(hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest())
 
 
 @cache

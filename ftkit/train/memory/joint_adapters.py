@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from ftkit.train.private_apis.torch import inductor, recompute_matmul_inputs
+from ftkit.train.private_apis.torch import cache_autograd_functions, inductor, recompute_matmul_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def compile_with_joint_adapters(graph: fx.GraphModule, inputs: Sequence[Any]) ->
             _join(module.graph)
             module.recompile()
     has_adapters = any("lora_b" in node.name.lower() for node in graph.graph.find_nodes(op="placeholder"))
-    with recompute_matmul_inputs() if has_adapters else nullcontext():
+    with cache_autograd_functions(), recompute_matmul_inputs() if has_adapters else nullcontext():
         compiled: Callable[..., Any] = inductor()(graph, inputs)
     return compiled
 

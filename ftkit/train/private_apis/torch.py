@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,52 @@ def recompute_matmul_inputs() -> AbstractContextManager[None]:
         ban_recompute_materialized_backward=False, ban_recompute_long_fusible_chains=False
     )
     return context
+
+
+def cache_autograd_functions() -> AbstractContextManager[None]:
+    """Let AOTAutograd's cache serve graphs with autograd functions, which quantized and FP8 layers have.
+
+    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key.
+    `torch._functorch.config.autograd_cache_allow_custom_autograd_functions`, torch 2.13 to 2.15. If it goes: compile
+    without it; each start then differentiates the layers again, in seconds.
+    """
+    from torch._functorch import config  # noqa: PLC0415 - loads the compiler
+
+    name = "autograd_cache_allow_custom_autograd_functions"
+    context: AbstractContextManager[None] = config.patch({name: True}) if hasattr(config, name) else nullcontext()
+    return context
+
+
+def tag_compile_caches(tag: str) -> None:
+    """Have the compiler's caches serve only what was compiled with the same tag.
+
+    `torch.compiler.config.cache_key_tag`, torch 2.7 to 2.15. If it goes: a folder of caches for each tag.
+    """
+    from torch.compiler import config  # noqa: PLC0415 - loads the compiler
+
+    if hasattr(config, "cache_key_tag"):
+        config.cache_key_tag = tag
+
+
+def cacheable_policy(context_fn: Callable[[], Any], name: str) -> Callable[[], Any]:
+    """Let AOTAutograd's cache serve graphs with a policy of activation checkpointing; return its `context_fn`.
+
+    The cache's key has the policy's name, and its tag the code (`tag_compile_caches`). The attribute `cache_hash`,
+    torch 2.13 to 2.15; others ignore it. If it goes: each start differentiates the layers again, in seconds.
+    """
+    context_fn.cache_hash = name  # type: ignore[attr-defined]
+    return context_fn
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second size.
+
+    `torch._dynamo.maybe_mark_dynamic`, torch 2.1 to 2.15. If it goes: `torch._dynamo.mark_dynamic`, which fails where
+    a layer needs a known size.
+    """
+    from torch._dynamo import maybe_mark_dynamic  # noqa: PLC0415 - loads the compiler
+
+    maybe_mark_dynamic(tensor, dim)
 
 
 def raise_recompile_limit(num_layers: int) -> None:
