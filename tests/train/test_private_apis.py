@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
@@ -33,17 +34,20 @@ from ftkit.train.private_apis.peft import compute_in_input_dtype
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     add_to_all,
+    cache_autograd_functions,
     checkpoint_index_names,
     compile_failures,
     complete_cpu_streams,
     divide_gradients,
     dump_collectives,
+    mark_dynamic,
     process_group,
     raise_recompile_limit,
     scaled_mm,
     set_collectives,
     skip_step,
     symmetric_memory,
+    tag_compile_caches,
 )
 from ftkit.train.private_apis.transformers import (
     CONVERTS_WEIGHTS,
@@ -100,6 +104,35 @@ def test_the_recompile_limit_rises_with_the_layers_and_never_falls() -> None:
         assert config.cache_size_limit == 38
         raise_recompile_limit(2)
         assert config.cache_size_limit == 38
+
+
+def test_the_compilers_caches_have_a_tag_and_serve_autograd_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config
+    from torch.compiler import config as caches
+
+    monkeypatch.setattr(caches, "cache_key_tag", "")
+    tag_compile_caches("a version")
+    assert caches.cache_key_tag == "a version"
+    with cache_autograd_functions():
+        assert config.autograd_cache_allow_custom_autograd_functions
+
+
+@pytest.mark.oldest
+def test_older_compilers_do_without_a_tag_and_autograd_functions() -> None:
+    tag_compile_caches("")
+    with cache_autograd_functions():
+        pass
+
+
+@pytest.mark.oldest
+def test_a_dynamic_dimension_is_compiled_once() -> None:
+    compiles = CompileCounter()
+    forward = torch.compile(lambda values: values * 2, backend=compiles, fullgraph=True)
+    for size in (6, 2, 9):
+        values = torch.zeros(size)
+        mark_dynamic(values, 0)
+        forward(values)
+    assert compiles.frame_count == 1
 
 
 @pytest.mark.oldest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,7 @@ from ftkit.train.memory.joint_adapters import compile_with_joint_adapters
 from ftkit.train.private_apis.torch import compile_failures, tag_compile_caches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 from ftkit.errors import one_line
 
@@ -41,11 +43,16 @@ class CompiledForward:
         self._name = name
         self._fallback = fallback
         self._failures = compile_failures()
+        self._was_called = False
         self._compiled = torch.compile(forward, fullgraph=True, backend=compile_with_joint_adapters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled forward; if it can't be one graph, its fallback from then on."""
         try:
+            if not self._was_called:
+                self._was_called = True
+                with _without_garbage_collection():
+                    return self._compiled(*args, **kwargs)
             return self._compiled(*args, **kwargs)
         except self._failures as error:
             is_limit = isinstance(error, self._failures[1])
@@ -57,6 +64,18 @@ class CompiledForward:
                 _warn_once(f"{self._name} can't be compiled with its recomputation: the backward is slower", reason)
                 self._compiled = self._fallback
         return self._compiled(*args, **kwargs)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage while a layer is compiled, which makes so many objects that it takes a quarter of tracing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

@@ -60,7 +60,7 @@ class Nf4Layout:
         )
         values = [quantized, state.absmax, state.state2.absmax, state.offset.reshape(1)]
         flat = torch.zeros(self.num_stored, dtype=self.storage, device=weight.device)
-        for part, value in zip(self._parts(flat), values, strict=True):
+        for part, value in zip(self.parts(flat), values, strict=True):
             content = value.flatten().view(torch.uint8)
             part[: len(content)] = content
         return flat
@@ -75,10 +75,9 @@ class Nf4Layout:
         flat = flat.detach()
         if torch.compiler.is_compiling():
             tables = _tables(flat.device)
-            weights = _dequantize_compiled(self._parts(flat), tables, self.storage, after)[: self.num_weights]
-        else:
-            weights = self._dequantize_eager(flat)
-        return weights.view(self.num_outputs, self.num_inputs)
+            weights: torch.Tensor = torch.ops.ftkit.nf4_matrix(flat, self.num_outputs, self.num_inputs, *tables, after)
+            return weights
+        return self._dequantize_eager(flat).view(self.num_outputs, self.num_inputs)
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply by the matrix, which exists only during the product."""
@@ -91,7 +90,7 @@ class Nf4Layout:
         operators = torch.ops.bitsandbytes
         if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
             flat = flat.clone()
-        quantized, absmax, absmax2, offset = self._parts(flat)
+        quantized, absmax, absmax2, offset = self.parts(flat)
         blocks = -(-self.num_weights // NF4_BLOCK)
         exact_absmax = operators.dequantize_blockwise(
             absmax[:blocks],
@@ -108,32 +107,36 @@ class Nf4Layout:
         )
         return weights
 
-    def _parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""
         return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)))
 
 
 def _dequantize_compiled(
-    parts: tuple[torch.Tensor, ...],
-    tables: tuple[torch.Tensor, torch.Tensor],
-    storage: torch.dtype,
+    flat: torch.Tensor,
+    num_outputs: int,
+    num_inputs: int,
+    levels: torch.Tensor,
+    code: torch.Tensor,
     after: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the weights of all blocks, flattened, in plain operations that a compiler fuses into two kernels.
+    """Return the matrix of a flat form, in plain operations that a compiler fuses into two kernels.
 
     Args:
-        parts: bytes of the 4-bit weights, of absmax, absmax2 and offset. The first two fill their blocks.
-        tables: the 16 values of 4-bit weights, and the 256 of absmax.
-        storage: dtype of the weights.
+        flat: the flat form, whose 4-bit weights and absmax fill their blocks.
+        num_outputs: rows of the matrix.
+        num_inputs: its columns.
+        levels: the 16 values of 4-bit weights.
+        code: the 256 values of absmax.
         after: an artificial dependency of the weights: the other factor of their matmul. A compiler sees forward and
             backward together; otherwise it would compute the same weights once for both and keep them, or those of
             several matmuls in advance.
     """
-    quantized, absmax, absmax2, offset = parts
+    layout, storage = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype
+    quantized, absmax, absmax2, offset = layout.parts(flat)
     if after is not None:
         zero = opaque_zero(after)
         quantized, absmax = quantized | zero, absmax | zero
-    levels, code = tables
     per_block_of_blocks = absmax2.view(torch.float32)[: len(absmax) // NF4_NESTED_BLOCK].unsqueeze(1)
     exact_absmax = code[absmax.int()].view(-1, NF4_NESTED_BLOCK) * per_block_of_blocks + offset.view(torch.float32)[0]
     per_block = exact_absmax.flatten()[: 2 * len(quantized) // NF4_BLOCK].unsqueeze(1)
@@ -143,7 +146,16 @@ def _dequantize_compiled(
     for place, numbers in enumerate(number for column in columns for number in (column >> 4, column & 15)):
         bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
         words = words | bits << (8 * width * place)
-    return words.flatten().view(storage)
+    return words.flatten().view(storage)[: layout.num_weights].view(num_outputs, num_inputs)
+
+
+# An operator made of others: the compiler decomposes it when it differentiates a layer, which its caches save at later
+# starts. Tracing its operations in Python, for each matrix of a layer, would take seconds at each start.
+_OPERATORS = torch.library.Library("ftkit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATORS.define(  # type: ignore[no-untyped-call]
+    "nf4_matrix(Tensor flat, int num_outputs, int num_inputs, Tensor levels, Tensor code, Tensor? after) -> Tensor"
+)
+_OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 # A custom operator, so that activation checkpointing finds it by name. Autograd saves the parameter, not views of it:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +98,7 @@ def cache_autograd_functions() -> AbstractContextManager[None]:
     """Let AOTAutograd's cache serve graphs with autograd functions, which quantized and FP8 layers have.
 
     Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key.
-    `torch._functorch.config.autograd_cache_allow_custom_autograd_functions`, torch 2.13 to 2.15. If it goes: compile
+    `torch._functorch.config.autograd_cache_allow_custom_autograd_functions`, torch 2.11 to 2.15. If it goes: compile
     without it; each start then differentiates the layers again, in seconds.
     """
     from torch._functorch import config  # noqa: PLC0415 - loads the compiler
@@ -113,10 +113,11 @@ def tag_compile_caches(tag: str) -> None:
 
     `torch.compiler.config.cache_key_tag`, torch 2.7 to 2.15. If it goes: a folder of caches for each tag.
     """
-    from torch.compiler import config  # noqa: PLC0415 - loads the compiler
+    with suppress(ImportError):
+        from torch.compiler import config  # noqa: PLC0415 - loads the compiler
 
-    if hasattr(config, "cache_key_tag"):
-        config.cache_key_tag = tag
+        if hasattr(config, "cache_key_tag"):
+            config.cache_key_tag = tag
 
 
 def cacheable_policy(context_fn: Callable[[], Any], name: str) -> Callable[[], Any]:
