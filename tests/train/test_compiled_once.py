@@ -132,6 +132,7 @@ def test_checks_and_steps_with_any_number_of_documents_share_a_graph_for_each_ki
         pytest.param({}, id="full"),
         pytest.param({"activation_checkpointing": "selective"}, id="selective"),
         pytest.param({"activation_checkpointing": "full"}, id="checkpointed"),
+        pytest.param({"activation_checkpointing": "except_attention"}, id="except attention"),
         pytest.param({"precision": "fp8"}, id="fp8"),
         pytest.param({"method": "lora", "activation_checkpointing": "selective"}, id="lora"),
         pytest.param({"method": "lora", "base_precision": "fp8"}, id="lora on fp8"),

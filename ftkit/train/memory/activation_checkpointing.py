@@ -163,20 +163,31 @@ def _is_nothing(*_: Any) -> bool:
 
 def _contexts(
     is_saved: Callable[[Any, tuple[Any, ...]], bool], otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE
-) -> Callable[[], Any]:
-    """Return a `context_fn` of a checkpoint that saves the outputs of some operators; others are recomputed."""
+) -> Any:
+    """Return the contexts of a checkpoint that saves the outputs of some operators; others are recomputed."""
 
     def policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else otherwise
 
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-
-    return cacheable_policy(contexts, f"{is_saved.__qualname__} {otherwise.name}")
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-_save_nothing = _contexts(_is_nothing)
+@cacheable_policy
+def _save_nothing() -> Any:
+    return _contexts(_is_nothing)
+
+
+@cacheable_policy
+def _select() -> Any:
+    return _contexts(_is_compute_bound, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@cacheable_policy
+def _save_attention() -> Any:
+    return _contexts(_is_attention)
+
+
 _CONTEXTS: dict[ActivationCheckpointing, Callable[[], Any]] = {
-    "selective": _contexts(_is_compute_bound, CheckpointPolicy.PREFER_RECOMPUTE),
-    "except_attention": _contexts(_is_attention),
+    "selective": _select,
+    "except_attention": _save_attention,
 }

@@ -120,13 +120,14 @@ def tag_compile_caches(tag: str) -> None:
             config.cache_key_tag = tag
 
 
-def cacheable_policy(context_fn: Callable[[], Any], name: str) -> Callable[[], Any]:
-    """Let AOTAutograd's cache serve graphs with a policy of activation checkpointing; return its `context_fn`.
+def cacheable_policy(context_fn: Callable[[], Any]) -> Callable[[], Any]:
+    """Let AOTAutograd's cache serve graphs with a policy of activation checkpointing: decorates its `context_fn`.
 
-    The cache's key has the policy's name, and its tag the code (`tag_compile_caches`). The attribute `cache_hash`,
-    torch 2.13 to 2.15; others ignore it. If it goes: each start differentiates the layers again, in seconds.
+    That is a function of a module, since the cache's key is pickled; the key's tag has its code (`tag_compile_caches`).
+    The attribute `cache_hash`, torch 2.13 to 2.15; others ignore it. If it goes: each start differentiates the layers
+    again, in seconds.
     """
-    context_fn.cache_hash = name  # type: ignore[attr-defined]
+    context_fn.cache_hash = context_fn.__qualname__  # type: ignore[attr-defined]
     return context_fn
 
 
