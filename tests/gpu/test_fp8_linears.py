@@ -54,5 +54,6 @@ def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu(kind: str, *, compi
         outputs.float().square().sum().backward()
         results.append([outputs.detach(), own.grad, *(each.grad for each in model.parameters())])
     for expected, found in zip(*results, strict=True):
-        # bf16 outputs that differ in their last bit are rounded to other neighbors in e5m2, 25% apart, in 1 to 2% of cases.
+        # bf16 outputs that differ in their last bit are rounded to other neighbors in e5m2, 25% apart, in 1 to 2% of
+        # cases.
         assert float((found.cpu().float() - expected.float()).norm()) < 0.1 * float(expected.float().norm())
