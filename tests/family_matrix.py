@@ -39,6 +39,7 @@ from ftkit.train.model.build import TextConfig, build_empty
 from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.linears import linears_in_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
+from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import choose_packing
 from ftkit.train.world import World
@@ -278,6 +279,7 @@ class _Family:
     def _engine(self, method: Method) -> tuple[Fsdp2Engine, TrainingPlan]:
         kernel, _ = choose_kernel(TRAINING, self.config, self.world)
         model: Any = build_empty(self.config, implementation_of(kernel))
+        choose_token_mixers(model, self.world)
         lora = _adapters(model, use_dora=self.use_dora) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})
         prepare_method(model, training, self.world.device)

@@ -61,6 +61,7 @@ from ftkit.train.model.build import (
 )
 from ftkit.train.model.context_parallel import check_context_parallel, context_parallel_attention
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
+from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
@@ -234,6 +235,7 @@ class Trainer:
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, self._attention(config.text, kernel))
         check_positions(model, recipe.model.architecture)
+        self._choose_token_mixers(model)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
         if plan.num_parameters != self.plan.num_parameters:
@@ -266,6 +268,17 @@ class Trainer:
         )
         engine = make_engine(plan.engine.name, model, recipe.training, self.world, initialize, sharding)
         return engine, built
+
+    def _choose_token_mixers(self, model: nn.Module) -> None:
+        """Choose what computes linear attention and convolutions, and log it."""
+        choices = choose_token_mixers(model, self.world)
+        for choice in choices:
+            log.info("%s", choice.text)
+        if any(choice.is_slow for choice in choices):
+            log.warning(
+                "linear attention without a kernel is slow: install what is missing; images on 26.05 have "
+                "flash-linear-attention"
+            )
 
     def _attention(self, config: PretrainedConfig, kernel: Kernel) -> str:
         """Return transformers' name of the attention function; register one if several ranks divide a pack."""

@@ -27,12 +27,13 @@ PACKED = {
     "llama4": "a decoder that `get_decoder` does not find",
     "mixtral": "experts that files have one by one",
     "modernbert-decoder": "layers between decoder and output projection",
+    "olmo_hybrid": "layers of two classes, states along the row",
 }
 PADDED = {
     "biogpt": "an output projection of another name, tied to the embedding",
     "bloom": "no positions, attention of its own",
     "camembert": "an output projection that comes before the embedding that it is tied to",
-    "olmo_hybrid": "layers of two classes, states along the row",
+    "kimi_linear": "states along the row, without a function for packs",
 }
 
 

@@ -19,6 +19,7 @@ time. Only compiled layers move attention's output.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing
 from ftkit.train.memory.compile import CompiledForward, tag_with_sources
+from ftkit.train.memory.token_loops import find_token_loop
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     SCALED_MM,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.train.memory.activation_offload import ActivationOffload
+
+log = logging.getLogger(__name__)
 
 WIDE = 256
 """Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
@@ -78,10 +82,19 @@ def apply_activation_checkpointing(
         raise_recompile_limit(len(layers))
         tag_with_sources()
     for index, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
-        if mode == "none" and not compiled:
+        is_compiled = compiled and not _is_left_uncompiled(find_token_loop(layer), type(layer).__name__)
+        if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
-        layers[index] = layer_class(layer, mode, compiled=compiled, offload=offload)
+        layers[index] = layer_class(layer, mode, compiled=is_compiled, offload=offload)
+
+
+@cache
+def _is_left_uncompiled(loop: str | None, layer: str) -> bool:
+    """Return whether a loop keeps a layer from being compiled; warn of it once."""
+    if loop is not None:
+        log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
+    return loop is not None
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
@@ -154,7 +167,8 @@ def _is_compute_bound(operation: Any, args: tuple[Any, ...]) -> bool:
 
 def _is_attention(operation: Any, _: tuple[Any, ...] = ()) -> bool:
     # By name: torch has an operator for each of its attention kernels, and adds some with each version.
-    return "attention" in operation.name()
+    name = operation.name()
+    return "attention" in name or name == "ftkit::token_mixer"
 
 
 def _is_nothing(*_: Any) -> bool:

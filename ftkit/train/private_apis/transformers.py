@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -94,11 +97,18 @@ def attention_implementation(config: PretrainedConfig) -> str:
 def attention_backends(model_class: type[nn.Module]) -> set[str]:
     """Return the attention backends that a model class of transformers supports: `custom`, `flex`, `sdpa`.
 
-    `_supports_attention_backend`, `_supports_flex_attn` and `_supports_sdpa`, transformers 4.57 to 5.23. If they go:
-    try `set_attn_implementation`, which raises for the others.
+    Models with a recurrent state are not marked as supporting `custom`, but support it if they pass documents to
+    FlashAttention through the same registry (seen with those of 5.23 that take packs without mamba-ssm).
+
+    `_supports_attention_backend`, `_supports_flex_attn`, `_supports_sdpa`, `_supports_flash_attn`, `_is_stateful`, and
+    `ALL_ATTENTION_FUNCTIONS` in the file of a model, transformers 4.57 to 5.23. If they go: try
+    `set_attn_implementation`, which raises for the others.
     """
     flags = {"custom": "_supports_attention_backend", "flex": "_supports_flex_attn", "sdpa": "_supports_sdpa"}
-    return {backend for backend, flag in flags.items() if getattr(model_class, flag)}
+    supported = {backend for backend, flag in flags.items() if getattr(model_class, flag)}
+    is_flash_for_state = model_class._is_stateful and model_class._supports_flash_attn  # type: ignore[attr-defined] # noqa: SLF001
+    has_registry = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    return supported | ({"custom"} if is_flash_for_state and has_registry else set())
 
 
 def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
@@ -143,3 +153,59 @@ def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -
 
     product: torch.Tensor = _grouped_linear(rows, matrices, offs=ends, is_transposed=True)
     return product
+
+
+@dataclass(frozen=True)
+class KernelFunction:
+    """A function of a model's file in transformers for which a package may have a kernel, as fla for linear attention.
+
+    Attributes:
+        module: the file, as the name of its module.
+        attribute: of the function in its file.
+        name: of the kernel, as `chunk_gated_delta_rule`.
+        package: that has the kernel, as it is imported.
+        original: what transformers calls.
+        fallback: transformers' own function in PyTorch.
+        kernel: the package's function; None if transformers did not find it.
+    """
+
+    module: str
+    attribute: str
+    name: str
+    package: str
+    original: Callable[..., Any]
+    fallback: Callable[..., Any]
+    kernel: Callable[..., Any] | None
+
+
+def kernel_functions(model: nn.Module) -> list[KernelFunction]:
+    """Return the functions with kernels in the files of a model's classes.
+
+    Variables in `transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback`, transformers 5.17 to
+    5.23; 4.57 has no such functions. If it goes: compiled layers trace transformers' functions in PyTorch, whose loops
+    over tokens make huge graphs.
+    """
+    files = {type(module).__module__: None for module in model.modules()}
+    named = [(file, name, value) for file in files for name, value in vars(sys.modules[file]).items()]
+    found = [_kernel_function(*one) for one in named if isinstance(one[-1], FunctionType)]
+    return [one for one in found if one is not None]
+
+
+def _kernel_function(module: str, attribute: str, function: Callable[..., Any]) -> KernelFunction | None:
+    """Return a function with a kernel, which others may wrap; None for other functions."""
+    while isinstance(function, FunctionType):
+        closed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if {"func_name", "package", "implementation", "torch_function"} <= set(closed):
+            name, package, kernel, fallback = (
+                closed[key].cell_contents for key in ("func_name", "package", "implementation", "torch_function")
+            )
+            return KernelFunction(
+                module, attribute, name, package, function, fallback, None if kernel is fallback else kernel
+            )
+        function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
+    return None
+
+
+def replace_function(function: KernelFunction, replacement: Callable[..., Any]) -> None:
+    """Let a model's file in transformers call another function; its classes look it up at each call."""
+    setattr(sys.modules[function.module], function.attribute, replacement)

@@ -384,7 +384,7 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
 
     assert "padded row" not in notes()
     assert "data.packing is 'off': each document is a padded row" in notes("data.packing=off")
-    assert "'lfm2' keeps packed documents apart only with" in notes("model.architecture.family=lfm2")
+    assert "'kimi_linear' keeps packed documents apart only with" in notes("model.architecture.family=kimi_linear")
 
 
 def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:

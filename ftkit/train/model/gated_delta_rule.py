@@ -1,0 +1,127 @@
+"""The gated delta rule (Yang et al. 2024) on packed documents, in PyTorch, where no package has a kernel that runs.
+
+With each token, the state of a head, [K, V], decays, and learns the token's value for its key. Within chunks of tokens,
+matmuls compute all tokens at once (the UT transform of that paper). From chunk to chunk, the state changes linearly,
+S' = A S + B, so groups of chunks are composed side by side, and only the groups follow each other: about 2 sqrt(n)
+steps for n chunks, instead of n.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+CHUNK = 64
+_EPSILON = 1e-6
+
+
+def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transformers'
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,  # noqa: FBT001, FBT002
+    cu_seqlens: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the outputs, [B, T, H, V], in the dtype of the query; computed in fp32.
+
+    Args:
+        query: [B, T, G, K], of which each head serves H / G heads.
+        key: as the query.
+        value: [B, T, H, V].
+        g: logarithms of the decay, [B, T, H].
+        beta: [B, T, H].
+        use_qk_l2norm_in_kernel: normalize queries and keys.
+        cu_seqlens: int [D + 1], offsets of documents, if B is 1; None if each row is a document.
+    """
+    length, heads = value.shape[1:3]
+    shared = heads // key.shape[2]
+    q, k, v, decay, rate = (one.float().movedim(2, 1) for one in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (one * torch.rsqrt(one.square().sum(-1, keepdim=True) + _EPSILON) for one in (q, k))
+    q, k = ((one if shared == 1 else one.repeat_interleave(shared, dim=1)) for one in (q, k))
+    q = q * k.shape[-1] ** -0.5
+
+    places = torch.arange(length, device=value.device)
+    document = torch.zeros_like(places) if cu_seqlens is None else torch.bucketize(places, cu_seqlens, right=True)
+    padding = -length % CHUNK
+    q, k, v = (_divided(functional.pad(one, (0, 0, 0, padding)), CHUNK) for one in (q, k, v))
+    decay, rate = (_divided(functional.pad(one, (0, padding)), CHUNK) for one in (decay, rate))
+    document = functional.pad(document, (0, padding), value=-1).view(-1, CHUNK)
+
+    output = _attend(q, k, v, decay.cumsum(-1), rate[..., None], document)
+    return output.flatten(2, 3)[:, :, :length].movedim(1, 2).to(query.dtype), None
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, document: torch.Tensor
+) -> torch.Tensor:
+    """Compute outputs, [B, H, N, C, V], of N chunks of C tokens.
+
+    Args:
+        q: [B, H, N, C, K].
+        k: as `q`.
+        v: [B, H, N, C, V].
+        decay: sums of the logarithms from the first token of the chunk, [B, H, N, C].
+        rate: [B, H, N, C, 1].
+        document: of each token, [N, C].
+    """
+    last = document[:, -1]
+    before = functional.pad(last[:-1], (1, 0), value=-2)
+    continues = (document == before[:, None]).unsqueeze(-1)  # tokens of the document in which the chunk before ended
+    remains = (document == last[:, None]).unsqueeze(-1)  # tokens of the document in which the chunk ends
+
+    is_visible = (document[:, :, None] == document[:, None]).tril()
+    weights = (decay[..., None] - decay[..., None, :]).masked_fill(~is_visible, -math.inf).exp()
+    since_begin = decay.exp().unsqueeze(-1) * continues
+    until_end = (decay[..., -1:] - decay).exp().unsqueeze(-1) * remains
+
+    learned = rate * k
+    system = (learned @ k.mT) * weights
+    right = torch.cat([rate * v, learned * since_begin], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+
+    kept = (k * until_end).mT
+    passes = decay[..., -1].exp()[..., None, None] * (last == before)[:, None, None]
+    transition = passes * torch.eye(k.shape[-1], device=k.device) - kept @ read
+    states = _states_before(transition, kept @ new)
+    output: torch.Tensor = (q * since_begin) @ states + ((q @ k.mT) * weights) @ (new - read @ states)
+    return output
+
+
+def _divided(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Divide the third dimension into parts of a size: [B, H, T, …] to [B, H, T / size, size, …]."""
+    return values.reshape(*values.shape[:2], -1, size, *values.shape[3:])
+
+
+def _states_before(transition: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return the state before each chunk, [B, H, N, K, V], where S' = transition S + added.
+
+    Chunk j of each group is composed with those before it in its group, for all groups at once.
+    """
+    count = transition.shape[2]
+    size = math.isqrt(count - 1) + 1
+    missing = -count % size
+    padded = (functional.pad(one, (0, 0, 0, 0, 0, missing)) for one in (transition, added))
+    of_groups = [_divided(one, size) for one in padded]
+    steps = zip(*(one.unbind(3) for one in of_groups), strict=True)
+    composed = [next(steps)]
+    for step, add in steps:
+        product, total = composed[-1]
+        composed.append((step @ product, step @ total + add))
+
+    group_product, group_total = composed[-1]
+    state = torch.zeros_like(added[:, :, 0])
+    at_begin = []
+    for product, total in zip(group_product.unbind(2), group_total.unbind(2), strict=True):
+        at_begin.append(state)
+        state = product @ state + total
+    begin = torch.stack(at_begin, dim=2)
+    inside = [product @ begin + total for product, total in composed[:-1]]
+    return torch.stack([begin, *inside], dim=3).flatten(2, 3)[:, :, :count]
