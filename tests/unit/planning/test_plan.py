@@ -387,6 +387,13 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
     assert "'kimi_linear' keeps packed documents apart only with" in notes("model.architecture.family=kimi_linear")
 
 
+def test_the_plan_notes_what_linear_attention_takes_without_a_kernel() -> None:
+    notes = plan(demo("model.architecture.family=qwen3_5_text")).notes
+    (said,) = [note for note in notes if "linear attention" in note]
+    assert "GiB more per pack of a micro-batch" in said
+    assert not [note for note in plan(demo()).notes if "linear attention" in note]
+
+
 def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
     words = (
         "training.precision=fp8", "training.global_batch_size=32", "model.architecture.family=olmo3"
