@@ -222,10 +222,23 @@ def test_what_a_layer_computes_is_offloaded_and_what_it_got_stays() -> None:
     hidden, weight = torch.randn(1, 8, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     with offload.offloading(hidden, [weight]):
         product = (hidden * weight).exp()
-    assert offload._newest is not None
-    assert [tuple(host.shape) for host in offload._newest.host] == [(1, 8, 4), (1, 8, 4)]
+    layer = offload._newest and offload._newest()
+    assert layer is not None
+    assert [tuple(host.shape) for host in layer.host] == [(1, 8, 4), (1, 8, 4)]
     product.sum().backward()
     torch.testing.assert_close(weight.grad, (product * hidden).sum(0).detach())
+
+
+def test_a_graph_that_is_dropped_without_a_backward_pass_leaves_nothing_on_the_device() -> None:
+    offload = ActivationOffload(torch.device("cpu"))
+    hidden = torch.randn(1, 8, 4, requires_grad=True)
+    for _ in range(2):
+        with offload.offloading(hidden, []):
+            product = hidden.exp()  # the first one's graph ends here in the second round
+    product.sum().backward()
+    assert not offload._being_copied
+    assert offload._newest is None or offload._newest() is None
+    assert [len(buffers) for buffers in offload._free.values()] == [2]
 
 
 def test_the_memory_of_a_sharded_parameter_is_that_of_its_shard(world: World) -> None:

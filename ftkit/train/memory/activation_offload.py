@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,12 @@ class _Layer:
     """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it.
 
     Attributes:
-        before: the previous layer.
+        before: the previous layer, unless its graph was dropped without a backward pass.
         host: copies in host memory; none once they are loaded.
         device: copies on the device, as long as they are prefetched and not yet loaded.
     """
 
-    before: _Layer | None
+    before: weakref.ref[_Layer] | None
     host: list[torch.Tensor] = field(default_factory=list)
     device: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -51,7 +52,7 @@ class ActivationOffload:
         self._device = device
         self._library: Any = torch.get_device_module(device)
         self._stream = self._library.Stream()
-        self._newest: _Layer | None = None
+        self._newest: weakref.ref[_Layer] | None = None
         self._being_copied: list[torch.Tensor] = []
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
@@ -86,8 +87,17 @@ class ActivationOffload:
         # The copies of the previous layer are done: its memory may be reused.
         self._library.current_stream().wait_stream(self._stream)
         self._being_copied.clear()
-        self._newest = _Layer(self._newest)
-        return self._newest
+        layer = _Layer(self._newest)
+        # The graph holds the layer. If it is dropped without a backward pass, as by checks before step 1, nothing is
+        # left to prefetch, and the host buffers are reused.
+        weakref.finalize(layer, self._reuse, layer.host).atexit = False
+        self._newest = weakref.ref(layer)
+        return layer
+
+    def _reuse(self, buffers: list[torch.Tensor]) -> None:
+        for host in buffers:
+            self._free[host.shape, host.dtype].append(host)
+        buffers.clear()
 
     def _offload(self, tensor: torch.Tensor, layer: _Layer) -> _Offloaded:
         free = self._free[tensor.shape, tensor.dtype]
@@ -109,13 +119,12 @@ class ActivationOffload:
         """Wait for a layer's tensors, and prefetch those of the layer before it."""
         self._prefetch(layer)
         self._library.current_stream().wait_stream(self._stream)
-        for host in layer.host:
-            self._free[host.shape, host.dtype].append(host)
-        layer.host = []
+        self._reuse(layer.host)
         self._being_copied.clear()
         self._newest = layer.before
-        if layer.before is not None:
-            self._prefetch(layer.before)
+        before = None if layer.before is None else layer.before()
+        if before is not None:
+            self._prefetch(before)
 
     def _prefetch(self, layer: _Layer) -> None:
         if not layer.device:

@@ -104,6 +104,7 @@ SAVING, SMALL_STATES = {"activation_checkpointing": "full"}, {"optimizer": "adam
 LONG = {"sequence_length": 65536}
 GATHERED_IN_BF16 = {"precision": "fp8", "fp8_all_gather": False}
 HALVED = {"context_parallel": 2, "global_batch_size": 1}
+OFFLOADED = {"activation_offload": True, "sequence_length": 2**18}
 ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MEASURED = [
     # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
@@ -142,6 +143,8 @@ MEASURED = [
     (("olmo3-32b", None, 4, SAVING | SMALL_STATES | LONG | {"activation_offload": True}), 100.2),
     (("olmo3-7b", None, 2, SAVING | HALVED | {"sequence_length": 2**18}), 99.8),
     (("qwen3-8b", 2, 2, SAVING | HALVED | SMALL_STATES | {"activation_offload": True, "sequence_length": 2**20}), 99.2),
+    (("qwen3-8b", 2, 2, HALVED | SMALL_STATES | OFFLOADED | {"activation_checkpointing": "full"}), 32.8),
+    (("qwen3-8b", 2, 2, HALVED | SMALL_STATES | OFFLOADED | {"activation_checkpointing": "except_attention"}), 37.0),
 ]
 
 
