@@ -158,7 +158,6 @@ def test_packs_need_no_package(family: str, world: World) -> None:
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        ("qwen3_next", "none"),
         ("qwen3_next", "selective"),
         ("qwen3_next", "full"),
         ("kimi_linear", "selective"),
