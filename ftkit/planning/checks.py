@@ -306,10 +306,10 @@ _WITHOUT_KERNEL = 134
 checkpointing took 4.2 GiB more than predicted for 8,192 tokens and 4,096 elements (one H200)."""
 
 
-def _linear_attention_notes(shape: ArchitecturePlan, sequence_length: int) -> Iterator[str]:
+def _linear_attention_notes(shape: ArchitecturePlan, sequence_length: int, cluster: ClusterProfile) -> Iterator[str]:
     """Yield what linear attention takes where no kernel runs; the plan can't know whether one does."""
     width = max((layers.width for layers in attention_layers(shape) if layers.state), default=0)
-    if width:
+    if width and cluster.device == "cuda":
         gib = _WITHOUT_KERNEL * width * sequence_length / GIB
         yield (
             f"speed and memory assume a kernel for the linear attention of '{shape.family}' (flash-linear-attention): "
@@ -339,7 +339,7 @@ def find_notes(
             "check before step 1 finds that it does not, each document becomes a padded row, which is slower; plan "
             "with data.packing=off to see by how much"
         )
-    yield from _linear_attention_notes(shape, training.sequence_length)
+    yield from _linear_attention_notes(shape, training.sequence_length, cluster)
     if shape.is_measured:
         return
     counts = count_model(shape)

@@ -387,11 +387,16 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
     assert "'kimi_linear' keeps packed documents apart only with" in notes("model.architecture.family=kimi_linear")
 
 
-def test_the_plan_notes_what_linear_attention_takes_without_a_kernel() -> None:
-    notes = plan(demo("model.architecture.family=qwen3_5_text")).notes
-    (said,) = [note for note in notes if "linear attention" in note]
+def test_the_plan_notes_what_linear_attention_takes_on_gpus_without_a_kernel() -> None:
+    hybrid, full = (
+        demo("training.global_batch_size=32", f"model.architecture.family={family}")
+        for family in ("qwen3_5_text", "olmo3")
+    )
+    on_gpus = (A4, IMAGE, replace(REQUEST, image=OLMO3))
+    (said,) = [note for note in plan(hybrid, *on_gpus).notes if "linear attention" in note]
     assert "GiB more per pack of a micro-batch" in said
-    assert not [note for note in plan(demo()).notes if "linear attention" in note]
+    for other in (plan(hybrid), plan(full, *on_gpus)):  # the first on a CPU
+        assert not [note for note in other.notes if "linear attention" in note]
 
 
 def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
