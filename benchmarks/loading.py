@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.config.adapters import LoraSpec
+from ftkit.config.training import TrainingPlan
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.training import LoraSpec, Method, TrainingPlan
+from ftkit.config.training import Method, TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer

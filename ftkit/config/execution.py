@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ftkit.config.adapters import LoraSpec
     from ftkit.config.model import ExpertMatrix
-    from ftkit.config.training import LoraSpec, Quantization
+    from ftkit.config.training import Quantization
 
 GIB: Final = 2**30
 USABLE_MEMORY: Final = 0.95

@@ -11,8 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ftkit.config.data import DataSpec
 from ftkit.config.evaluation import EvaluationSpec
 from ftkit.config.model import ModelPlan, ModelSpec
+from ftkit.config.resources import ResourcesSpec
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec
-from ftkit.config.training import ResourcesSpec, TrainingPlan, TrainingSpec
+from ftkit.config.training import TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]

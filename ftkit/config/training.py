@@ -1,17 +1,16 @@
-"""Training settings, and the resources to request."""
+"""Training settings."""
 
-import math
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.strict import (
     NUMBER,
     WHOLE_NUMBER,
     Float,
     NonNegativeFloat,
     NonNegativeInt,
-    OneLine,
     PositiveFloat,
     PositiveInt,
     Seed,
@@ -34,8 +33,6 @@ TrainingPrecision = Literal["bf16", "fp32", "fp8", "mxfp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
-ProjectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-"""Name of a linear layer within a decoder layer; some families have other names than these seven."""
 
 LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
 LONGEST_SEQUENCE = 2**24
@@ -55,41 +52,6 @@ def _check_shard_degree(value: object) -> object:
     if is_number or value == "auto":
         return value
     raise ValueError(f"a copy of the model is sharded over 2 to {LARGEST_SHARD_DEGREE:,} GPUs, or 'auto'")
-
-
-class LoraSpec(Spec):
-    """Low-rank adapters (Hu et al. 2021), as peft makes them."""
-
-    rank: PositiveInt = 16
-    """Width of an adapter."""
-    alpha: PositiveInt = 16
-    """The adapters' output is scaled by alpha / rank, or alpha / sqrt(rank) with use_rslora."""
-    dropout: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.0
-    """Dropout probability of an adapter's inputs during training."""
-    targets: tuple[ProjectionName, ...] = ()
-    """Linear layers of each decoder layer that get an adapter, and matrices of its routed experts (`gate_proj`,
-    `up_proj`, `down_proj`). If empty: those of attention and feed-forward layers; in a mixture of experts, those of
-    attention only."""
-    use_rslora: bool = False
-    """Rank-stabilized scaling (Kalajdzievski 2023)."""
-    use_dora: bool = False
-    """Train the magnitude of each output's weights separately from their direction (Liu et al. 2024)."""
-
-    @property
-    def scaling(self) -> float:
-        """The factor of the adapters' output."""
-        return self.scaling_of(1)
-
-    def scaling_of(self, num_ranks: int) -> float:
-        """Return the factor of an adapter with `num_ranks` times the rank and alpha."""
-        rank = num_ranks * self.rank
-        return num_ranks * self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    @model_validator(mode="after")
-    def _each_target_once(self) -> Self:
-        if len(set(self.targets)) != len(self.targets):
-            raise ValueError(f"targets lists a projection twice: {', '.join(self.targets)}")
-        return self
 
 
 class TrainingSpec(Spec):
@@ -436,30 +398,3 @@ class TrainingPlan(TrainingSpec):
         """Return the activation checkpointing in words."""
         part = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of {num_layers} layers"
         return f"'{self.activation_checkpointing}'{part}"
-
-
-class ResourcesSpec(Spec):
-    """Resources that the recipe requests; options of `ftkit run` take precedence."""
-
-    num_nodes: Annotated[int, Field(gt=0, le=2**16), WHOLE_NUMBER] = 1
-    """Number of nodes."""
-    gpus_per_node: PositiveInt | None = None
-    """GPUs per node, one process each. All of the node's if null."""
-    spare_nodes: Annotated[int, Field(ge=0, le=2**10), WHOLE_NUMBER] = 0
-    """Additional nodes of the job that don't train, on Slurm. One of them replaces a node that no longer answers,
-    within the job; without one, the job is requeued."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000), WHOLE_NUMBER] = 3
-    """Maximum consecutive restarts within a job, from the newest checkpoint, after a process died or failed for a
-    possibly transient reason; a new checkpoint resets the count. 0: never."""
-    hang_timeout_seconds: PositiveInt = 600
-    """A step that takes longer than this, and longer than ten times the median of the last steps, counts as a hang: all
-    ranks write their Python stacks and last collectives to `logs/`, and training restarts."""
-    exclude_stragglers: bool = False
-    """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
-    (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
-    preflight: bool | None = None
-    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
-    nodes."""
-    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's
-    if null."""

@@ -17,8 +17,8 @@ from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image
 from ftkit.config.problems import validate
 from ftkit.config.request import Origins, RunRequest
+from ftkit.config.resources import ResourcesSpec
 from ftkit.config.strict import Spec
-from ftkit.config.training import ResourcesSpec
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code

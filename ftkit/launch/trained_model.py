@@ -21,8 +21,8 @@ from ftkit.runs.find import find_run
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ftkit.config.adapters import LoraSpec
     from ftkit.config.recipe import RecipePlan
-    from ftkit.config.training import LoraSpec
 
 _LORA_KEYS = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Keys of `training.lora`, and their names in peft."""

@@ -22,7 +22,8 @@ from ftkit.planning.setup import GPUS, Setup
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.model import ArchitectureSpec, TrainedWeights
-    from ftkit.config.training import EngineName, ResourcesSpec, TrainingPlan
+    from ftkit.config.resources import ResourcesSpec
+    from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.planning.job import PlacementPlan
     from ftkit.planning.layout import RunLayout
 

@@ -22,8 +22,9 @@ from bitsandbytes import functional as bitsandbytes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import AttentionChoice, LoraSpec, Method, TrainingPlan
+from ftkit.config.training import AttentionChoice, Method, TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.planning.job import PlacementPlan

@@ -23,12 +23,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import (
     ALL_PROJECTIONS,
     ActivationCheckpointing,
     EngineName,
-    LoraSpec,
     Method,
     Offload,
     Precision,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.fx
+from compiler_warnings import COMPILER_WARNINGS
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
@@ -43,12 +44,7 @@ if TYPE_CHECKING:
 LENGTH, LAYERS = 24, 3
 SAVING = ("selective", "except_attention", "full")
 
-pytestmark = [
-    # Warnings that torch.compile raises in torch 2.13.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
-]
+pytestmark = [*COMPILER_WARNINGS]
 
 
 class Ids:

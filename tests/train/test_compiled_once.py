@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from compiler_warnings import COMPILER_WARNINGS
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
@@ -41,12 +42,7 @@ LENGTH, VOCABULARY = 128, 320
 PACKS = ((LENGTH,), (70, 58), (5,) * 20, (90,))
 """Lengths of the documents of some packs; the checks' pack has five."""
 
-pytestmark = [
-    # Warnings that torch.compile raises in torch 2.13.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
-]
+pytestmark = [*COMPILER_WARNINGS]
 
 
 class Ids:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from ftkit.config.training import LoraSpec
+from ftkit.config.adapters import LoraSpec
 from ftkit.train.model.adapted_linear import AdaptedLinear
 from ftkit.train.model.dropout import Dropout
 

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from validation_loss import validation_loss
 
-from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.config.adapters import LoraSpec
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate import verify_export
 from ftkit.evaluate.formats import check_format

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from bitsandbytes import functional as bitsandbytes
+from compiler_warnings import COMPILER_WARNINGS
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -24,12 +25,7 @@ COMPILERS = (
 )
 """Backends: one partitions forward and backward like the other, but generates no code."""
 
-pytestmark = [
-    # Warnings that torch.compile raises in torch 2.13.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
-]
+pytestmark = [*COMPILER_WARNINGS]
 
 
 @pytest.fixture(autouse=True)

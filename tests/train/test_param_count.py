@@ -13,10 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit import assets
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.execution import adapter_size
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
-from ftkit.config.training import LoraSpec, TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.families import FAMILIES, MEASURED
 from ftkit.launch.model import resolve_model

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from compiler_warnings import COMPILER_WARNINGS
 from family_matrix import tiny_config
 from torch._dynamo import lookup_backend
 from transformers import AutoModelForCausalLM
@@ -31,9 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 has no functions with kernels"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.class 'torch.autograd.function.Function'. should not:DeprecationWarning"),
+    *COMPILER_WARNINGS,
 ]
 DOCUMENTS = (5, 60, 64, 1, 70)
 LENGTH = sum(DOCUMENTS)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ftkit.config.training import LoraSpec
+from ftkit.config.adapters import LoraSpec
 from ftkit.errors import TrainingError
 from ftkit.train.components.weight_files import write_weights
 from ftkit.train.model.lazy_tensors import LazyTensors

@@ -12,8 +12,8 @@ from ftkit.families import SavedTensors, family_of
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
+    from ftkit.config.adapters import LoraSpec
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import LoraSpec
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:

@@ -29,9 +29,10 @@ from ftkit.families import FAMILIES, family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ftkit.config.adapters import LoraSpec
     from ftkit.config.experts import Experts
     from ftkit.config.model import ArchitectureSpec, CountSource
-    from ftkit.config.training import LoraSpec, TrainingSpec
+    from ftkit.config.training import TrainingSpec
     from ftkit.families import Family
 
 

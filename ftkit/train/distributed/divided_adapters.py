@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.adapters import LoraSpec
 
 
 class DividedAdapter(AdaptedLinear, ABC):

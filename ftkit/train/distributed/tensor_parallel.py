@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.adapters import LoraSpec
     from ftkit.train.model.attention import Kernel
 
 _NAME = "ftkit_whole_packs"

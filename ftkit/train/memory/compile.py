@@ -68,7 +68,7 @@ class CompiledForward:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage while a layer is compiled, which makes so many objects that it takes a quarter of tracing."""
+    """Disable garbage collection while a layer is compiled: it takes a quarter of Dynamo's tracing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ from ftkit.train.model.dropout import Dropout
 from ftkit.train.model.linears import is_transposed
 
 if TYPE_CHECKING:
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.adapters import LoraSpec
 
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""

@@ -33,7 +33,8 @@ from ftkit.train.private_apis.transformers import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from ftkit.config.training import LoraSpec, Quantization
+    from ftkit.config.adapters import LoraSpec
+    from ftkit.config.training import Quantization
 
 _NDIM = 3
 _RANK_MULTIPLE = 8

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ftkit.config.training import LoraSpec
+    from ftkit.config.adapters import LoraSpec
 
 _NAME = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
 

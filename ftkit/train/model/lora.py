@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ftkit.config.training import LoraSpec, Quantization, TrainingPlan
+    from ftkit.config.adapters import LoraSpec
+    from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
 
 ADAPTER_FILE = "adapter_model.safetensors"

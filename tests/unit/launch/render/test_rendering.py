@@ -9,8 +9,8 @@ import pytest
 
 from ftkit.config.cluster import NcclSpec
 from ftkit.config.evaluation import EvaluationSpec
+from ftkit.config.resources import ResourcesSpec
 from ftkit.config.sources import FilesSource, HubSource
-from ftkit.config.training import ResourcesSpec
 from ftkit.launch.render import render_job
 
 if TYPE_CHECKING:
