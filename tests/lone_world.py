@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
-    """Join a world of size 1, as under torchrun."""
+    """Join a world of size 1, as under torchrun.
+
+    At the end, `torch.nn.functional.linear` is torch's own again: DeepSpeed replaces it for the rest of the process,
+    where the tests of other files would compile other graphs.
+    """
+    import torch
+
     from ftkit.planning.job import PlacementPlan
     from ftkit.train.world import init_world
 
@@ -33,5 +39,6 @@ def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in variables.items():
             patch.setenv(key, value)
+        patch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
         with init_world(PlacementPlan(1, 1, device, 1)) as world:
             yield world
