@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
-_LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l")
+_LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
 _TIMEOUT_SECONDS: Final = 2.0
 _SITE_SECONDS: Final = 2.5
@@ -46,6 +46,7 @@ class Partition:
         gpus_per_node: number of GPUs in Slurm's generic resources (GRES).
         gpu_type: GPU type in GRES; empty if it has none.
         cpus_per_node: CPUs that a job can request.
+        memory_gib: memory of a node that Slurm's configuration states.
         max_seconds: longest time limit; None if unlimited.
         accounts: the only accounts that may submit to it; any if empty.
         qos: the only QOS that may be used in it; any if empty.
@@ -57,6 +58,7 @@ class Partition:
     gpus_per_node: int
     gpu_type: str
     cpus_per_node: int
+    memory_gib: int
     max_seconds: int | None
     accounts: tuple[str, ...] = ()
     qos: tuple[str, ...] = ()
@@ -187,7 +189,7 @@ def _unknown(
 
 
 def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
-    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l` and `scontrol show partitions --oneliner`.
+    """Parse `sinfo --format=%P|%a|%D|%c|%G|%l|%m` and `scontrol show partitions --oneliner`.
 
     Partitions that are not up are skipped.
     """
@@ -199,9 +201,9 @@ def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
     }
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) != len("PaDcGl") or fields[1] != "up" or not fields[2].isdigit():
+        if len(fields) != len("PaDcGlm") or fields[1] != "up" or not fields[2].isdigit():
             continue
-        name, _, num_nodes, cpus, resources, limit = fields
+        name, _, num_nodes, cpus, resources, limit, memory = fields
         accounts, qos = allowed.get(name.removesuffix("*"), ((), ()))
         gpu_type, num_gpus = parse_gres(resources)
         partitions.append(
@@ -212,6 +214,7 @@ def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
                 gpus_per_node=num_gpus,
                 gpu_type=gpu_type,
                 cpus_per_node=int(match[0]) if (match := re.match(r"\d+", cpus)) else 0,
+                memory_gib=int(match[0]) // 1024 if (match := re.match(r"\d+", memory)) else 0,
                 max_seconds=parse_time_limit(limit),
                 accounts=accounts,
                 qos=qos,

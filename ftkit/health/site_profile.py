@@ -109,6 +109,8 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
         values["gpus_per_node"] = partition.gpus_per_node
     elif base.gpu_request != "none":
         values["gpu_request"] = "none"
+    if partition.memory_gib:
+        values["memory_per_node_gib"] = float(partition.memory_gib)
     gpu = base.gpu or recognize_gpu(partition.gpu_type)
     if gpu:
         values["gpu"] = gpu

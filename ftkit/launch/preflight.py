@@ -31,6 +31,7 @@ from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
 from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.planning.layout import Workspace
+from ftkit.planning.memory_checks import CERTAINLY_TOO_LARGE, check_host_memory
 from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes
 
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
     from ftkit.planning.job import JobPlan
     from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import ScriptPlan
-
-
-CERTAINLY_TOO_LARGE = 2.0
-"""A run is refused if its predicted memory exceeds this multiple of the available memory."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,10 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
     yield partial(_check_packages, plan, *_packages(plan))
     if plan.recipe.sync is not None:
         yield partial(_check_sync, plan.recipe.sync)
-    yield partial(check_memory, plan, host_memory_gib())
+    main_gib, is_here = host_memory_gib(), plan.cluster.scheduler == "local"
+    yield partial(check_memory, plan, main_gib)
+    node_gib = plan.cluster.memory_per_node_gib or (main_gib if is_here else None)
+    yield partial(check_host_memory, plan, node_gib, "this machine" if is_here else f"a node of {plan.cluster.name}")
     yield partial(_warn_of_sbatch_variables, plan, environment)
 
 

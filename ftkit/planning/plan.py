@@ -13,6 +13,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
+from ftkit.planning.estimates.host_memory import HostMemoryPlan
 from ftkit.planning.estimates.memory import MemoryPlan
 from ftkit.planning.estimates.step_time import StepTimePlan
 from ftkit.planning.job import JobPlan
@@ -73,6 +74,8 @@ class RunPlan(JobPlan):
     num_steps: int | None
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
     """Plans of earlier versions have none, because their recipes set both."""
+    host_memory: HostMemoryPlan | None = None
+    """None if nothing is offloaded, and in plans of earlier versions."""
     sweep: SweepPlan | None = None
     """None if the run is not part of a sweep."""
 

@@ -21,6 +21,7 @@ from ftkit.planning.choices import (
     least_memory,
     with_sharding,
 )
+from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, default_targets, method_counts
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
@@ -88,6 +89,7 @@ def plan_run(
             *find_notes(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
+        host_memory=predict_host_memory(setup),
     )
 
 
@@ -130,6 +132,7 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
         recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), training),
         engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
         memory=predict_memory(setup),
+        host_memory=predict_host_memory(setup),
         num_parameters=counts.total,
         num_trained=method_counts(counted, training).trained,
     )

@@ -21,11 +21,12 @@ from ftkit.planning.choices import (
     predict_option,
     with_sharding,
 )
+from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ftkit.config.training import ActivationCheckpointing, TrainingPlan
     from ftkit.planning.setup import Gpu
@@ -58,8 +59,23 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
         room_gib: available memory for a process's tensors, in GiB.
     """
     run = _Run(setup, cluster)
-    knobs = [knob for knob in run.knobs() if knob]
-    found: list[Suggestion] = []
+    found = _mildest_changes(run.knobs(), lambda change: run.predict(change) <= room_gib)
+    return [Suggestion(_format_override(change), run.predict(change)) for change in found]
+
+
+def suggest_less_host_memory(setup: Setup, cluster: ClusterProfile, node_gib: float) -> list[str]:
+    """Return the overrides that would fit the memory of a node, and still the GPU if its memory is known."""
+    run, room_gib = _Run(setup, cluster), math.inf if setup.gpu is None else setup.gpu.usable_gib
+    found = _mildest_changes(
+        run.host_knobs(), lambda change: run.host_gib(change) <= node_gib and run.predict(change) <= room_gib
+    )
+    return [_format_override(change) for change in found]
+
+
+def _mildest_changes(choices: Iterable[list[Change]], fits: Callable[[Change], bool]) -> list[Change]:
+    """Return the mildest changes that fit: of one knob if there are `NUM_SUGGESTIONS`, else also of several."""
+    knobs = [knob for knob in choices if knob]
+    found: list[Change] = []
     used: list[set[int]] = []
     for size in range(1, len(knobs) + 1):
         for chosen in combinations(range(len(knobs)), size):
@@ -67,14 +83,12 @@ def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> l
                 return found
             if any(earlier <= set(chosen) for earlier in used):
                 continue  # a milder value suffices
-            strongest = _merge_changes(knobs[index][-1] for index in chosen)
-            if run.predict(strongest) > room_gib:
+            if not fits(_merge_changes(knobs[index][-1] for index in chosen)):
                 continue  # milder values don't fit either
             for changes in product(*(knobs[index] for index in chosen)):
                 change = _merge_changes(changes)
-                total = run.predict(change)
-                if total <= room_gib:
-                    found.append(Suggestion(_format_override(change), total))
+                if fits(change):
+                    found.append(change)
                     used.append(set(chosen))
                     break
     return found
@@ -133,12 +147,19 @@ class _Run:
 
     def predict(self, change: Change) -> float:
         """Return the GiB of a process after a change."""
+        return predict_memory(self._changed(change)).total
+
+    def host_gib(self, change: Change) -> float:
+        """Return the GiB of host memory of a node after a change; 0 if nothing is offloaded then."""
+        memory = predict_host_memory(self._changed(change))
+        return 0.0 if memory is None else memory.total
+
+    def _changed(self, change: Change) -> Setup:
         fields, setup = dict(change), replace(self.setup, gpu=None)  # without spare memory, layers are resharded
         num_nodes = fields.pop("num_nodes", setup.num_nodes)
         num_processes = num_nodes * setup.num_processes // setup.num_nodes
         whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
-        changed = whole.with_training(**fields)
-        return predict_memory(with_sharding(changed)).total
+        return with_sharding(whole.with_training(**fields))
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield the knobs, cheapest first: for each, its possible changes, mildest first."""
@@ -157,6 +178,22 @@ class _Run:
         lighter = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[training.method]
         yield [{"method": value} for value in lighter if value == "lora" or training.tensor_parallel == 1]
 
+    def host_knobs(self) -> Iterator[list[Change]]:
+        """Yield the knobs that take less host memory, as `knobs` does."""
+        training = self.training
+        if training.activation_offload:
+            yield [{"activation_checkpointing": "full"}]
+            yield [{"activation_offload": False}]
+        if training.offload != "none":
+            yield from ([{"offload": value}] for value in ("optimizer", "none") if value != training.offload)
+            yield self._more_nodes()
+        yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
+        yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
+
+    def _fits_host(self, change: Change) -> bool:
+        node_gib = self.cluster.memory_per_node_gib
+        return self.cluster.device != "cpu" and (node_gib is None or self.host_gib(change) <= node_gib)
+
     def _checkpointing(self) -> list[Change]:
         """Return the changes to stronger modes, each in a quarter, half, three quarters or all of the layers."""
         training, total = self.training, self.setup.shape.num_hidden_layers
@@ -164,8 +201,10 @@ class _Run:
         steps: list[tuple[ActivationCheckpointing, int | None, bool]] = [
             *(("selective", num, False) for num in (*parts, None) if self.setup.engine == "fsdp2"),
             *(("full", num, False) for num in (*parts, None)),
-            *(("full", None, True) for _ in range(self.cluster.device != "cpu")),
         ]
+        offload: Change = {"activation_checkpointing": "full", "checkpointed_layers": None, "activation_offload": True}
+        if self._fits_host(offload):
+            steps.append(("full", None, True))
         fields = ("activation_checkpointing", "checkpointed_layers", "activation_offload")
         now = tuple(getattr(training, field) for field in fields)
 
@@ -193,7 +232,7 @@ class _Run:
             stronger = ()
         whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
         return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
-            whole | {"offload": value} for value in stronger if self.cluster.device != "cpu"
+            whole | {"offload": value} for value in stronger if self._fits_host(whole | {"offload": value})
         ]
 
     def _more_nodes(self) -> list[Change]:

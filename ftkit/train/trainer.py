@@ -47,7 +47,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import Outcome, TrainingLoop
-from ftkit.train.memory.oom import out_of_memory_explained
+from ftkit.train.memory.oom import check_free_host_memory, out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import (
@@ -115,6 +115,7 @@ class Trainer:
         began = time.time()
         store = self.data.read_train()
         num_steps = self._num_steps(len(store))
+        check_free_host_memory(self.plan, self.world)
         with out_of_memory_explained(self.plan, self.world, self.trace):
             self._stage("building the model")
             engine, built = self._build_engine()

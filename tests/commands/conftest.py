@@ -122,7 +122,7 @@ echo "123456|$state|None|1767323100|1767326700|n[1-2]|$(cat "$MACHINE/job")"
     "sinfo": """
 if [[ $1 == --version ]]; then echo "slurm 24.11.1"
 elif [[ $* != *%P* ]]; then echo "gpu* 1-00:00:00 8 gpu:8"
-elif [[ -e $MACHINE/is-login-node ]]; then echo "gpu*|up|8|96|gpu:8|1-00:00:00"; fi
+elif [[ -e $MACHINE/is-login-node ]]; then echo "gpu*|up|8|96|gpu:8|1-00:00:00|1"; fi
 """,
     "srun": """[[ $1 == --help ]] && echo "      --container-image=IMAGE" """,
     "scontrol": """echo "ClusterName = ours" """,

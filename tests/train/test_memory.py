@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ftkit.errors import MemoryExhaustedError, TrainingError
+from ftkit.planning.estimates.host_memory import HostMemoryPlan
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord
 from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.memory import oom
 from ftkit.train.memory import trace as memory_trace
 from ftkit.train.memory.host_staging import pin
-from ftkit.train.memory.oom import is_out_of_memory
+from ftkit.train.memory.oom import check_free_host_memory, is_out_of_memory
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.trainer import run_training
 
@@ -171,6 +174,19 @@ def test_an_out_of_memory_error_reports_the_stage(plan: RunPlan, world: World, m
     text = message(plan, world)
     assert "'initializing the weights':" in text
     assert "held: not attributed yet" in text
+
+
+def test_a_run_that_offloads_more_than_is_free_is_warned_of_before_its_model_is_built(
+    plan: RunPlan, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = HostMemoryPlan(parameters=0, gradients=0, optimizer=30.0, activations=0, processes=10.0)
+    monkeypatch.setattr(oom, "available_bytes", lambda: 20 * 2**30)
+    check_free_host_memory(plan, world)
+    assert not caplog.text
+    check_free_host_memory(replace(plan, host_memory=memory), world)
+    assert "need about 40 GiB of host memory per node, this node has 30 GiB" in caplog.text
+    with pytest.raises(MemoryExhaustedError, match="about 100 GiB"):
+        check_free_host_memory(replace(plan, host_memory=replace(memory, optimizer=90.0)), world)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("execution", _execution(plan)),
         ("steps", _steps(plan)),
         ("memory", _memory(plan)),
+        *_host_memory(plan),
         ("speed", _speed(plan)),
         ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {describe_runtime(plan)}"),
         ("run folder", short_path(plan.layout.root)),
@@ -160,6 +161,16 @@ def _memory(plan: RunPlan) -> str:
     memory = plan.memory
     parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
     return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}: {parts}"
+
+
+def _host_memory(plan: RunPlan) -> list[tuple[str, Cell]]:
+    memory = plan.host_memory
+    if memory is None:
+        return []
+    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+    is_compared = plan.cluster.scheduler == "local" or plan.cluster.memory_per_node_gib is not None
+    unknown = "" if is_compared else "; the profile sets no memory_per_node_gib to compare it with"
+    return [("host memory", f"about {gib(memory.total)} per node: {parts}{unknown}")]
 
 
 _MOMENTS: dict[Moment, str] = {

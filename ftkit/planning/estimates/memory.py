@@ -86,10 +86,10 @@ def predict_memory(setup: Setup) -> MemoryPlan:
     exist in the compute dtype, as do those of the prefetched next layer, and those outside the layers. If layers stay
     unsharded, those of all layers exist from the forward pass to the backward pass.
     """
-    return max(_Sizes(setup).moments(), key=lambda moment: moment.total)
+    return max(Sizes(setup).moments(), key=lambda moment: moment.total)
 
 
-class _Sizes:
+class Sizes:
     """Bytes of all tensors of a process, at several points of a step."""
 
     def __init__(self, setup: Setup) -> None:
@@ -260,6 +260,12 @@ class _Sizes:
             + inputs * self.hidden()
             + outputs * self.attention_output()
         )
+
+    def offloaded_activations(self) -> float:
+        """Return the bytes of the activations of all layers that are copied to host memory."""
+        outputs = self.checkpointing.count("except_attention")
+        inputs = self.checkpointing.count("full") + outputs
+        return inputs * self.hidden() + self.compiled * outputs * self.attention_output()
 
     def loss_logits(self) -> float:
         if self.engine == "zero3":

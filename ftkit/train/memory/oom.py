@@ -1,7 +1,8 @@
-"""Explain an out-of-memory error: allocated memory by part, the prediction, and changes that would fit."""
+"""Warn of too little host memory, and explain an out-of-memory error: memory by part, and changes that would fit."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
+from ftkit.planning.memory_checks import check_host_memory
 from ftkit.planning.suggestions import suggest_changes
-from ftkit.train.memory.host_memory import total_bytes
+from ftkit.train.memory.host_memory import available_bytes, total_bytes
 from ftkit.train.memory.trace import read_memory
 
 if TYPE_CHECKING:
@@ -21,10 +23,26 @@ if TYPE_CHECKING:
     from ftkit.train.memory.trace import DeviceMemory, MemoryTrace
     from ftkit.train.world import World
 
+log = logging.getLogger(__name__)
+
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
 """Messages of allocators and libraries, in lower case."""
 _TOO_LOW = 0.9
 """If the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction."""
+
+
+def check_free_host_memory(plan: RunPlan, world: World) -> None:
+    """Compare what the processes of this node will offload with its free memory; warn if it is less.
+
+    Raises:
+        MemoryExhaustedError: less than half of the predicted memory is free.
+    """
+    memory = plan.host_memory
+    if memory is None or world.local_rank != 0 or not (free := available_bytes()):
+        return
+    # The processes have started: their own memory is not free anymore.
+    for warning in check_host_memory(plan, free / GIB + memory.processes, "this node"):
+        log.warning("%s", warning)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ def login_node(programs: FakePrograms) -> FakePrograms:
     """A login node of a Slurm cluster with pyxis and two H200 nodes."""
     programs.add(
         "sinfo",
-        '[ "$1" = --version ] && { echo "slurm 24.11.1"; exit; }; echo "gpu*|up|2|192|gpu:h200:8(S:0-1)|4:00:00"',
+        '[ "$1" = --version ] && { echo "slurm 24.11.1"; exit; }; echo "gpu*|up|2|192|gpu:h200:8(S:0-1)|4:00:00|1"',
     )
     programs.answer("srun", "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]\n")
     programs.answer("scontrol", "ClusterName             = mine\nTmpFS                   = /tmp\n")

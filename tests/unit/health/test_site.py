@@ -98,16 +98,17 @@ def test_infiniband_adapters_are_preferred_over_interfaces(tmp_path: Path) -> No
 
 
 def test_a_known_cluster_gets_the_shipped_profile_with_its_differences() -> None:
-    found = propose("debug*|up|4|2|(null)|infinite\na4high|up|2|224|gpu:8|12:00:00\nold|down|9|8|gpu:8|1:00\n")
+    found = propose("debug*|up|4|2|(null)|infinite|1\na4high|up|2|224|gpu:8|12:00:00|1\nold|down|9|8|gpu:8|1:00|1\n")
     assert (found.name, found.extends) == ("ours", "a4-highgpu-8g")
     assert found.values.keys() == {"description", "max_nodes", "max_time_limit"}
     assert found.values["max_time_limit"] == "12:00:00"
 
 
 def test_an_unknown_cluster_gets_its_own_profile(tmp_path: Path) -> None:
-    sinfo = "gpu|up|3|96|gpu:nvidia_h200:4(S:0)|7-00:00:00\ncpu*|up|9|64|(null)|1:00:00\n"
+    sinfo = "gpu|up|3|96|gpu:nvidia_h200:4(S:0)|7-00:00:00|1031000+\ncpu*|up|9|64|(null)|1:00:00|64000\n"
     found = propose(sinfo, local_folder="/scratch/local", accounts=("a", "b"))
     expected = {"partition": "gpu", "max_nodes": 3, "gpus_per_node": 4, "gpu": "h200", "max_time_limit": "7-00:00:00"}
+    expected |= {"memory_per_node_gib": 1006.0}
     assert found.extends == "slurm"
     assert expected.items() <= found.values.items()
     assert found.values["node_local_dir"] == "/scratch/local"
@@ -117,7 +118,7 @@ def test_an_unknown_cluster_gets_its_own_profile(tmp_path: Path) -> None:
 
 
 def test_a_partition_is_proposed_that_the_users_accounts_and_qos_may_use() -> None:
-    sinfo = "big*|up|9|96|gpu:h200:8|infinite\ngpu|up|3|96|gpu:h200:8|infinite\ngpu|up|2|64|gpu:h200:8|infinite\n"
+    sinfo = "".join(f"{kind}|gpu:h200:8|infinite|1\n" for kind in ("big*|up|9|96", "gpu|up|3|96", "gpu|up|2|64"))
     limits = (
         "PartitionName=big AllowGroups=ALL AllowAccounts=chemistry AllowQos=ALL AllocNodes=ALL\n"
         "PartitionName=gpu AllowGroups=ALL AllowAccounts=physics,biology AllowQos=high Default=NO\n"
