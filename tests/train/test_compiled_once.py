@@ -133,7 +133,7 @@ def test_checks_and_steps_with_any_number_of_documents_share_a_graph_for_each_ki
         pytest.param({"precision": "fp8"}, id="fp8"),
         pytest.param({"method": "lora", "activation_checkpointing": "selective"}, id="lora"),
         pytest.param({"method": "lora", "base_precision": "fp8"}, id="lora on fp8"),
-        pytest.param({"method": "qlora"}, id="qlora"),
+        pytest.param({"method": "qlora", "lora": {"rank": 4, "dropout": 0.1, "use_dora": True}}, id="qlora with DoRA"),
     ],
 )
 def test_graphs_of_layers_can_be_in_the_compilers_caches(

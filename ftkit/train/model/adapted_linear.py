@@ -103,6 +103,9 @@ class AdaptedLinear(nn.Module):
 
 @torch.no_grad()
 def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32."""
-    with torch.autocast(base.device.type, enabled=False):
-        return torch.addmm(base.float(), up.float(), down.float(), alpha=scaling).square().sum(dim=1)
+    """Return the sums of squares of the rows of `base + scaling * up @ down`, in fp32.
+
+    Autocast does not change products in place. A block without autocast would keep graphs out of the compiler's caches.
+    """
+    merged = base.to(torch.float32, copy=True).addmm_(up.float(), down.float(), alpha=scaling)
+    return merged.square().sum(dim=1)
