@@ -236,8 +236,10 @@ def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> 
     if scaling is not None:
         scaling = scaling.of_weights(positions)
         positions = scaling.positions
-    if given is not shape:
-        positions = given.max_position_embeddings or positions
+    wanted = given.max_position_embeddings
+    # The positions of the weights, as a shipped shape has them, don't limit those that scaling adds.
+    if wanted is not None and (scaling is None or wanted > shape.max_position_embeddings):
+        positions = wanted
     return shape.model_copy(update={"max_position_embeddings": positions, "rope_scaling": scaling})
 
 
@@ -269,7 +271,8 @@ def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapp
     key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(stored)
     there, wanted = stored.get(key), given.get(key)
     if scaling is not None and own is not None:
-        return {"rope_scaling": f"{scaling.rope_type} in the recipe, the weights were trained with {own}"}
+        trained = f"the weights were trained with {own}, for {there} positions"
+        return {"rope_scaling": f"{scaling.rope_type} in the recipe, {trained}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
         return {}
     if scaling is None:

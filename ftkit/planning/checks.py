@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
@@ -221,8 +222,7 @@ def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
         yield Problem(
             where, "training.sequence_length",
             f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
-            "Use a shorter one, or a model made for longer contexts; or set, with training to adapt it, "
-            "model.architecture.rope_scaling='{rope_type: yarn, factor: 4}'.",
+            f"Use a shorter one, or {_more_positions(recipe, shape)}.",
         )  # fmt: skip
     vocabulary = recipe.model.tokenizer.vocab_size
     if vocabulary is not None and vocabulary > shape.vocab_size:
@@ -231,6 +231,20 @@ def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
             f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows.",
             "Make model.architecture.vocab_size at least as large.",
         )  # fmt: skip
+
+
+def _more_positions(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
+    """Return how to get positions for the recipe's sequence length."""
+    length, scaling = recipe.training.sequence_length, shape.rope_scaling
+    if scaling is not None and scaling.original_max_position_embeddings:
+        return f"set model.architecture.rope_scaling.factor={ceil(length / scaling.original_max_position_embeddings)}"
+    if recipe.model.weights == "random":
+        return f"set model.architecture.max_position_embeddings={length}"
+    return (
+        "a model made for longer contexts; or, unless its config.json scales the positions already, set, with training "
+        "to adapt it, model.architecture.rope_scaling="
+        f"'{{rope_type: yarn, factor: {ceil(length / shape.max_position_embeddings)}}}'"
+    )
 
 
 def _data(recipe: RecipeSpec) -> Iterator[Problem]:

@@ -130,6 +130,10 @@ def test_more_positions_need_rope_scaling(tmp_path: Path) -> None:
     longer = resolve(tmp_path, MIXTRAL, architecture={"rope_scaling": scaling}).architecture
     assert longer.max_position_embeddings == 131072
     assert longer.rope_scaling is not None
+    shipped = {"rope_scaling": scaling, "max_position_embeddings": 32768}  # as in the shape of a shipped recipe
+    assert resolve(tmp_path, MIXTRAL, architecture=shipped).architecture == longer
+    fewer = resolve(tmp_path, MIXTRAL, architecture={"rope_scaling": scaling, "max_position_embeddings": 100000})
+    assert fewer.architecture.max_position_embeddings == 100000
     with pytest.raises(ConfigError, match="131072 with a rope_scaling of 4"):
         resolve(tmp_path, MIXTRAL, architecture={"rope_scaling": scaling, "max_position_embeddings": 200000})
 

@@ -328,7 +328,29 @@ def test_a_folder_that_containers_cannot_mount_is_rejected_with_its_key_file_and
 
 
 def test_sequences_longer_than_the_models_positions_are_rejected() -> None:
-    assert "longer than the model's 512 positions" in problems(demo("training.sequence_length=4096"))
+    found = problems(demo("training.sequence_length=4096"))
+    assert "longer than the model's 512 positions" in found
+    assert found.endswith("Use a shorter one, or set model.architecture.max_position_embeddings=4096.")
+    plan(demo("training.sequence_length=4096", "model.architecture.max_position_embeddings=4096"))
+
+
+@pytest.mark.parametrize("original", ["", ", original_max_position_embeddings: 32768"])
+def test_the_advised_rope_scaling_gives_enough_positions_for_a_shipped_recipe(original: str) -> None:
+    def qwen(*overrides: str) -> RecipeSpec:
+        long = ("training.sequence_length=1048576", "training.global_batch_size=2")
+        return load_recipe("qwen3-8b-tools-lora", HERE, (*long, *overrides))
+
+    cluster = LOCAL.model_copy(update={"gpus_per_node": 1})
+    found = problems(qwen(), cluster)
+    assert "1048576 is longer than the model's 40960 positions" in found
+    advice = "model.architecture.rope_scaling='{rope_type: yarn, factor: 26}'"
+    assert advice in found
+    plan(qwen(advice.replace("'", "")), cluster)
+    short = f"model.architecture.rope_scaling={{rope_type: yarn, factor: 4{original}}}"
+    advice = f"model.architecture.rope_scaling.factor={32 if original else 26}"
+    assert problems(qwen(short), cluster).endswith(f"Use a shorter one, or set {advice}.")
+    positions = plan(qwen(short, advice), cluster).recipe.model.architecture.max_position_embeddings
+    assert positions == (1_048_576 if original else 26 * 40960)
 
 
 @pytest.mark.parametrize(
