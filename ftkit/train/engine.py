@@ -50,7 +50,7 @@ class ShardingStats:
         local_elements: on this rank.
         max_local_elements: the maximum on this rank: an even share.
         trainable_elements: of the unsharded model, with gradients.
-        quantized_elements: of the unsharded model, stored in 4 bits.
+        quantized_elements: of the unsharded model, in 4 bits or FP8.
         is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """
 

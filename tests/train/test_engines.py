@@ -96,7 +96,7 @@ def test_both_engines_train_the_same_model(family: str, method: Method, matrix: 
     fsdp2_result, zero3_result = (matrix[f"{family} {method} {engine}"] for engine in ("fsdp2", "zero3"))
     assert_equal(fsdp2_result, zero3_result)
     assert fsdp2_result["checks"]["units"] == zero3_result["checks"]["units"] == "4"
-    is_quantized = zero3_result["checks"]["4-bit parameters"] != "0"
+    is_quantized = zero3_result["checks"]["quantized parameters"] != "0"
     assert is_quantized == (method == "qlora")
 
 
@@ -279,7 +279,7 @@ def test_zero3_partitions_over_too_few_ranks_are_rejected(world: World) -> None:
     [
         ("full", "lora", "trainable parameters: found 39,072, expected 16,384 "),
         ("lora", "full", "trainable parameters: found 16,384, expected 39,072 "),
-        ("lora", "qlora", "4-bit parameters: found 0, expected 18,432"),
+        ("lora", "qlora", "quantized parameters: found 0, expected 18,432"),
     ],
 )
 def test_a_model_with_other_trainable_parameters_than_planned_is_rejected(

@@ -133,7 +133,8 @@ def test_every_family_passes_the_checks(
     assert checks["units"] == "5"
     assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
     probe = run_probe(engine, world, 320, micro_batch_size=2, sequence_length=60)
-    assert verify_isolation(probe)["documents isolated"].endswith("gradient 0")
+    assert verify_isolation(probe)["documents isolated"].startswith("difference ")
+    assert verify_isolation(probe, shares_scales=True)["documents isolated"] == "gradient 0"
     verify_logits(probe)
 
 

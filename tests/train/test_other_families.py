@@ -49,7 +49,7 @@ def test_an_export_with_biases_is_trained_further_with_4_bit_weights(
         before, after = run.records(EvaluationRecord)
         assert before.loss == pytest.approx(with_biases.records(EvaluationRecord)[-1].loss, rel=tolerance)
         assert after.loss < before.loss
-        is_quantized = run.records(VerificationRecord)[0].checks["4-bit parameters"] != "0"
+        is_quantized = run.records(VerificationRecord)[0].checks["quantized parameters"] != "0"
         assert is_quantized == (method == "qlora")
 
 

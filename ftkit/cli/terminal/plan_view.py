@@ -111,7 +111,8 @@ def _method(plan: RunPlan) -> str:
     trained = f"{plan.num_trained:,} parameters trained" if adapters else "all parameters trained"
     coefficient = training.router_aux_loss_coef
     balance = f", load-balancing loss × {coefficient:g}" if coefficient else ""
-    return f"{training.method} fine-tuning in {training.precision}{rank}: {trained}{balance}"
+    base = f" on a base in {training.base_precision}" if training.base_precision == "fp8" else ""
+    return f"{training.method} fine-tuning in {training.precision}{base}{rank}: {trained}{balance}"
 
 
 def describe_placement(plan: JobPlan) -> str:

@@ -37,7 +37,7 @@ def sharding_text(record: ShardingRecord) -> str:
 _CHECKS = {
     "parameters": "{} parameters",
     "trainable parameters": "{} of them trained",
-    "4-bit parameters": "{} in 4 bits",
+    "quantized parameters": "{} of them quantized",
     "parameters on this rank": "{} on this rank",
     "units": "{} sharded units",
     "sharded layers": "{} of them decoder layers",
@@ -51,7 +51,7 @@ _CHECKS = {
 
 
 def checks_text(checks: Mapping[str, str]) -> str:
-    """Describe the checks before step 1; those that found nothing, such as 4-bit parameters, are left out."""
+    """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
     others = {name: f"{{}} {name}" for name in checks if name not in _CHECKS}  # "layers with checkpointing 'none'"
     found = ((words, checks.get(name, "0")) for name, words in (_CHECKS | others).items())
     return ", ".join(words.format(value) for words, value in found if value != "0")

@@ -51,7 +51,7 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
         ),
         "parameters": (stats.total_elements, expected.total, "as planned"),
         "trainable parameters": (stats.trainable_elements, expected.trained, f"for method '{training.method}'"),
-        "4-bit parameters": (stats.quantized_elements, expected.quantized, f"for method '{training.method}'"),
+        "quantized parameters": (stats.quantized_elements, expected.quantized, f"for method '{training.method}'"),
     }
     wrong = [
         f"{name}: found {found:,}, expected {wanted:,} ({why})"
@@ -137,7 +137,8 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict
             meaning="this model's attention, or another of its layers, ignores where documents end",
             fix="set data.packing=auto, try another training.attention, or choose another model",
         )
-    return {"documents isolated": f"difference {change:.0g}, gradient {leak:.0g}"}
+    difference = "" if shares_scales else f"difference {change:.0g}, "
+    return {"documents isolated": f"{difference}gradient {leak:.0g}"}
 
 
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:

@@ -35,7 +35,7 @@ def test_each_kind_of_record_can_be_printed(kind: type[Any]) -> None:
 
 
 def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
-    checks = {"units": "3", "sharded layers": "2", "layers with checkpointing 'none'": "2", "4-bit parameters": "0"}
+    checks = {"units": "3", "sharded layers": "2", "layers with checkpointing 'none'": "2", "quantized parameters": "0"}
     checks |= {"documents are": "packed", "documents isolated": "difference 0, gradient 0", "parameters": "363,040"}
     assert checks_text(checks) == (
         "363,040 parameters, 3 sharded units, 2 of them decoder layers, documents are packed, they do not attend to "

@@ -1,0 +1,40 @@
+"""The plan as it is printed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from ftkit.cli.terminal.plan_view import plan_facts
+from ftkit.config.context import Context
+from ftkit.config.image_reference import ImageFile
+from ftkit.config.load import load_cluster, load_recipe
+from ftkit.config.request import RunRequest
+from ftkit.planning.planner import plan_run
+
+NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "full fine-tuning in bf16: all parameters trained"),
+        (("training.precision=fp8",), "full fine-tuning in fp8: all parameters trained"),
+        (
+            ("training.method=lora", "training.base_precision=fp8"),
+            "lora fine-tuning in bf16 on a base in fp8, rank 16 on 7 projections per layer: 39,976,960 parameters",
+        ),
+    ],
+)
+def test_the_method_is_printed_with_the_precision_of_trained_and_frozen_weights(
+    overrides: tuple[str, ...], expected: str
+) -> None:
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    request = RunRequest(None, None, None, None, False, Path("/shared/me"), "/venv/bin/python", now, "ab12")
+    request = replace(request, image=ImageFile(Path("/images/olmo3.sqsh")))
+    recipe = load_recipe("olmo3-7b-full", NOWHERE, overrides)
+    made = plan_run(recipe, load_cluster("a3-ultragpu-8g", NOWHERE), None, request, ftkit_version="1")
+    assert str(dict(plan_facts(made))["method"]).startswith(expected)
