@@ -23,7 +23,7 @@ from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
 from ftkit.train.imports import faster_imports
 from ftkit.train.launcher import LAUNCHED, follow_launcher
-from ftkit.train.quiet import silence_torchao
+from ftkit.train.quiet import silence_torchao, silence_training
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     silence_torchao()
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")
+    silence_training()
 
 
 if __name__ == "__main__":
