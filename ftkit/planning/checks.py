@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.execution import GIB, are_quantized
+from ftkit.config.execution import are_quantized
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
 from ftkit.families import MEASURED, UNPACKED
-from ftkit.planning.estimates.flops import attention_layers
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
@@ -315,23 +314,6 @@ _ESTIMATED: dict[CountSource, str] = {
 }
 
 
-_WITHOUT_KERNEL = 134
-"""Bytes per token and element of the value heads that linear attention takes in PyTorch: Qwen 3.5 9B with LoRA and full
-checkpointing took 4.2 GiB more than predicted for 8,192 tokens and 4,096 elements (one H200)."""
-
-
-def _linear_attention_notes(shape: ArchitecturePlan, sequence_length: int, cluster: ClusterProfile) -> Iterator[str]:
-    """Yield what linear attention takes where no kernel runs; the plan can't know whether one does."""
-    width = max((layers.width for layers in attention_layers(shape) if layers.state), default=0)
-    if width and cluster.device == "cuda":
-        gib = _WITHOUT_KERNEL * width * sequence_length / GIB
-        yield (
-            f"speed and memory assume a kernel for the linear attention of '{shape.family}' (flash-linear-attention): "
-            "where none runs on the GPU, PyTorch computes it, more slowly (Qwen 3.5 9B on an H200 at 0.41 times the "
-            f"predicted speed), and takes about {gib:.1f} GiB more per pack of a micro-batch"
-        )
-
-
 def find_notes(
     recipe: RecipeSpec, model: ModelPlan, cluster: ClusterProfile, image: ImageSpec | None, padding: float | None
 ) -> Iterator[str]:
@@ -353,7 +335,6 @@ def find_notes(
             "check before step 1 finds that it does not, each document becomes a padded row, which is slower; plan "
             "with data.packing=off to see by how much"
         )
-    yield from _linear_attention_notes(shape, training.sequence_length, cluster)
     if shape.is_measured:
         return
     counts = count_model(shape)

@@ -42,6 +42,7 @@ class EnginePlan:
         keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
         num_replicas: copies of the model, each sharded over as many neighboring processes.
         defers_sync: whether gradients are reduced only in the last micro-batch of a step.
+        has_linear_kernel: whether the predictions assume a kernel for linear attention.
     """
 
     name: EngineName
@@ -49,6 +50,7 @@ class EnginePlan:
     keeps_weights: bool = False
     num_replicas: int = 1
     defers_sync: bool = False
+    has_linear_kernel: bool = True
 
     def of(self, setup: Setup) -> EnginePlan:
         """Return the plan with a setup's sharding, and with the sharding in the reason."""
@@ -65,6 +67,7 @@ class EnginePlan:
             keeps_weights=setup.keeps_weights,
             num_replicas=setup.num_replicas,
             defers_sync=setup.defers_sync,
+            has_linear_kernel=setup.has_linear_kernel,
         )
 
 

@@ -100,6 +100,7 @@ class RunPlan(JobPlan):
             num_shards=setup.num_shards // engine.num_replicas,
             num_replicas=engine.num_replicas,
             defers_sync=engine.defers_sync,
+            has_linear_kernel=engine.has_linear_kernel,
         )
 
     @property

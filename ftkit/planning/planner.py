@@ -22,6 +22,7 @@ from ftkit.planning.choices import (
     with_sharding,
 )
 from ftkit.planning.estimates.host_memory import predict_host_memory
+from ftkit.planning.estimates.linear_attention import has_linear_attention
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_by_config, count_model, default_targets, method_counts
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
@@ -66,7 +67,11 @@ def plan_run(
     job = plan_job(cluster, request, request.name or recipe.name, num_nodes, per_node)
     placement = job["placement"]
     engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
-    lightest = setup_of(shape, least_memory(training), engine.name, cluster, placement)
+    trained_in = None if cluster.runtime == "none" else image
+    lightest = replace(
+        setup_of(shape, least_memory(training), engine.name, cluster, placement),
+        has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
+    )
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
@@ -85,7 +90,8 @@ def plan_run(
         num_steps=count_steps(chosen, request.num_packs),
         notes=(
             *_notes(setup, cluster, memory),
-            *_notes_on_fp8(setup, None if cluster.runtime == "none" else image),
+            *_notes_on_fp8(setup, trained_in),
+            *_notes_on_linear_attention(setup, trained_in, padding),
             *find_notes(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
@@ -242,6 +248,40 @@ def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[s
     )
     fitting = suggest_changes(setup, cluster, gpu.usable_gib)
     return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))
+
+
+LINEAR_KERNELS = "flash-linear-attention"
+"""The package with kernels for linear attention."""
+
+
+def _notes_on_linear_attention(setup: Setup, image: ImageSpec | None, padding: float) -> tuple[str, ...]:
+    """Return a note on what computes linear attention, with the predictions of both cases."""
+    gpu, family = setup.gpu, setup.shape.family
+    if setup.device == "cpu" or not has_linear_attention(setup.shape):
+        return ()
+    with_kernel, without = (_describe_prediction(setup, has_kernel, padding) for has_kernel in (True, False))
+    if image is not None and not setup.has_linear_kernel:
+        note = (
+            f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention of "
+            f"'{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
+        )
+        return (note,)
+    note = (
+        f"the plan assumes a kernel for the linear attention of '{family}' ({LINEAR_KERNELS}): {with_kernel}; where "
+        f"none runs, PyTorch computes it: {without}"
+    )
+    if gpu is None or (gpu.has_fast_attention and not gpu.has_mxfp8):
+        note += f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"
+    return (note,)
+
+
+def _describe_prediction(setup: Setup, has_kernel: bool, padding: float) -> str:  # noqa: FBT001
+    setup = replace(setup, has_linear_kernel=has_kernel)
+    text = f"{predict_memory(setup).total:.1f} GiB"
+    if setup.gpu is None:
+        return text
+    speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes
+    return f"about {speed:,.0f} tokens/s per GPU and {text}"
 
 
 def _notes_on_fp8(setup: Setup, image: ImageSpec | None) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ class Setup:
         keeps_weights: whether layers stay unsharded between forward and backward pass.
         num_replicas: copies of the model, each on `num_shards` neighboring processes.
         defers_sync: whether gradients are reduced only in the last micro-batch of a step.
+        has_linear_kernel: whether a kernel computes linear attention, if the model has any; otherwise PyTorch does.
     """
 
     shape: ArchitectureSpec
@@ -112,6 +113,7 @@ class Setup:
     keeps_weights: bool = False
     num_replicas: int = 1
     defers_sync: bool = False
+    has_linear_kernel: bool = True
 
     @property
     def num_processes(self) -> int:

@@ -22,6 +22,7 @@ from ftkit.config.execution import (
 )
 from ftkit.families import SavedTensors, family_of
 from ftkit.planning.estimates.activations import count_numbers, layer_bytes, selective_numbers
+from ftkit.planning.estimates.linear_attention import delta_rule_bytes
 from ftkit.planning.estimates.parameters import count_model, count_repeated_parameters, method_counts
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Sizes:
         self.width = compute_width(training)
         self.gathered_in_fp8 = count_gathered_in_fp8(setup)
         self.tokens = setup.tokens
+        self.delta_rule = delta_rule_bytes(setup)
         self.checkpointing = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
@@ -314,7 +316,10 @@ class Sizes:
         return self._plan(
             "backward",
             gradients=self.accumulated_gradients() if self.keeps_gradients else done * self.local_gradients(),
-            activations=self.saved_activations(layers) + self.in_layer(self.checkpointing[layers]) + self.mask(),
+            activations=self.saved_activations(layers)
+            + self.in_layer(self.checkpointing[layers])
+            + self.delta_rule
+            + self.mask(),
             logits=self.kept_logits(),
             communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )

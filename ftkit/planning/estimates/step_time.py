@@ -17,6 +17,7 @@ from ftkit.config.training import RECOMPUTES_LAYERS
 from ftkit.families import family_of
 from ftkit.planning.estimates.activations import layer_bytes
 from ftkit.planning.estimates.flops import document_flops, token_flops
+from ftkit.planning.estimates.linear_attention import delta_rule_seconds
 from ftkit.planning.estimates.memory import (
     FP32,
     compute_width,
@@ -183,7 +184,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     attention, recurrent = _attention_flops(setup, gpu)
     seconds += attention + (fully * attention + partly * recurrent) / 3
     seconds /= gpu.peak_flops(training.compute_precision)
-    seconds += moved / gpu.memory_bandwidth
+    seconds += moved / gpu.memory_bandwidth + delta_rule_seconds(setup, gpu)
     return tokens * seconds
 
 

@@ -15,6 +15,7 @@ from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe
 from ftkit.config.model import Linear
+from ftkit.config.model_config import shipped_config
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.errors import ConfigError, FtkitError
@@ -409,16 +410,37 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
     assert "'kimi_linear' keeps packed documents apart only with" in notes("model.architecture.family=kimi_linear")
 
 
-def test_the_plan_notes_what_linear_attention_takes_on_gpus_without_a_kernel() -> None:
-    hybrid, full = (
-        demo("training.global_batch_size=32", f"model.architecture.family={family}")
-        for family in ("qwen3_5_text", "olmo3")
-    )
-    on_gpus = (A4, IMAGE, replace(REQUEST, image=OLMO3))
-    (said,) = [note for note in plan(hybrid, *on_gpus).notes if "linear attention" in note]
-    assert "GiB more per pack of a micro-batch" in said
-    for other in (plan(hybrid), plan(full, *on_gpus)):  # the first on a CPU
-        assert not [note for note in other.notes if "linear attention" in note]
+def test_the_plan_predicts_linear_attention_by_what_computes_it() -> None:
+    words = (
+        "training.method=lora", "training.learning_rate=1e-4", "training.sequence_length=8192",
+        "training.micro_batch_size=1", "training.activation_checkpointing=full",
+    )  # fmt: skip
+    hybrid = load_recipe("qwen3.5-9b-tools-full", HERE, words)
+    model = plan_model(hybrid.model, shipped_config("Qwen/Qwen3.5-9B"))
+    request = replace(REQUEST, image=OLMO3, model=model)
+
+    def linear(image: ImageSpec, gpu: str = "b200") -> tuple[RunPlan, str, str]:
+        """Return the plan, its note on linear attention, and its predictions as in the note."""
+        made = plan(hybrid, A4.model_copy(update={"gpu": gpu}), image, request)
+        (note,) = [note for note in made.notes if "linear attention" in note]
+        assert made.speed is not None
+        predicted = f"about {made.speed.tokens_per_second / 8:,.0f} tokens/s per GPU and {made.memory.total:.1f} GiB"
+        return made, note, predicted
+
+    with_kernel = IMAGE.model_copy(update={"packages": ("flash-linear-attention==0.6.0",)})
+    _, note, fast = linear(with_kernel)
+    made, other, slow = linear(IMAGE)
+    assert fast != slow
+    assert note.startswith("the plan assumes a kernel for the linear attention of 'qwen3_5_text'")
+    assert note.endswith(f": {fast}; where none runs, PyTorch computes it: {slow}")
+    assert other.startswith("olmo3:25.02 does not list flash-linear-attention")
+    assert other.endswith(f": {slow}; with a kernel that runs on the GPU: {fast}")
+    assert linear(with_kernel, "h200")[1].endswith("0.6.0 needs Triton 3.7.1 or newer, or tilelang")
+    assert not plan_from_json(plan_to_json(made), "plan.json").setup.has_linear_kernel
+    dense = demo("training.global_batch_size=32", "model.architecture.family=olmo3")
+    on_cpus = demo("model.architecture.family=qwen3_5_text")
+    for without in (plan(dense, A4, IMAGE, replace(REQUEST, image=OLMO3)), plan(on_cpus)):
+        assert not [note for note in without.notes if "linear attention" in note]
 
 
 def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
