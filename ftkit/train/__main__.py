@@ -43,14 +43,18 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             at_end.enter_context(held)
             record_start(layout.manifest, num_restarts=num_restarts)
         with at_end:
+            plan = read_plan(layout)
             with faster_imports():
                 from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415
                 from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
                 from ftkit.train.world import init_world  # noqa: PLC0415
 
+                if plan.recipe.training.method != "full":
+                    from ftkit.train.private_apis.peft import import_without_quantizers  # noqa: PLC0415
+
+                    import_without_quantizers()
             begun["joining the process group"] = time.time()
             record_collectives()
-            plan = read_plan(layout)
             if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
                 at_end.enter_context(sampling(layout))
             context_parallel = plan.recipe.training.context_parallel

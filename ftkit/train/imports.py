@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-UNUSED = ("boto3", "scipy", "sklearn", "torchvision")
-"""Packages that transformers and accelerate import wherever they are installed, for models and services that ftkit does
-not use. sklearn imports pandas and pyarrow too."""
+UNUSED = ("bitsandbytes", "boto3", "scipy", "sklearn", "torchao", "torchvision")
+"""Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
+that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
 
 
 @contextmanager

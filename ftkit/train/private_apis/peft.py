@@ -1,4 +1,4 @@
-"""An undocumented name of peft."""
+"""Undocumented names of peft."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def compute_in_input_dtype(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False
+
+
+def import_without_quantizers() -> None:
+    """Import peft. Within `faster_imports`, it remembers that bitsandbytes and torchao are missing.
+
+    It adapts their layers, which ftkit does not use, so it imports both, and fails if torchao is older than 0.16.
+    `peft.import_utils.is_bnb_available` and `is_torchao_available`, which remember their results, peft 0.14 to 0.21. If
+    they go: leave them out.
+    """
+    from peft.import_utils import is_bnb_available, is_torchao_available  # noqa: PLC0415 - only adapters need it
+
+    is_bnb_available()
+    is_torchao_available()

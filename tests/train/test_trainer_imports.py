@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+from ftkit.train.imports import UNUSED, faster_imports
+
+with faster_imports():
+    import ftkit.train.trainer
+    from ftkit.train.private_apis.peft import import_without_quantizers
+    import_without_quantizers()
+
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2)))
+others = ("datasets", "deepspeed", "matplotlib", "pandas", "pyarrow", "tensorboard", "torch._inductor.lowering")
+print(*(name for name in (*UNUSED, *others) if name in sys.modules))
+"""
+
+
+def test_ranks_import_no_packages_that_they_do_not_use() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
