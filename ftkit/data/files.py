@@ -28,6 +28,8 @@ MAX_FILES: Final = 100_000
 _BUFFER = 1 << 20
 _OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
 """Prefixes of files and folders that are not for training, as in datasets of the hub."""
+_GIT_LFS: Final = b"version https://git-lfs"
+"""Beginning of the file that a repository has in place of a large one."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that `datasets` writes."""
 
@@ -253,6 +255,8 @@ def _open(path: str, key: str) -> Iterator[IO[bytes]]:
     else:
         opened = Path(path).open("rb", buffering=_BUFFER)  # noqa: SIM115 - entered below
     with opened as file:
+        if file.peek(len(_GIT_LFS)).startswith(_GIT_LFS):
+            raise DataError(f"{path} is only a Git LFS pointer", fix="download the file itself: git lfs pull")
         match Path(path).suffix.lower():
             case ".gz":
                 yield cast("IO[bytes]", gzip.GzipFile(fileobj=file))

@@ -37,9 +37,9 @@ DETECTION_ROWS = 100
 METADATA = frozenset(
     ("id", "_id", "idx", "index", "uid", "uuid", "guid", "hash", "source", "dataset", "origin", "url", "split",
      "language", "lang", "license", "timestamp", "created_at", "date", "category", "tags", "parallel_tool_calls",
-     "__index_level_0__")
+     "__index_level_0__", "", "Unnamed: 0")
 )  # fmt: skip
-"""Metadata columns: they are skipped, and a message lists them."""
+"""Metadata columns: they are skipped, and a message lists them. The last three are the index that pandas writes."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
 _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
@@ -62,7 +62,9 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike)
         if detected is not None:
             return detected
+    _refuse_tokenized(rows[0])
     lists = [name for name, value in rows[0].columns.items() if _is_list_of_objects(value)] if len(rows) == 1 else []
+    lists = [name for name in lists if not {"role", "from"} & rows[0].columns[name][0].keys()]
     raise DataError(
         f"{rows[0].where}: no known format has the columns {', '.join(sorted(commonest)) or '(none)'}",
         meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
@@ -71,6 +73,15 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         else "set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
+
+
+def _refuse_tokenized(row: Row) -> None:
+    if "input_ids" in row.columns:
+        raise DataError(
+            f"{row.where}: the rows are token ids (input_ids)",
+            meaning="ftkit tokenizes the data itself, with the tokenizer of the model",
+            fix="give the conversations or texts that these tokens were made of",
+        )
 
 
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
@@ -85,6 +96,12 @@ def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
 def _detect_by_columns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     if {"chosen", "rejected"} <= columns:
         raise _preferences(rows[0].columns)
+    if {"prompt", "completion", "label"} <= columns and isinstance(rows[0].columns["label"], bool):
+        raise DataError(
+            "the rows are preference data (prompt, completion, label)",
+            meaning="completions whose label is false are examples of what the model should not write",
+            fix="to train on the others: jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
+        )
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
     if {"instruction", "response"} <= columns:

@@ -25,7 +25,7 @@ from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, skip_bad
-from ftkit.errors import DataError
+from ftkit.errors import DataError, one_line
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
@@ -151,25 +151,30 @@ class DataInspector:
         return [describe_format(encoder.format) for encoder in self.encoder.encoders.values()]
 
     def samples(self, num_rows: int) -> Iterator[Sample]:
-        """Yield the documents of the first rows.
+        """Yield the documents of the first rows that can be used.
 
         Raises:
-            DataError: one of these rows can't be used.
+            DataError: more rows before them than `data.skip_bad` can't be used.
         """
         rows = (row for row in read_rows(self.recipe.data) if row.split != "validation")
-        for taken, row, documents in islice(self.encoder.results(list(islice(rows, num_rows))), num_rows):
-            if isinstance(documents, DataError):
-                raise documents
-            for number, document in enumerate(documents, start=1):
-                yield Sample(
-                    row.where, number, len(documents), len(document.tokens), document.num_targets,
-                    tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
-                )  # fmt: skip
+        num_bad = 0
+        while num_rows and (batch := list(islice(rows, num_rows))):
+            for taken, row, documents in self.encoder.results(batch):
+                if isinstance(documents, DataError):
+                    skip_bad([documents], self.recipe.data.skip_bad - num_bad)
+                    num_bad += 1
+                    self.report(f"skipped: {one_line(documents)}")
+                    continue
+                num_rows -= 1
+                for number, document in enumerate(documents, start=1):
+                    yield Sample(
+                        row.where, number, len(documents), len(document.tokens), document.num_targets,
+                        tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
+                    )  # fmt: skip
 
-    def check(self) -> Iterator[tuple[int, list[DataError]]]:
-        """Encode all rows; yield for each batch the number of rows and the errors of bad rows."""
-        for encoded in self._encode(self.encoder):
-            yield encoded.num_rows.total() + len(encoded.bad), encoded.bad
+    def check(self) -> Iterator[EncodedRows]:
+        """Encode all rows; yield each batch, with the errors of rows that can't be used."""
+        yield from self._encode(self.encoder)
 
     def _encode(self, encoder: BatchEncoder) -> Iterator[EncodedRows]:
         """Encode all rows, and report how many."""

@@ -103,7 +103,7 @@ def parse_row(content: bytes, file: str, where: str, *, is_first: bool) -> Row |
         content = content.removeprefix(codecs.BOM_UTF8)
         _check_kind(content, file)
     text = _decode(content, file, where)
-    return Row(_parse_object(text, file, where), where) if text.strip() else None
+    return Row(_parse_object(text, file, where, is_first=is_first), where) if text.strip() else None
 
 
 def _check_kind(content: bytes, file: str) -> None:
@@ -128,7 +128,7 @@ def _decode(line: bytes, file: str, where: str) -> str:
         ) from error
 
 
-def _parse_object(text: str, file: str, where: str) -> Columns:
+def _parse_object(text: str, file: str, where: str, *, is_first: bool) -> Columns:
     one_object = "each row is one JSON object; in JSON Lines, one per line"
     try:
         parsed = json.loads(text, object_pairs_hook=_unique)
@@ -145,7 +145,8 @@ def _parse_object(text: str, file: str, where: str) -> Columns:
             fix=fix,
         ) from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where}: not a JSON object", fix=one_object)
+        command = _make_object(parsed, file, is_element=", element " in where) if is_first else ""
+        raise DataError(f"{where}: not a JSON object", fix=command or one_object)
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(parsed, MAX_DEPTH):
         raise DataError(f"{where}: nested more than {MAX_DEPTH} deep", fix="flatten or remove this example")
     if _SURROGATE.search(text):
@@ -161,6 +162,15 @@ def _why_invalid(text: str, *, is_array: bool, is_text: bool) -> str:
     if "\r" in text.rstrip():
         return "its lines end in carriage returns, or contain them"
     return "the file is one array, or its objects span several lines" if is_array or text.strip() == "{" else ""
+
+
+def _make_object(parsed: object, file: str, *, is_element: bool) -> str:
+    """Return the command that makes objects of rows like this one; empty if there is none."""
+    program = "{text: .}" if isinstance(parsed, str) else ""
+    if isinstance(parsed, list) and parsed and isinstance(parsed[0], dict):
+        program = "{messages: .}" if {"role", "from"} & parsed[0].keys() else ".[]"
+    whole = f".[] | {program}" if is_element else program
+    return f"make objects of them: jq -c {shlex.quote(whole)} {shlex.quote(file)} > rows.jsonl" if program else ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Columns:

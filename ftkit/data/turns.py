@@ -25,6 +25,8 @@ _ROLES: dict[str, Role] = {
 }
 _CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")
 """ShareGPT roles whose text is the JSON of tool calls."""
+_TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+"""Types of a content's text parts: OpenAI's chat API, and the requests and results of its Responses API."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TRAINED = ("weight", "train")
 _OPENAI_KEYS = frozenset(
@@ -101,7 +103,7 @@ def _openai_turn(turn: JsonObject) -> Message:
 
 
 def _sharegpt_turn(turn: JsonObject) -> Message:
-    name = str(turn.get("from")).strip().lower().replace("-", "_").replace(" ", "_")
+    name = _normalized(turn.get("from"))
     if name in _CALLS:
         return _message("assistant", turn, "", [_read_call(call) for call in _parse_calls(turn.get("value"))])
     role = _role(name)
@@ -131,8 +133,12 @@ def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) 
     )
 
 
+def _normalized(role: object) -> str:
+    return str(role).strip().lower().replace("-", "_").replace(" ", "_")
+
+
 def _role(value: object) -> Role:
-    role = _ROLES.get(str(value))
+    role = _ROLES.get(_normalized(value))
     if role is None:
         raise DataError(
             f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
@@ -149,11 +155,11 @@ def _content(value: object, role: str, *, is_optional: bool) -> str:
     if value is None and is_optional:
         return ""
     parts = value if isinstance(value, list) and value else [None]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS else None
              for part in parts]  # fmt: skip
     if all(isinstance(text, str) for text in texts):
         return "".join(str(text) for text in texts)
-    kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"})
+    kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, dict)} - _TEXT_PARTS)
     raise DataError(
         f"the content of a turn of {role} is not text: {_shown(value)}",
         meaning=f"parts of type {', '.join(kinds)} can't be trained on: only text" if kinds else "",

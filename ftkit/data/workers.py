@@ -52,6 +52,7 @@ class EncodedRows:
         validation_rows: the rows of the validation split as JSON Lines.
         validation_sources: source numbers of these rows, one per line.
         bad: errors of bad rows, in order.
+        refused: errors of rows with a document longer than a pack, in order, if `data.too_long` is `error`.
     """
 
     train: DocumentBatch
@@ -64,6 +65,7 @@ class EncodedRows:
     validation_rows: str = ""
     validation_sources: str = ""
     bad: list[DataError] = field(default_factory=list)
+    refused: list[DataError] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class BatchEncoder:
     def encode(self, batch: Sequence[SourceRow]) -> EncodedRows:
         """Return the documents of rows, in their order."""
         documents: dict[Split, list[DocumentBatch]] = {"train": [], "validation": []}
-        length = self.recipe.training.sequence_length
+        length, refuses = self.recipe.training.sequence_length, self.recipe.data.too_long == "error"
         num_rows, num_too_long, sizes = Counter[int](), Counter[int](), []
-        unused, lines, sources, bad = set[str](), [], [], []
+        unused, lines, sources, bad, refused = set[str](), [], [], [], []
         for (source, split, _), row, result in self.results(batch):
             if isinstance(result, DataError):
                 bad.append(result)
@@ -95,8 +97,11 @@ class BatchEncoder:
             if split_name == "validation":
                 lines.append(json.dumps(row.columns, ensure_ascii=False, default=str) + "\n")
                 sources.append(f"{source}\n")
-            sizes += [len(document.tokens) for document in result]
-            num_too_long[source] += sum(len(document.tokens) > length for document in result)
+            lengths = [len(document.tokens) for document in result]
+            sizes += lengths
+            num_too_long[source] += sum(each > length for each in lengths)
+            if refuses and max(lengths, default=0) > length:
+                refused.append(_too_long(row, max(lengths), length))
             documents[split_name].append(DocumentBatch.of(self._shortened(result), source))
         train, validation = (
             DocumentBatch.join(documents[split] or [DocumentBatch.of([])]) for split in ("train", "validation")
@@ -112,6 +117,7 @@ class BatchEncoder:
             validation_rows="".join(lines),
             validation_sources="".join(sources),
             bad=bad,
+            refused=refused,
         )
 
     def results(self, batch: Sequence[SourceRow]) -> Iterator[tuple[SourceRow, Row, list[Document] | DataError]]:
@@ -146,6 +152,13 @@ class BatchEncoder:
     def _split_of(self, row: Row) -> Split:
         validation = self.recipe.data.validation
         return split_of(row.columns, validation) if validation else "train"
+
+
+def _too_long(row: Row, num_tokens: int, length: int) -> DataError:
+    return DataError(
+        f"{row.where}: {num_tokens:,} tokens, longer than a pack of {length:,}",
+        fix="raise training.sequence_length, or set data.too_long to drop, truncate, or (text only) split",
+    )
 
 
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: int) -> Iterator[EncodedRows]:

@@ -183,6 +183,33 @@ def test_validation_reports_that_all_rows_are_valid(
     assert "1 row: all can be used" in err
 
 
+def test_samples_are_the_first_rows_that_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK[:2]}, {"messages": TALK}, {"messages": TALK})
+    code, out, err = call(capsys, "show", file, "-n", "1", "data.skip_bad=1")
+    assert code == 0
+    assert out.startswith(f"{file}:2: ")
+    assert f"{file}:3: " not in out
+    assert f"skipped: {file}:1: nothing to train on" in err
+    assert call(capsys, "show", file, "-n", "1")[0] == 8
+
+
+def test_validation_lists_rows_that_are_too_long_for_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = {"messages": [{"role": "user", "content": "x " * 5000}, TALK[4]]}
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK}, long)
+    code, out, err = call(capsys, "check", file, "--skip-bad", "1")
+    assert code == 8
+    assert f"{file}:2\n" in out
+    assert " tokens, longer than a pack of " in out
+    assert "error: 1 of 2 rows can't be used" in err
+    assert "raise training.sequence_length" in err
+    code, out, err = call(capsys, "check", file, "data.too_long=drop")
+    assert (code, out) == (0, "")
+    assert "2 rows: all can be used; 1 document longer than a pack (data.too_long: drop)" in err
+    code, _, err = call(capsys, "check", write(tmp_path / "long.jsonl", long), "data.too_long=drop")
+    assert code == 8
+    assert "no document can be trained on: 1 document longer than a pack" in err
+
+
 @pytest.mark.parametrize("command", ["show", "stats", "check"])
 def test_the_help_of_each_command_has_examples_and_fits_80_columns(
     capsys: pytest.CaptureFixture[str], command: str

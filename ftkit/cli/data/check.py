@@ -34,12 +34,15 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
     terminal = Terminal()
     plan, inspector = open_data(terminal, words, **options)
     allowed = plan.recipe.data.skip_bad if skip_bad is None else skip_bad
-    num_rows = num_bad = 0
+    num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
     fixes: set[str] = set()
-    for num, bad in inspector.check():
-        num_rows, num_bad = num_rows + num, num_bad + len(bad)
-        for error in bad:
+    for encoded in inspector.check():
+        num_rows += encoded.num_rows.total() + len(encoded.bad)
+        num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
+        num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
+        num_too_long += encoded.num_too_long.total()
+        for error in (*encoded.bad, *encoded.refused):
             where, reason = error.what.split(": ", 1)
             fixes.add(error.fix)
             if as_json:
@@ -50,16 +53,23 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
             terminal.text(f"  {error.fix}", is_data=True)
     if as_json:
         terminal.json({"rows": num_rows, "bad": listed})
-    if num_bad > allowed:
+    num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
+    if num_bad > allowed or num_refused:
         raise DataError(
-            f"{num_bad:,} of {plural(num_rows, 'row')} can't be used"
+            f"{num_useless:,} of {plural(num_rows, 'row')} can't be used"
             + (f", {allowed:,} are allowed" if allowed else ""),
             fix=f"correct them, or leave them out: data.skip_bad={num_bad}"
-            if num_bad < num_rows
+            if num_bad < num_rows and not num_refused
             else next(iter(fixes))
             if len(fixes) == 1
+            else "correct them; each row above has its reason"
+            if num_useless < num_rows
             else "set data.format to match these rows; 'ftkit data show' prints how they are read",
         )
+    outcome = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {plan.recipe.data.too_long})"
+    if num_too_long and not num_fit:
+        raise DataError(f"no document can be trained on: {outcome}", fix="raise training.sequence_length")
     terminal.say(
-        f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped"
+        (f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped")
+        + (f"; {outcome}" if num_too_long else "")
     )

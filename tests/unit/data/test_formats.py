@@ -58,6 +58,11 @@ QUESTION = {"kind": "prompt-completion", "prompt": "{context}\n{question}", "com
             [("user", "q\n\nc"), PAIR[1]],
         ),
         ({"prompt": "q", "completion": "a"}, "prompt and completion from columns prompt, completion", PAIR),
+        (
+            {"": "0", "Unnamed: 0": 1, "prompt": "q", "completion": "a"},
+            "prompt and completion from columns prompt, completion",
+            PAIR,
+        ),
         ({"question": "q", "answer": "a"}, "prompt and completion from columns question, answer", PAIR),
         ({"prompt": [ASK], "completion": [ANSWER]}, "prompt and completion from columns prompt, completion", PAIR),
     ],
@@ -84,6 +89,15 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ),
         ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference pairs.*kind=prompt-completion"),
         ([], "no rows to detect the format from"),
+        ([{"input_ids": [1, 2], "labels": [1, 2]}], r"f:1: the rows are token ids \(input_ids\)"),
+        (
+            [{"conversations": [{"from": "user", "text": "q"}]}],
+            r"no known format has the columns conversations\n.*\nset how a row becomes a conversation",
+        ),
+        (
+            [{"prompt": "q", "completion": "a", "label": False}],
+            r"(?s)preference data \(prompt, completion, label\).*jq -c 'select\(\.label\) \| del\(\.label\)'",
+        ),
         ([{"train": [{"messages": [ASK]}]}], r"no known format has the columns train\n.*\n.*jq -c '\.train\[\]'"),
     ],
 )
@@ -177,6 +191,12 @@ def test_parts_of_text_reasoning_and_weights_are_read() -> None:
     assert [message.content for message in found] == ["ab", "a", "q", "a"]
     assert [message.trained for message in found] == [None, False, None, True]
     assert [message.reasoning for message in found] == [None, "hm", None, "hm"]
+
+
+@pytest.mark.parametrize("kind", ["input_text", "output_text"])
+def test_text_parts_of_openais_responses_and_names_of_roles_in_any_case_are_read(kind: str) -> None:
+    found = messages_of({"role": "User", "content": [{"type": kind, "text": "q"}]}, ANSWER | {"role": "Assistant"})
+    assert found == (Message("user", "q"), Message("assistant", "a"))
 
 
 def test_null_keys_are_ignored_because_tables_give_every_turn_all_keys() -> None:

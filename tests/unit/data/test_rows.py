@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftkit.data.files import read_file
 from ftkit.data.rows import MAX_DEPTH, Row, errors_at, read_json_lines, write_json_lines
 from ftkit.errors import DataError
 
@@ -72,6 +73,26 @@ def test_a_json_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n', encoding="utf-16")
     with pytest.raises(DataError, match=r"not UTF-8.*\n.*UTF-16"):
         read_json_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "program"),
+    [
+        ("a.jsonl", '[{"a": 1}]', "'.[]'"),
+        ("a.jsonl", '[{"role": "user", "content": "q"}]\n' * 2, "'{messages: .}'"),
+        ("a.json", '[[{"from": "human", "value": "q"}]]', "'.[] | {messages: .}'"),
+        ("a.jsonl", '"a"\n"b"\n', "'{text: .}'"),
+        ("a.json", '["a", "b"]', "'.[] | {text: .}'"),
+    ],
+)
+def test_rows_that_are_no_objects_come_with_the_command_that_makes_them_objects(
+    name: str, content: str, program: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match="not a JSON object") as caught:
+        next(read_file(str(path))).parse()
+    assert f"jq -c {program} {path} > rows.jsonl" in caught.value.fix
 
 
 def test_surrogate_pairs_and_many_shallow_values_are_accepted(tmp_path: Path) -> None:
