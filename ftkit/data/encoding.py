@@ -62,8 +62,8 @@ def find_end_of_turn(tokenizer: Any) -> int | None:
     if tokenizer.chat_template is None:
         return None
     text = ChatRenderer.of(tokenizer, {}).render_to_end_of_turn(_SHORT_CONVERSATION)
-    last: int = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
-    return last if last in tokenizer.added_tokens_decoder else None
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens[-1] if tokens and tokens[-1] in tokenizer.added_tokens_decoder else None
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ class ChatRenderer:
         }
         blocks: list[str] = []
         marks: list[tuple[int, int]] = []
+        compiled = _compile(template)
         try:
-            compiled = compile_chat_template(template)
             if not _GENERATION.search(template):
                 return compiled.render(variables), marks
             with compiled.environment.activate_tracker(blocks, marks):
@@ -314,6 +314,17 @@ def _for_template(message: Message) -> _Turn:
         if value is not None:
             turn[key] = value
     return turn
+
+
+def _compile(template: str) -> Any:
+    try:
+        return compile_chat_template(template)
+    except Exception as error:  # Jinja's errors, and those of extensions
+        raise DataError(
+            f"the chat template is not valid Jinja: {one_line(error)}",
+            meaning="the template, not the data, is damaged, or needs an extension that transformers lacks",
+            fix="correct the template of the tokenizer, or set data.chat_template to another",
+        ) from error
 
 
 def _with_short_ids(conversation: Conversation) -> Conversation:

@@ -154,8 +154,15 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], No
 
 def _set_template(tokenizer: Any, source: str, template: str) -> None:
     if template == "model":
-        if tokenizer.chat_template is None:
+        if not tokenizer.chat_template:
             raise missing_template(source)
+        if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+            raise DataError(
+                f"the tokenizer of '{source}' has several chat templates, and none of them is the default: "
+                + ", ".join(sorted(tokenizer.chat_template)),
+                meaning="transformers uses the template named 'default' if a program selects none",
+                fix="write the right one to a file: data.chat_template=./FILE.jinja",
+            )
     elif template in TEMPLATES:
         shipped = TEMPLATES[template]
         missing = shipped.missing_tokens(tokenizer.get_vocab())

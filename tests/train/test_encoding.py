@@ -424,14 +424,28 @@ def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml:
     assert own.chat_template == REWRITING
     with pytest.raises(DataError, match="lacks <bos>, <end_of_turn>, <start_of_turn> of the 'gemma' chat template"):
         _set_template(chatml, "org/model", "gemma")
-    with pytest.raises(DataError, match="has no chat template"):
-        _set_template(SimpleNamespace(chat_template=None), "org/model", "model")
+    for empty in (None, ""):
+        with pytest.raises(DataError, match="has no chat template"):
+            _set_template(SimpleNamespace(chat_template=empty), "org/model", "model")
+    with pytest.raises(DataError, match="several chat templates, and none of them is the default: rag, tool_use"):
+        _set_template(SimpleNamespace(chat_template={"tool_use": REWRITING, "rag": REWRITING}), "org/model", "model")
 
 
-def test_an_assistant_turn_without_an_end_token_is_rejected(chatml: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
-    with_template(chatml, "{% for turn in messages %}{{ turn.content }}\n{% endfor %}", monkeypatch)
+@pytest.mark.parametrize("template", ["{% for turn in messages %}{{ turn.content }}\n{% endfor %}", "{# nothing #}"])
+def test_an_assistant_turn_without_an_end_token_is_rejected(
+    chatml: PreTrainedTokenizerBase, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(chatml, template, monkeypatch)
     assert find_end_of_turn(chatml) is None
     with pytest.raises(DataError, match="writes no special token after an assistant turn"):
+        encode(chatml, TALK)
+
+
+def test_a_template_that_is_not_jinja_is_rejected_as_such(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(chatml, "{% for turn in messages %}", monkeypatch)
+    with pytest.raises(DataError, match="the chat template is not valid Jinja: Unexpected end of template"):
         encode(chatml, TALK)
 
 
