@@ -30,6 +30,7 @@ from ftkit.train.model.attention import generation_attention
 from ftkit.train.model.build import TextConfig, build_empty, make_config, read_config
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import init_weights, load_weights, materialize
+from ftkit.train.private_apis.peft import import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -167,12 +168,10 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
     try:
         model = AutoModelForCausalLM.from_pretrained(base.folder, dtype="auto", trust_remote_code=False)
         if source.is_adapter:
-            from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
-
             with warnings.catch_warnings():
                 # peft applies the ranks and scales of experts, and yet warns that it ignored them.
                 warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
-                model = PeftModel.from_pretrained(model, source.folder).get_base_model()
+                model = import_peft().PeftModel.from_pretrained(model, source.folder).get_base_model()
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     place(model, devices)

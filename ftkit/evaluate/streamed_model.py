@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.weight_conversion import converts_layout
 from ftkit.train.private_apis.accelerate import free_offloaded, load_offloaded
+from ftkit.train.private_apis.peft import import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,8 +92,6 @@ def _check_disk(folder: Path, scratch: Path, num_bytes: int) -> None:
 
 
 def _add_adapters(model: Any, folder: Path) -> Any:
-    from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
-
     # peft moves adapters to the meta device if their layer is there, and then computes nonsense. So weights become
     # zeros until accelerate loads them: tensors of which memory has a single value.
     for module in model.modules():
@@ -100,7 +99,7 @@ def _add_adapters(model: Any, folder: Path) -> Any:
             zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
     del model.hf_device_map  # with it, peft would dispatch the model again, and fail
-    adapted = PeftModel.from_pretrained(model, str(folder))
+    adapted = import_peft().PeftModel.from_pretrained(model, str(folder))
     for module in adapted.modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             # DoRA computes with the base layer's weight after that layer has run.

@@ -19,6 +19,7 @@ from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, count_stored_value
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.private_apis.peft import import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,9 +202,7 @@ def _load(folder: Path, adapters: Path | None) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapters is None:
         return model
-    from peft import PeftModel  # noqa: PLC0415 - takes seconds, and only adapters need it
-
-    return PeftModel.from_pretrained(model, str(adapters))
+    return import_peft().PeftModel.from_pretrained(model, str(adapters))
 
 
 def _find_base(record: ExportRecord) -> Path:

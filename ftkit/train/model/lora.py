@@ -33,7 +33,7 @@ from ftkit.train.model.mxfp8 import check_mxfp8, convert_linears_to_mxfp8
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
 from ftkit.train.model.weight_conversion import name_for_peft, wrapped_name
-from ftkit.train.private_apis.peft import compute_in_input_dtype
+from ftkit.train.private_apis.peft import compute_in_input_dtype, import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -119,8 +119,7 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, ou
 
 
 def _inject(model: nn.Module, lora: LoraSpec) -> None:
-    from peft import inject_adapter_in_model  # noqa: PLC0415 - takes seconds, and only adapters need it
-    from peft.tuners.lora import Linear  # noqa: PLC0415
+    peft = import_peft()
 
     matrices = expert_matrices(model)
     check_expert_targets(matrices, lora)
@@ -143,10 +142,10 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
             # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
-            inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
+            peft.inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
     compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
-        if isinstance(module, Linear):
+        if isinstance(module, peft.tuners.lora.Linear):
             model.set_submodule(name, AdaptedLinear(module, lora))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ftkit.train.imports import without_packages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +21,28 @@ def compute_in_input_dtype(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.cast_input_dtype_enabled = False
+
+
+def import_peft() -> Any:
+    """Import peft, also where packages for quantized layers are too old for it: it then adapts none of their layers.
+
+    It looks for them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA.
+    `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.14 to 0.21. If they go:
+    leave them out.
+    """
+    import peft  # noqa: PLC0415 - takes seconds, and only adapters need it
+    from peft import import_utils  # noqa: PLC0415
+
+    for name in ("torchao", "gptqmodel", "auto_gptq"):
+        is_available = getattr(import_utils, f"is_{name}_available", None)
+        if is_available is None:
+            continue
+        try:
+            is_available()
+        except ImportError:
+            with without_packages(name):
+                is_available()
+    return peft
 
 
 def import_without_quantizers() -> None:
