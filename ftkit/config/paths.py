@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from glob import has_magic
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +52,14 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a path is a pattern (`data/*.jsonl`); a file or folder that has such a name is none."""
+    try:
+        return has_magic(text) and not Path(text).exists()
+    except OSError:
+        return True
 
 
 def path_problem(text: str) -> str | None:

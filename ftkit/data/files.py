@@ -13,7 +13,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
-from ftkit.config.paths import is_address, is_file
+from ftkit.config.paths import is_address, is_pattern
 from ftkit.data.readers import COMPRESSIONS, READERS, arrow_errors, cut_error, read_lines, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 from ftkit.runs.storage.drivers import ADVICE, open_driver
@@ -47,7 +47,7 @@ def find_files(place: str, key: str) -> list[str]:
     if is_address(place):
         return _find_remote(place, key)
     path = Path(place)
-    if has_magic(place) and not is_file(path):
+    if is_pattern(place):
         found = sorted(file for file in glob(place, recursive=True) if Path(file).is_file())  # noqa: PTH207 - absolute patterns
     elif _is_folder(path):
         found = _train_files(place, [str(file) for file in walk(path, key)], key)

@@ -22,7 +22,7 @@ from ftkit.errors import ConfigError, FtkitError, Problem
 from ftkit.families import FAMILIES, family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.cache import TOKENIZER_FILE, find_folder
-from ftkit.model_folder import holds_adapters, read_model_config
+from ftkit.model_folder import check_folder, holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
 
@@ -80,6 +80,8 @@ def resolve_model(model: ModelSpec, environment: Mapping[str, str], workspace: W
 
 def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> ModelPlan:
     folder = find_folder(model, environment, home)
+    if folder is None and is_path(model.weights) and Path(model.weights).exists():
+        check_folder(Path(model.weights))  # refuses it: it has no config.json, or is a file
     config = None if folder is None else read_model_config(folder)
     if folder is None and model.weights != "random" and not is_path(model.weights):
         config = _shipped_config(model)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import stat
-from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.paths import fixed_folder, is_address, is_file, is_path
+from ftkit.config.paths import fixed_folder, is_address, is_path, is_pattern
 from ftkit.config.sources import HubSource
 from ftkit.errors import NotFoundError, PrerequisiteError
 
@@ -81,7 +80,7 @@ def local_paths(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
     model = recipe.model
     for key, place in recipe.data.files:
         if not is_address(place):
-            yield key, fixed_folder(place) if has_magic(place) and not is_file(Path(place)) else Path(place)
+            yield key, fixed_folder(place) if is_pattern(place) else Path(place)
     for source in recipe.data.sources:
         if isinstance(source, HubSource) and is_path(source.dataset):
             yield "data.source.dataset", Path(source.dataset)

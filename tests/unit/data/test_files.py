@@ -180,6 +180,13 @@ def test_folders_and_globs_expand_to_their_data_files_in_order(tmp_path: Path) -
         find_files(str(tmp_path / "*.csv"), "data.source.train")
 
 
+def test_a_folder_or_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "chats [2026]" / "a[1].jsonl"
+    file.parent.mkdir()
+    file.touch()
+    assert find_files(str(file.parent), "k") == find_files(str(file), "k") == [str(file)]
+
+
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     for name in ("real/1.jsonl", "data/0.jsonl"):
         (tmp_path / name).parent.mkdir()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import to_json
 from ftkit.launch import model as launch_model
 from ftkit.launch.model import CountedModel, resolve_model
@@ -152,6 +152,17 @@ def test_a_folder_without_a_config_is_rejected_with_the_keys_to_set_for_the_node
         ConfigError, match=r"read from here\. Correct the path; for a folder that exists only on the nodes"
     ):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
+
+
+def test_a_file_or_an_incomplete_folder_as_model_is_reported_as_such(tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors"):
+        resolve_model(ModelSpec(weights=str(weights.parent)), {}, Workspace(tmp_path))
+    weights.touch()
+    with pytest.raises(NotFoundError, match="is a file") as caught:
+        resolve_model(ModelSpec(weights=str(weights)), {}, Workspace(tmp_path))
+    assert f"model.weights={weights.parent}" in caught.value.fix
 
 
 def test_added_tokens_use_free_rows_or_grow_the_embedding(tmp_path: Path, program: Program) -> None:
