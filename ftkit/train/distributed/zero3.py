@@ -20,6 +20,7 @@ from ftkit.train.dtypes import DTYPES
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
@@ -59,6 +60,7 @@ class Zero3Engine:
         # DeepSpeed returns offloaded states on the device, one parameter at a time: they are moved back immediately.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
         _check_experts(hf_model)
+        hide_activations(hf_model)
         self._deepspeed = import_deepspeed(world.device)
         config = deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
@@ -243,6 +245,19 @@ def _check_experts(model: nn.Module) -> None:
                 meaning="this family, or this version of transformers, does not store them in one parameter per layer",
                 fix="set training.engine=fsdp2",
             )
+
+
+def hide_activations(model: nn.Module) -> None:
+    """Take the activation functions of experts out of the modules that DeepSpeed sees.
+
+    It hooks every module, and its ranks wait for each other forever if they call different ones. Experts that are
+    computed one by one call their activation function once for each expert that got a token.
+    """
+    for _, experts in experts_in_layers(model):
+        for name, module in list(experts.named_children()):
+            if next(module.parameters(), None) is None:
+                delattr(experts, name)
+                object.__setattr__(experts, name, module)  # nn.Module would register it again
 
 
 def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
