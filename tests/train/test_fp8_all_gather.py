@@ -19,6 +19,8 @@ from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.train.world import World
+
 WORDS = (
     "training.precision=fp8",
     "training.max_steps=2",
@@ -82,6 +84,13 @@ def test_cublas_gets_scales_and_weights_at_multiples_of_16_bytes() -> None:
             0
         ]
         assert (received.scale.data_ptr() % 16, received.numbers.data_ptr() % 16) == (0, 0)
+
+
+def test_a_model_of_odd_sizes_has_no_matrix_to_gather_in_fp8(world: World) -> None:
+    layer = nn.ModuleDict({"q_proj": nn.Linear(24, 24)})
+    convert_linears([layer])
+    GatheredScales([layer], world.device).update(world.mesh.get_group())
+    assert type(layer["q_proj"]) is nn.Linear
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -94,6 +94,8 @@ class GatheredScales:
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup) -> None:
         """Compute the scales from the sharded matrices. Collective, without a host sync."""
+        if not self._linears:  # of no layer are both sizes multiples of `FP8_MULTIPLE`
+            return
         shards = [local_tensor(linear.weight) for linear in self._linears]
         filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
         maxima = torch.stack(find_norms(filled, math.inf))
