@@ -276,6 +276,10 @@ UNPACKED = frozenset([
 kernels of other packages: `data.packing: auto` then trains padded rows."""
 
 
+WITHOUT_OUT_PROJ_ADAPTERS = frozenset(["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"])
+"""Families whose Mamba layers give the weight of `out_proj` to kernels, which ignore adapters: peft makes none."""
+
+
 def family_of(model_type: str) -> Family:
     """Return the facts about a family; for one that is not in the table, its name decides whether it has experts."""
     return FAMILIES.get(model_type) or (_UNKNOWN_MIXTURE if "moe" in model_type else _UNKNOWN)

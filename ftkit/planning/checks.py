@@ -10,7 +10,7 @@ from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.execution import are_quantized
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem
-from ftkit.families import MEASURED, UNPACKED
+from ftkit.families import MEASURED, UNPACKED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
@@ -180,6 +180,11 @@ def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
 
 def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:
     adapters, counts, where = recipe.training.adapters, count_model(shape), f"recipe {recipe.name}"
+    if adapters and "out_proj" in adapters.targets and shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
+        yield Problem(
+            where, "training.lora.targets", f"out_proj of a {shape.family} can't have adapters: kernels ignore them.",
+            "Leave it out.",
+        )  # fmt: skip
     # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
     if adapters is None or not (shape.is_measured or (counts.is_exact and cluster.runtime == "none")):
         return

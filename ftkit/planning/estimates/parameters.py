@@ -24,7 +24,7 @@ from ftkit.config.experts import has_routed_experts, read_experts
 from ftkit.config.model import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.config.training import ALL_PROJECTIONS
-from ftkit.families import FAMILIES, family_of
+from ftkit.families import FAMILIES, WITHOUT_OUT_PROJ_ADAPTERS, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,6 +107,8 @@ def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
     """Return the linear layers of a model that get an adapter if the recipe sets no targets."""
     counts = count_model(shape)
     names = tuple(dict.fromkeys(linear.name for linear in counts.linears))
+    if shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
+        names = tuple(name for name in names if name != "out_proj")
     if counts.experts_per_token:
         return tuple(name for name in names if name not in _EXPERT_NAMES)
     if not counts.is_exact or {*ALL_PROJECTIONS} <= {*names}:

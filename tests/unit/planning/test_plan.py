@@ -281,6 +281,19 @@ def test_adapters_target_the_linear_layers_of_the_model(
     assert adapters.targets == ("o_proj",)
 
 
+def test_the_output_projection_of_mamba_layers_gets_no_adapters() -> None:
+    mamba = ("training.method=lora", "model.architecture.family=falcon_mamba")
+    recipe = demo(*mamba)
+    linears = tuple(Linear(name, 8, 8, 2) for name in ("in_proj", "x_proj", "dt_proj", "out_proj"))
+    counts = replace(count_model(recipe.model.architecture), source="model", linears=linears)
+    request = replace(REQUEST, model=plan_model(recipe.model, None, counts))
+    adapters = plan(recipe, request=request).recipe.training.adapters
+    assert adapters is not None
+    assert adapters.targets == ("in_proj", "x_proj", "dt_proj")
+    named = demo(*mamba, "training.lora.targets=[in_proj, out_proj]")
+    assert "out_proj of a falcon_mamba can't have adapters" in problems(named, request=request)
+
+
 def test_a_moe_model_with_unknown_experts_is_planned_for_many_with_a_note() -> None:
     found = plan(demo("model.architecture.family=newmoe"))
     assert "their number can't be read here" in " ".join(found.notes)
