@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_FILES: Final = 100_000
 """Maximum entries of a dataset's folder; walking through that many takes seconds."""
 _BUFFER = 1 << 20
-_OTHER_SPLIT = re.compile(r"(?:test|valid|validation|eval|dev|heldout)(?:[-_./]|$)", re.IGNORECASE)
+_OTHER_SPLIT = re.compile(r"(?:test|val|valid|validation|eval|dev|heldout|holdout)(?:[-_./]|$)", re.IGNORECASE)
 """Prefixes of files and folders that are not for training, as in datasets of the hub."""
 _GIT_LFS: Final = b"version https://git-lfs"
 """Beginning of the file that a repository has in place of a large one."""

@@ -41,6 +41,7 @@ METADATA = frozenset(
 )  # fmt: skip
 """Metadata columns: they are skipped, and a message lists them. The last three are the index that pandas writes."""
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output"))
+_TURN_COLUMNS = frozenset(("messages", "conversations", "conversation"))
 _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
 
@@ -63,6 +64,14 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
         if detected is not None:
             return detected
     _refuse_tokenized(rows[0])
+    if found := commonest & _TURN_COLUMNS:
+        (name, *_) = sorted(found)
+        raise DataError(
+            f"{rows[0].where}: column '{name}' is not a list of turns in most of the first rows, such as "
+            f"{str(rows[0].columns.get(name))[:80]}",
+            meaning="a turn is an object with role and content, or with from and value",
+            fix="correct the data, or select another column: data.format={kind: messages, column: NAME}",
+        )
     lists = [name for name, value in rows[0].columns.items() if _is_list_of_objects(value)] if len(rows) == 1 else []
     lists = [name for name in lists if not {"role", "from"} & rows[0].columns[name][0].keys()]
     raise DataError(

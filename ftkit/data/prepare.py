@@ -57,6 +57,11 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
         f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"
     )
+    batch = plan.recipe.training.global_batch_size
+    if manifest.num_train_packs < batch:
+        report(
+            f"fewer packs than the {batch:,} of a step: each step repeats documents; lower training.global_batch_size"
+        )
     for source in manifest.sources if len(manifest.sources) > 1 else ():
         share = source.num_tokens / max(1, manifest.num_train_tokens)
         report(f"source {source.name}: {source.num_rows:,} rows, {source.num_tokens:,} tokens ({share:.1%})")

@@ -54,6 +54,7 @@ def read_rows(data: DataSpec) -> Iterator[SourceRow]:
     """
     if isinstance(data.source, GeneratedSource):
         return _generate(data.source)
+    _check_overlap(data)
     sources = _open_sources(data)
     if len(sources) == 1:
         rows = sources[0].taken()
@@ -117,6 +118,7 @@ def peek_rows(data: DataSpec) -> list[Row]:
     if isinstance(data.source, GeneratedSource):
         one = data.source.model_copy(update={"num_train": 1, "num_heldout": 0})
         return [row for each in _generate(one) if (row := each.row.parse())]
+    _check_overlap(data)
     seen: list[RawRow] = []
     files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
     for file, key in files:
@@ -314,6 +316,30 @@ def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: 
             yield row._replace(split="validation")
         else:
             yield row
+
+
+def _check_overlap(data: DataSpec) -> None:
+    """Refuse files that are read both for training and for validation.
+
+    Raises:
+        DataError: there is one.
+    """
+    places = [(key, place, key.endswith(".train")) for key, place in data.files]
+    if all(is_train for *_, is_train in places):
+        return
+    read = [(file, key, is_train) for key, place, is_train in places for file in find_files(place, key)]
+    trained = {_resolved(file): key for file, key, is_train in read if is_train}
+    for file, key, is_train in read:
+        if not is_train and _resolved(file) in trained:
+            raise DataError(
+                f"{key}: {file} is also trained on, by {trained[_resolved(file)]}",
+                meaning="the loss on the validation split would be that of training data",
+                fix="select other files; or draw the split from the data: data.validation.fraction, without a file",
+            )
+
+
+def _resolved(file: str) -> str:
+    return file if is_address(file) else str(Path(file).resolve())
 
 
 def _validation_rows(number: int, files: _Files) -> Iterator[SourceRow]:

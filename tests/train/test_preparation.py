@@ -112,6 +112,13 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
     assert "columns that data.format does not use: id, url\n" in printed
 
 
+def test_data_with_fewer_packs_than_a_step_is_reported(tmp_path: Path) -> None:
+    file = write(tmp_path / "chats.jsonl", turns("q", "a"))
+    told: list[str] = []
+    prepare_in_process(plan_for(tmp_path, *source_of(file), "training.global_batch_size=16"), told.append, 1)
+    assert any("fewer packs than the 16 of a step: each step repeats documents" in line for line in told)
+
+
 def test_an_invalid_row_is_shown_with_its_line_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = turns("q", "a")
     bad["messages"][1]["mood"] = "good"  # type: ignore[index]

@@ -239,6 +239,7 @@ def test_hidden_folders_and_metadata_are_skipped_and_other_splits_are_rejected(t
         ("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"),  # written by `DatasetDict.save_to_disk`
         ("data/train/a.jsonl.gz", "data/test/a.jsonl.gz"),
         ("en/train.jsonl.gz", "en/test.jsonl.gz"),
+        ("train.jsonl", "val.jsonl"),
     ],
 )
 def test_the_suggested_glob_for_a_folder_with_splits_matches_its_training_files(

@@ -90,10 +90,10 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference pairs.*kind=prompt-completion"),
         ([], "no rows to detect the format from"),
         ([{"input_ids": [1, 2], "labels": [1, 2]}], r"f:1: the rows are token ids \(input_ids\)"),
-        (
-            [{"conversations": [{"from": "user", "text": "q"}]}],
-            r"no known format has the columns conversations\n.*\nset how a row becomes a conversation",
-        ),
+        ([{"conversations": [{"from": "user", "text": "q"}]}], r"f:1: column 'conversations' is not a list of turns"),
+        ([{"dialog": [{"from": "user", "text": "q"}]}], r"columns dialog\n.*\nset how a row becomes a conversation"),
+        ([{"messages": {"role": ["user"], "content": ["q"]}}], r"column 'messages' is not a list of turns in most"),
+        ([{"messages": []}, {"messages": None}, {"messages": [ASK, ANSWER]}], r"not a list .*, such as \[\]\n"),
         (
             [{"prompt": "q", "completion": "a", "label": False}],
             r"(?s)preference data \(prompt, completion, label\).*jq -c 'select\(\.label\) \| del\(\.label\)'",

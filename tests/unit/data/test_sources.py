@@ -173,6 +173,16 @@ def test_a_validation_count_or_file_is_exact(tmp_path: Path) -> None:
         read(path, validation={"count": 100})
 
 
+def test_a_file_that_is_trained_on_is_refused_as_validation_file(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", 3)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for file in (path, str(tmp_path / "link.jsonl"), str(tmp_path / "*.jsonl")):
+        with pytest.raises(DataError, match=r"data\.validation\.file: .* is also trained on, by data\.source\.train"):
+            read(path, validation={"file": file})
+    with pytest.raises(DataError, match=r"data\.source\.heldout: .* is also trained on"):
+        peek_rows(spec(FilesSource(kind="files", train=path, heldout=path)))
+
+
 def test_a_drawn_fraction_has_about_the_requested_size(tmp_path: Path) -> None:
     splits = read(write_lines(tmp_path / "a.jsonl", 2000), validation={"fraction": 0.1})
     assert 140 < len(splits["validation"]) < 260
