@@ -137,6 +137,34 @@ def test_parameters_frozen_by_the_model_class_are_in_checkpoints_and_exports(
         assert resumed.trained_weights()[frozen].tolist() == [expected] * 32
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_run_resumes_although_a_trained_parameter_never_got_a_gradient(
+    optimizer: str, world: World, tmp_path: Path
+) -> None:
+    """Such as adapters of a matrix that a kernel reads past them."""
+    spec = training(optimizer=optimizer)
+
+    def make() -> Fsdp2Engine:
+        model = build(spec)
+        model.model.layers[0].mlp.register_parameter("unused", torch.nn.Parameter(torch.ones(64, 8)))
+        return Fsdp2Engine(model, spec, world)
+
+    first = make()
+    ids = np.arange(3, 19)
+    batch = to_micro_batch(np.array([[ids, ids, np.arange(16)]], np.int32), world.device)
+    first.backward(first.forward(batch), 16, is_last=True)
+    first.step(1e-2, 1.0)
+    save(first.state(), checkpoint_id=tmp_path)
+    resumed = make()
+    resumed.load(tmp_path)
+    for engine in (first, resumed):
+        engine.backward(engine.forward(batch), 16, is_last=True)
+        engine.step(1e-2, 1.0)
+    expected = first.trained_weights()
+    for name, weight in resumed.trained_weights().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+
+
 @pytest.mark.oldest
 def test_a_step_with_a_non_finite_gradient_is_skipped_on_every_rank(matrix: dict[str, dict[str, Any]]) -> None:
     assert [name for name, case in matrix.items() if not case["unharmed"]] == []

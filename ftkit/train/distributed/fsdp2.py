@@ -238,7 +238,11 @@ class Fsdp2Engine:
             del model[name]
         if isinstance(self.optimizer, AdamW8bit):
             allocate_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
-        read_state({"model": model, "optimizer": {"state": optimizer["state"]}}, folder)
+        # A parameter that never got a gradient has no state in a checkpoint, and keeps the initial one.
+        saved = saved_sizes(folder, "optimizer.state.")
+        has_state = {name.rpartition(".")[0] for name in saved}
+        states = {name: each for name, each in optimizer["state"].items() if name in has_state or not saved}
+        read_state({"model": model, "optimizer": {"state": states}}, folder)
         set_state_dict(
             self.model.hf_model,
             self.optimizer,
