@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
@@ -27,7 +27,7 @@ from ftkit.train.components.checkpoint import describe_damage, read_state, saved
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention
-from ftkit.train.model.build import TextConfig, build_empty, make_config, read_config
+from ftkit.train.model.build import TextConfig, build_empty, load_pretrained, make_config, read_config
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import init_weights, load_weights, materialize
 from ftkit.train.private_apis.peft import import_peft
@@ -166,7 +166,7 @@ def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
 def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> LoadedModel:
     base, tokenizer, generation = find_generation(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(base.folder, dtype="auto", trust_remote_code=False)
+        model = load_pretrained(base.folder)
         if source.is_adapter:
             with warnings.catch_warnings():
                 # peft applies the ranks and scales of experts, and yet warns that it ignored them.

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.errors import PrerequisiteError
+from ftkit.train.model.build import load_pretrained
 from ftkit.train.model.weight_conversion import converts_layout
 from ftkit.train.private_apis.accelerate import free_offloaded, load_offloaded
 from ftkit.train.private_apis.peft import import_peft
@@ -72,9 +73,7 @@ def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Itera
     with tempfile.TemporaryDirectory(prefix=".ftkit-", dir=place if os.access(place, os.W_OK) else None) as scratch:
         _check_disk(folder, Path(scratch), num_bytes)
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns that weights are on the disk
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, device_map={"": "disk"}, offload_folder=scratch
-        )
+        model = load_pretrained(folder, torch.float32, device_map={"": "disk"}, offload_folder=scratch)
         yield model if adapters is None else _add_adapters(model, adapters)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import fetch_model
@@ -19,6 +19,7 @@ from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, count_stored_value
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.model.build import load_pretrained
 from ftkit.train.private_apis.peft import import_peft
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _check_streamable(adapters: Path | None, num_bytes: int, free: int) -> None:
 
 
 def _load(folder: Path, adapters: Path | None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_pretrained(folder, torch.float32)
     if adapters is None:
         return model
     return import_peft().PeftModel.from_pretrained(model, str(adapters))

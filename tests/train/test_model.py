@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, BertConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from ftkit.config.execution import ParameterCounts
 from ftkit.config.model import ArchitectureSpec, ModelSpec
@@ -39,10 +39,11 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, implementation_of
-from ftkit.train.model.build import build_empty, find_decoder_layers, make_config, read_config
+from ftkit.train.model.build import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import PackingChoice, choose_packing
 from ftkit.train.param_count import count_method
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -492,3 +493,12 @@ def test_a_tokenizer_s_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(ModelSpec(weights=str(tmp_path), architecture=architecture("llama")), "model")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 always computes experts one by one")
+def test_a_saved_mixture_of_odd_sizes_computes_its_logits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 36, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    mixture = {"num_experts": 4, "moe_intermediate_size": 34, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=64, **sizes, **mixture)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_pretrained(tmp_path, torch.bfloat16)(torch.arange(5)[None]).logits.isfinite().all()

@@ -213,6 +213,19 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     return _prepared(built)
 
 
+def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """Load a model as transformers does, except that experts of odd sizes are computed one by one.
+
+    Args:
+        folder: a model in Hugging Face's layout.
+        dtype: of the weights; that of the files if None.
+        options: further arguments of `from_pretrained`.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
+    _avoid_grouped_mm_of_odd_sizes(model)
+    return model
+
+
 def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
     """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
     stacked = [
