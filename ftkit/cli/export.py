@@ -15,6 +15,7 @@ from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argume
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_path
+from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
 from ftkit.train.quiet import silence_torchao
 
@@ -83,6 +84,7 @@ def command(  # noqa: PLR0913 - one for each option
         _check_destination(destination)
     _use_hub_cache()
     silence_torchao()
+    import_transformers()
     from ftkit.evaluate.export import ExportRequest, export_run
 
     if form != "hf":

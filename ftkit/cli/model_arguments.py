@@ -11,6 +11,7 @@ import click
 
 from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_run
+from ftkit.data.imports import import_transformers
 from ftkit.errors import PrerequisiteError
 from ftkit.train.quiet import silence_torchao
 
@@ -78,6 +79,7 @@ def find_model(reference: str) -> Target:
             "it has all packages",
         )
     silence_torchao()
+    import_transformers()
     from ftkit.evaluate.source import find_target
 
     return find_target(reference, current_workspace())

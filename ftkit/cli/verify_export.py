@@ -12,6 +12,7 @@ import click
 from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.data.imports import import_transformers
 from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def command(folder: Path, *, engine: EngineName, as_json: bool) -> None:
     """
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
     silence_torchao()
+    import_transformers()
     from transformers.utils import logging
 
     from ftkit.evaluate.source import ModelFolder

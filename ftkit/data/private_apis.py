@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ftkit.data.imports import import_transformers
+
 
 def compile_chat_template(template: str) -> Any:
     """Return a chat template as a `jinja2.Template` in the environment in which `apply_chat_template` renders it.
@@ -12,6 +14,7 @@ def compile_chat_template(template: str) -> Any:
     templates compiled. The public `render_jinja_template` checks and copies each conversation, for longer than the
     rendering takes. If it goes: use that.
     """
+    import_transformers()
     from transformers.utils import chat_template_utils  # noqa: PLC0415 - seconds of imports
 
     return chat_template_utils._compile_jinja_template(template)  # noqa: SLF001

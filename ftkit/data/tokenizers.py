@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from ftkit.config.paths import is_path
 from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
 from ftkit.data.encoding import check_tokens
+from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
 
@@ -27,8 +28,6 @@ PAD = "<pad>"
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE; each digit is one token, so that numbers are copied digit by digit."""
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - seconds of imports
-
     template = TEMPLATES[template_name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +41,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    trained = PreTrainedTokenizerFast(
+    trained: PreTrainedTokenizerBase = import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=template.begin,
@@ -66,14 +65,14 @@ def load_tokenizer(
     Raises:
         DataError: it can't be loaded, has no chat template and the recipe sets none, or lacks tokens of the template.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
-
     source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
     revision = model.revision if model.tokenizer.source == "model" else None
     if is_path(source):
         check_tokenizer_files(Path(source))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=False
+        )
     except Exception as error:  # it also reads the model's configuration, whose values may raise anything
         raise _loading_error(source, error) from error
     if is_path(source):
@@ -85,8 +84,7 @@ def load_tokenizer(
 
 
 def _loading_error(source: str, error: Exception) -> DataError:
-    import transformers  # noqa: PLC0415 - seconds of imports
-
+    transformers = import_transformers()
     if "trust_remote_code" in str(error):
         return DataError(
             f"the tokenizer or the model of '{source}' contains custom code",
@@ -216,7 +214,7 @@ def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer stored with prepared data."""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds of imports
-
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    loaded: PreTrainedTokenizerBase = import_transformers().AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False
+    )
     return loaded

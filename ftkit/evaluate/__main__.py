@@ -7,6 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, redact
 from ftkit.files import parse_json
 from ftkit.planning.layout import RunLayout
@@ -16,6 +17,7 @@ from ftkit.train.quiet import silence_torchao
 def main(plan_path: Path, settings: str) -> int:
     """Evaluate until the run is over; report errors."""
     silence_torchao()
+    import_transformers()
     rank = int(os.environ.get("RANK", "0"))
 
     def report(text: str) -> None:

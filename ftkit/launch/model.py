@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelPlan
     from ftkit.planning.plan import RunPlan
 
-PROGRAM = "ftkit.train.param_count"
+PROGRAM = "ftkit.train.count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
 CACHE_VERSION = 4

@@ -13,6 +13,7 @@ import warnings
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
+from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, as_user_error, redact
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
@@ -45,6 +46,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         with at_end:
             plan = read_plan(layout)
             with faster_imports():
+                import_transformers()
                 from ftkit.train.private_apis.torch import record_collectives  # noqa: PLC0415
                 from ftkit.train.trainer import run_training  # noqa: PLC0415 - its imports can fail too
                 from ftkit.train.world import init_world  # noqa: PLC0415

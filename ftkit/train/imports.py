@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ftkit.data.imports import without_packages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-UNUSED = ("bitsandbytes", "boto3", "scipy", "sklearn", "torchao", "torchvision")
+UNUSED = ("bitsandbytes", "boto3", "scipy", "sklearn", "torchao", "torchvision", "transformer_engine")
 """Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
 that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
 
@@ -28,21 +30,3 @@ def faster_imports() -> Iterator[None]:
         finally:
             gc.freeze()  # what was imported stays: later collections skip it
             gc.enable()
-
-
-@contextmanager
-def without_packages(*names: str) -> Iterator[None]:
-    """Run the block as if packages were not installed.
-
-    A library that tests for a package in the block may remember that it is missing; an import of the package itself
-    works again after the block.
-    """
-    modules: dict[str, Any] = sys.modules
-    imported = {name: modules[name] for name in names if name in modules}
-    modules.update(dict.fromkeys(names))  # None in sys.modules: there is no such module
-    try:
-        yield
-    finally:
-        for name in names:
-            del modules[name]
-        modules.update(imported)

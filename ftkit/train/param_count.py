@@ -1,8 +1,4 @@
-"""Count a model's parameters, and those that a method trains, on the model before it has weights and shards.
-
-As a program (`python -m ftkit.train.param_count JSON`) it counts for a plan, which does not import torch: it prints the
-configuration and the `ModelCounts` of a model without weights.
-"""
+"""Count a model's parameters, and those that a method trains, on the model before it has weights and shards."""
 
 from __future__ import annotations
 
@@ -154,9 +150,13 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
     )
 
 
-def main() -> None:
-    """Print the counts of the model in the first argument, given by its configuration or its shape."""
-    request = json.loads(sys.argv[1])
+def print_counts(text: str) -> None:
+    """Print the configuration and the `ModelCounts` of a model without weights.
+
+    Args:
+        text: JSON with its configuration or its shape.
+    """
+    request = json.loads(text)
     raw = request.get("config")
     family = raw["model_type"] if raw else request["architecture"]["family"]
     if family not in CONFIG_MAPPING:
@@ -181,7 +181,3 @@ def main() -> None:
         width = filled["intermediate_size"] = _widest(model)
     counts = TypeAdapter(ModelCounts).dump_python(count_modules(model, width))
     sys.stdout.write(json.dumps({"config": filled, "counts": counts}) + "\n")
-
-
-if __name__ == "__main__":
-    main()

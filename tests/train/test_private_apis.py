@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from ftkit.data.private_apis import compile_chat_template
 from ftkit.train.components.optimizer import FusedAdamW
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 from ftkit.train.private_apis.flash_attn import flash_attention
-from ftkit.train.private_apis.peft import compute_in_input_dtype, import_peft
+from ftkit.train.private_apis.peft import compute_in_input_dtype
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     add_to_all,
@@ -63,8 +62,6 @@ from ftkit.train.private_apis.transformers import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ftkit.train.world import World
 
 needs_custom_collectives = pytest.mark.skipif(
@@ -255,34 +252,6 @@ def test_peft_layers_compute_in_the_dtype_of_their_inputs() -> None:
     assert model[0].cast_input_dtype_enabled
     compute_in_input_dtype(model)
     assert not model[0].cast_input_dtype_enabled
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("package", ["torchao", "gptqmodel"])
-def test_peft_adapts_layers_beside_packages_that_are_too_old_for_it(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peft import LoraConfig, import_utils
-
-    is_available = getattr(import_utils, f"is_{package}_available", None)
-    if is_available is None:
-        pytest.skip(f"this version of peft does not know {package}")
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").touch()
-    (tmp_path / f"{package}-0.1.dist-info").mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"
-    (tmp_path / f"{package}-0.1.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(tmp_path)
-    is_available.cache_clear()
-    try:
-        with pytest.raises(ImportError, match="incompatible version"):
-            is_available()
-        model = nn.Sequential(nn.Linear(4, 4))
-        import_peft().inject_adapter_in_model(LoraConfig(target_modules=["0"], r=2), model)
-        assert not is_available()
-        assert importlib.util.find_spec(package) is not None
-    finally:
-        is_available.cache_clear()
 
 
 @pytest.mark.oldest

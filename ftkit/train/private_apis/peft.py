@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftkit.train.imports import without_packages
+from ftkit.data.imports import without_packages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,14 +24,16 @@ def compute_in_input_dtype(model: nn.Module) -> None:
 
 
 def import_peft() -> Any:
-    """Import peft, also where packages for quantized layers are too old for it: it then adapts none of their layers.
+    """Import peft, also where packages with layers that it adapts are broken or too old for it.
 
-    It looks for them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA.
+    It looks for them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
+    Transformer Engine finds no GPU driver.
     `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.14 to 0.21. If they go:
     leave them out.
     """
-    import peft  # noqa: PLC0415 - takes seconds, and only adapters need it
-    from peft import import_utils  # noqa: PLC0415
+    with without_packages("transformer_engine"):
+        import peft  # noqa: PLC0415 - takes seconds, and only adapters need it
+        from peft import import_utils  # noqa: PLC0415
 
     for name in ("torchao", "gptqmodel", "auto_gptq"):
         is_available = getattr(import_utils, f"is_{name}_available", None)
@@ -46,9 +48,9 @@ def import_peft() -> Any:
 
 
 def import_without_quantizers() -> None:
-    """Import peft. Within `faster_imports`, it remembers that bitsandbytes and torchao are missing.
+    """Import peft. Within `faster_imports`, it remembers that bitsandbytes and others are missing.
 
-    It adapts their layers, which ftkit does not use, so it imports both, and fails if torchao is older than 0.16.
+    It adapts their layers, which ftkit does not use, and imports them wherever they are installed.
     `peft.import_utils.is_bnb_available` and `is_torchao_available`, which remember their results, peft 0.14 to 0.21. If
     they go: leave them out.
     """
