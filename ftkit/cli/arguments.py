@@ -28,6 +28,19 @@ RUN_HELP = (
     "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, or 'last'."
 )
 
+
+def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Return the name of a run, which folders and Slurm jobs get: it has the form of a recipe's name."""
+    if value is None:
+        return None
+    from ftkit.config.strict import check_name
+
+    try:
+        return check_name(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, got {value!r}.", ctx, param) from error
+
+
 _PLACEMENT_OPTIONS = (
     click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Number of nodes."),
     click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node, one process each."),
@@ -48,7 +61,9 @@ _RUN_OPTIONS = (
         "[env var: FTKIT_IMAGE]",
     ),
     *_PLACEMENT_OPTIONS,
-    click.option("--name", metavar="NAME", help="Name of the run; default: the recipe's name."),
+    click.option(
+        "--name", metavar="NAME", callback=check_run_name, help="Name of the run; default: the recipe's name."
+    ),
 )
 
 hf_token_option = click.option(

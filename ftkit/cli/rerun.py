@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit.cli.arguments import (
+    check_run_name,
     current_settings,
     current_workspace,
     follow_option,
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)
 @placement_options
-@click.option("--name", metavar="NAME", help="Name of the new run; default: the recipe's name with -rerun.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    callback=check_run_name,
+    help="Name of the new run; default: the recipe's name with -rerun.",
+)
 @click.option(
     "--allow",
     "allowed",

@@ -68,7 +68,8 @@ _RUN = re.compile(r"run:[A-Za-z0-9][A-Za-z0-9._-]*(@(\d{1,18}|best|last))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _check_name(value: str) -> str:
+def check_name(value: str) -> str:
+    """Return a name that folders, Slurm jobs and commands may have; raise ValueError for others."""
     if not _NAME.fullmatch(value):
         raise ValueError("a name is 1 to 63 letters, digits, '.', '_' or '-', and starts with a letter or digit")
     return value
@@ -115,7 +116,7 @@ def _check_one_line(value: str) -> str:
     return value
 
 
-Name = Annotated[str, AfterValidator(_check_name)]
+Name = Annotated[str, AfterValidator(check_name)]
 """A name that is safe as a folder, a job name and a label."""
 
 VariableName = Annotated[str, AfterValidator(_check_variable)]

@@ -201,7 +201,7 @@ def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> 
         raise DataError(
             f"a row of another shape: it has the columns {', '.join(columns)}, and none of {', '.join(form.columns)}",
             meaning=f"the format is {describe_format(form)}, as set or as detected from the first rows",
-            fix="remove this row, or select the data's own files: data.source=FOLDER/*.jsonl",
+            fix="correct data.format, remove this row, or select the data's own files: data.source=FOLDER/*.jsonl",
         )
     if unknown:
         raise DataError(

@@ -146,6 +146,17 @@ def test_a_run_that_is_not_followed_prints_only_its_id(
     assert manifest["command"] == ["ftkit", "run", "demo", "--name", "mine", "--no-follow"]
 
 
+@pytest.mark.parametrize("name", ["../up", "a/b", "two words", "-x", "", "a" * 64])
+def test_a_name_that_no_recipe_could_have_is_rejected(
+    ftkit: Callable[..., Result], workspace: Workspace, name: str
+) -> None:
+    for command in ("run", "plan"):
+        result = ftkit(command, "demo", f"--name={name}")
+        assert result.code == 2
+        assert "a name is 1 to 63 letters, digits" in " ".join(result.err.split())
+    assert not workspace.runs.exists()
+
+
 def test_a_run_that_fails_shows_the_rank_that_failed_first(
     ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
 ) -> None:
