@@ -51,8 +51,11 @@ class FtkitError(Exception):
 def one_line(error: BaseException | str) -> str:
     """Return an exception's message on one line of at most 200 characters.
 
-    For a system call's error it is the system's reason; for an exception without a message, the name of its type.
+    For a system call's error it is the system's reason; for an exception without a message, the name of its type; for
+    an import that failed because of another error, as transformers' lazy imports do, that error's message.
     """
+    while isinstance(error, ImportError) and error.__cause__ is not None:
+        error = error.__cause__
     text = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 

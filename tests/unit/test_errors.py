@@ -5,7 +5,7 @@ from errno import EACCES, EDQUOT, ENOSPC
 
 import pytest
 
-from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_user_error
+from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_user_error, one_line
 
 
 def caused_by(cause: Exception) -> Exception:
@@ -79,3 +79,12 @@ def test_only_failures_outside_of_the_plan_can_be_resumed() -> None:
     assert PrerequisiteError("no torch").can_resume
     assert not TrainingError("wrong model").can_resume
     assert TrainingError("no checkpoint", fix="then: ftkit resume x").can_resume
+
+
+def test_the_message_of_a_failed_import_is_that_of_its_cause() -> None:
+    lazy = ModuleNotFoundError(
+        "Could not import module 'LlamaConfig'. Are this object's requirements defined correctly?"
+    )
+    assert one_line(lazy) == str(lazy)
+    lazy.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    assert one_line(lazy) == "operator torchvision::nms does not exist"
