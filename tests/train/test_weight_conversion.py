@@ -24,6 +24,7 @@ from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
+from ftkit.train.model.load_targets import LoadTarget
 from ftkit.train.model.weight_conversion import (
     Fp8Tensor,
     JoinedPieces,
@@ -100,6 +101,16 @@ def test_only_the_local_rows_of_per_expert_weights_are_read() -> None:
     asked.clear()
     assert torch.equal(joined[2:3], torch.cat([tensors["2.gate"], tensors["2.up"]])[None])
     assert asked == ["2.gate", "2.up"]
+
+
+def test_experts_that_other_ranks_read_are_not_reported_as_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(LoadTarget, "load", lambda _, source, __: source[:1])  # this rank has the first expert
+    load_weights(model, tmp_path)
+    assert caplog.messages == []
 
 
 @needs_conversions

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ _MXFP4_BIAS = 127
 """Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
 
 
-_FP8_SCALES = "_scale_inv"
+FP8_SCALES = "_scale_inv"
 """Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -55,10 +56,13 @@ class MappedTensor:
 
     Attributes:
         first: one of the files' tensors that it is read from; determines the file.
+        source: the tensor; a rank may read only some of the files' tensors.
+        joined: all of the files' tensors that are joined to it, without scales; empty if it is one.
     """
 
     first: str
     source: TensorSource
+    joined: frozenset[str] = frozenset()
 
 
 _WRAPPED = "model.language_model."
@@ -137,10 +141,10 @@ def map_tensors(
         elif pattern is not None:
             pieces[name][pattern].append(one)
     for name, by_pattern in pieces.items():
-        first = next(iter(by_pattern.values()))[0]
+        first, joined = next(iter(by_pattern.values()))[0], frozenset(chain.from_iterable(by_pattern.values()))
         for target, source in _join(conversions.converters, name, by_pattern, model, read).items():
             if target in known:
-                found[target] = MappedTensor(first, source)
+                found[target] = MappedTensor(first, source, joined)
     return found
 
 
@@ -246,12 +250,12 @@ def dequantized(
 ) -> tuple[set[str], Callable[[str], TensorSource]]:
     """Return the names of the files' tensors without FP8 scales, and a reader that applies the scales."""
     names = set(stored)
-    scaled = {name for name in names if name + _FP8_SCALES in names}
+    scaled = {name for name in names if name + FP8_SCALES in names}
 
     def read_dequantized(name: str) -> TensorSource:
-        return Fp8Tensor(read(name), read(name + _FP8_SCALES)) if name in scaled else read(name)
+        return Fp8Tensor(read(name), read(name + FP8_SCALES)) if name in scaled else read(name)
 
-    return names - {name + _FP8_SCALES for name in scaled}, read_dequantized
+    return names - {name + FP8_SCALES for name in scaled}, read_dequantized
 
 
 @dataclass(frozen=True)

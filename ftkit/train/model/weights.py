@@ -28,7 +28,7 @@ from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.load_targets import LoadTarget, load_targets
 from ftkit.train.model.local_shard import rows_per_read
-from ftkit.train.model.weight_conversion import MappedTensor, TensorSource, map_tensors, text_name
+from ftkit.train.model.weight_conversion import FP8_SCALES, MappedTensor, TensorSource, map_tensors, text_name
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
@@ -97,14 +97,17 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
                 meaning="the files are incomplete, or belong to another model",
                 fix="download them again; check model.weights and model.architecture",
             )
+        joined = {stored for one in mapped.values() for stored in one.joined}  # of all ranks
+        used = joined | {stored + FP8_SCALES for stored in joined}
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # sources of conversions are freed with their last result
             if name in targets:
                 targets[name].load(growth.grow(name, one.source), one.first)
             else:
                 buffers[name].copy_(one.source[...])
-        unused = sorted(_in_layers(model, places.keys() - files.used))
-        if others := sorted(places.keys() - files.used - set(unused)):
+        used |= files.used
+        unused = sorted(_in_layers(model, places.keys() - used))
+        if others := sorted(places.keys() - used - set(unused)):
             log.info(
                 "the files have %d more tensors, such as of a vision tower or of layers that predict further tokens; "
                 "they are neither trained nor exported: %s …",
