@@ -202,10 +202,16 @@ class DataInspector:
         """Divide a document's text into spans by turn and by whether its tokens have labels."""
         tokenizer = encoder.tokenizer
         trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
-        runs = []
+        runs: list[tuple[str, bool]] = []
+        ids: list[int] = []
+        before = ""
         for flag, group in groupby(zip(document.tokens.tolist(), trained, strict=True), key=lambda pair: pair[1]):
-            ids = [token for token, _ in group]
-            runs.append((str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), flag))
+            ids += [
+                token for token, _ in group
+            ]  # decoded from the start: SentencePiece drops the first space of a text
+            text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            runs.append((text[len(before) :], flag))
+            before = text
         turns = self._turns(encoder, row, "".join(text for text, _ in runs))
         ends = [end for end, _ in turns]
         position = 0
@@ -237,7 +243,10 @@ class DataInspector:
                 found = text.find(message.content.strip(), position)
                 if found < 0:
                     continue
-                shown = text[: _end_of_line(text, found + len(message.content.strip()))]
+                stop = found + len(message.content.strip())
+                following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
+                end = _end_of_line(text, stop)
+                shown = text[:following].rstrip() if 0 <= following < end else text[:end]
             if len(shown) > position:
                 position = len(shown) + (text[len(shown) : len(shown) + 1] == "\n")
                 turns.append((position, message.role))

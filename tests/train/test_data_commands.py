@@ -183,6 +183,34 @@ def test_validation_reports_that_all_rows_are_valid(
     assert "1 row: all can be used" in err
 
 
+def test_a_sample_of_a_tokenizer_with_a_prefix_space_is_shown_as_it_is_rendered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate("▁[/]INSTabcdefghijklmnopqrstuvwxyz", start=3)}
+    backend = Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, "<unk>": 2, **letters}, merges=[], unk_token="<unk>"))  # noqa: S106
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")  # noqa: S106
+    tokenizer.chat_template = (
+        "<s>{% for turn in messages %}{% if turn.role == 'user' %}[INST] {{ turn.content }} [/INST]"
+        "{% else %} {{ turn.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "it is"}]
+    source = f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}"
+    code, out, err = call(
+        capsys, "show", write(tmp_path / "chats.jsonl", {"messages": talk}), source, "data.chat_template=model"
+    )
+    assert code == 0, err
+    assert [line.rstrip() for line in out.splitlines()[1:3]] == [
+        "user       <s> [INST] ask [/INST]",
+        "assistant  ⟦ it is</s>⟧",
+    ]
+
+
 def test_samples_are_the_first_rows_that_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "chats.jsonl", {"messages": TALK[:2]}, {"messages": TALK}, {"messages": TALK})
     code, out, err = call(capsys, "show", file, "-n", "1", "data.skip_bad=1")
