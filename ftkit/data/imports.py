@@ -13,24 +13,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
+"""Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
+not use."""
+
+
 @cache
 def import_transformers() -> Any:
-    """Import transformers as if SciPy and scikit-learn were not installed, nor torchvision if it is broken.
+    """Import transformers as if `UNUSED` packages were not installed, nor torchvision if it is broken.
 
-    It imports them wherever they are installed, for models and a way of generation that ftkit does not use; a version
-    that was built for another torch or NumPy fails. vLLM needs torchvision, where it works.
+    Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works.
     """
-    hidden = ("scipy", "sklearn", *(("torchvision",) if _is_broken("torchvision") else ()))
+    hidden = (*UNUSED, *(("torchvision",) if is_broken("torchvision") else ()))
     with without_packages(*hidden):
         import transformers  # noqa: PLC0415 - seconds of imports
         from transformers.utils import import_utils  # noqa: PLC0415
 
         for name in hidden:
-            getattr(import_utils, f"is_{name}_available")()  # it remembers the result
+            getattr(import_utils, f"is_{name}_available", bool)()  # it remembers the result
     return transformers
 
 
-def _is_broken(package: str) -> bool:
+def is_broken(package: str) -> bool:
     """Return whether a package is installed, and its import fails."""
     if find_spec(package) is None:
         return False

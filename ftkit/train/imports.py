@@ -7,12 +7,13 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import without_packages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-UNUSED = ("bitsandbytes", "boto3", "scipy", "sklearn", "torchao", "torchvision", "transformer_engine")
+UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "transformer_engine")
 """Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
 that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.oldest
 
 BROKEN = {
+    "bitsandbytes": "RuntimeError('CUDA Setup failed despite GPU being available')",
+    "soundfile": "OSError('sndfile library not found')",
+    "torchaudio": "OSError('undefined symbol')",
     "torchvision": "RuntimeError('operator torchvision::nms does not exist')",
     "sklearn": "ValueError('numpy.dtype size changed, may indicate binary incompatibility')",
     "scipy": "ImportError('numpy.core.multiarray failed to import')",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.imports import without_packages
+from ftkit.data.imports import is_broken, without_packages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,10 +31,12 @@ def import_peft() -> Any:
     `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.14 to 0.21. If they go:
     leave them out.
     """
-    with without_packages("transformer_engine"):
+    broken = ("bitsandbytes",) if is_broken("bitsandbytes") else ()
+    with without_packages("transformer_engine", *broken):
         import peft  # noqa: PLC0415 - takes seconds, and only adapters need it
         from peft import import_utils  # noqa: PLC0415
 
+        import_utils.is_bnb_available()
     for name in ("torchao", "gptqmodel", "auto_gptq"):
         is_available = getattr(import_utils, f"is_{name}_available", None)
         if is_available is None:
