@@ -52,9 +52,9 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
                 from ftkit.train.world import init_world  # noqa: PLC0415
 
                 if plan.recipe.training.method != "full":
-                    from ftkit.train.private_apis.peft import import_without_quantizers  # noqa: PLC0415
+                    from ftkit.train.private_apis.peft import import_peft  # noqa: PLC0415
 
-                    import_without_quantizers()
+                    import_peft()
             begun["joining the process group"] = time.time()
             record_collectives()
             if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":

@@ -9,13 +9,12 @@ from ftkit.train.imports import UNUSED, faster_imports
 
 with faster_imports():
     import ftkit.train.trainer
-    from ftkit.train.private_apis.peft import import_without_quantizers
-    import_without_quantizers()
+    from ftkit.train.private_apis.peft import import_peft
+    import_peft()
 
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-
-inject_adapter_in_model(LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2)))
+peft = import_peft()
+peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), nn.Sequential(nn.Linear(2, 2)))
 others = ("datasets", "deepspeed", "matplotlib", "pandas", "pyarrow", "tensorboard", "torch._inductor.lowering")
 print(*(name for name in (*UNUSED, *others) if name in sys.modules))
 """

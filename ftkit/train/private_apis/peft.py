@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.imports import is_broken, without_packages
@@ -23,11 +24,12 @@ def compute_in_input_dtype(model: nn.Module) -> None:
             module.cast_input_dtype_enabled = False
 
 
+@cache
 def import_peft() -> Any:
     """Import peft, also where packages with layers that it adapts are broken or too old for it.
 
-    It looks for them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
-    Transformer Engine finds no GPU driver.
+    It imports them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
+    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none.
     `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.14 to 0.21. If they go:
     leave them out.
     """
@@ -47,16 +49,3 @@ def import_peft() -> Any:
             with without_packages(name):
                 is_available()
     return peft
-
-
-def import_without_quantizers() -> None:
-    """Import peft. Within `faster_imports`, it remembers that bitsandbytes and others are missing.
-
-    It adapts their layers, which ftkit does not use, and imports them wherever they are installed.
-    `peft.import_utils.is_bnb_available` and `is_torchao_available`, which remember their results, peft 0.14 to 0.21. If
-    they go: leave them out.
-    """
-    from peft.import_utils import is_bnb_available, is_torchao_available  # noqa: PLC0415 - only adapters need it
-
-    is_bnb_available()
-    is_torchao_available()
