@@ -206,9 +206,8 @@ class DataInspector:
         ids: list[int] = []
         before = ""
         for flag, group in groupby(zip(document.tokens.tolist(), trained, strict=True), key=lambda pair: pair[1]):
-            ids += [
-                token for token, _ in group
-            ]  # decoded from the start: SentencePiece drops the first space of a text
+            ids += [token for token, _ in group]
+            # Decoded from the start: SentencePiece drops the first space of a text.
             text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             runs.append((text[len(before) :], flag))
             before = text
