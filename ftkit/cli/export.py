@@ -17,7 +17,6 @@ from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_path
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +82,6 @@ def command(  # noqa: PLR0913 - one for each option
     if destination is not None:
         _check_destination(destination)
     _use_hub_cache()
-    silence_torchao()
     import_transformers()
     from ftkit.evaluate.export import ExportRequest, export_run
 

@@ -13,7 +13,6 @@ from ftkit.cli.arguments import current_workspace
 from ftkit.cli.shell_completion import complete_run
 from ftkit.data.imports import import_transformers
 from ftkit.errors import PrerequisiteError
-from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,11 +77,11 @@ def find_model(reference: str) -> Target:
             fix="pip install 'ftkit[train]'; or run the same command in a job, in the training image of the run: "
             "it has all packages",
         )
-    silence_torchao()
-    import_transformers()
     from ftkit.evaluate.source import find_target
 
-    return find_target(reference, current_workspace())
+    target = find_target(reference, current_workspace())
+    import_transformers()  # before modules that import more of it
+    return target
 
 
 def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> MeasurableModel:

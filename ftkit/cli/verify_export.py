@@ -13,7 +13,6 @@ from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.data.imports import import_transformers
-from ftkit.train.quiet import silence_torchao
 
 if TYPE_CHECKING:
     from ftkit.evaluate.vllm import EngineName
@@ -41,7 +40,6 @@ def command(folder: Path, *, engine: EngineName, as_json: bool) -> None:
     code 9 if a check fails.
     """
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
-    silence_torchao()
     import_transformers()
     from transformers.utils import logging
 

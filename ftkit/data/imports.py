@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import contextmanager
 from functools import cache
@@ -16,14 +17,19 @@ if TYPE_CHECKING:
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
 """Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
 not use."""
+_NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends")
 
 
 @cache
 def import_transformers() -> Any:
     """Import transformers as if `UNUSED` packages were not installed, nor torchvision if it is broken.
 
-    Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works.
+    Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works. Warnings of
+    torchao and bitsandbytes, which transformers and peft import if installed, are about kernels for other devices:
+    they are dropped.
     """
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     hidden = (*UNUSED, *(("torchvision",) if is_broken("torchvision") else ()))
     with without_packages(*hidden):
         import transformers  # noqa: PLC0415 - seconds of imports

@@ -11,13 +11,10 @@ from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, redact
 from ftkit.files import parse_json
 from ftkit.planning.layout import RunLayout
-from ftkit.train.quiet import silence_torchao
 
 
 def main(plan_path: Path, settings: str) -> int:
     """Evaluate until the run is over; report errors."""
-    silence_torchao()
-    import_transformers()
     rank = int(os.environ.get("RANK", "0"))
 
     def report(text: str) -> None:
@@ -25,7 +22,8 @@ def main(plan_path: Path, settings: str) -> int:
             sys.stderr.write(f"evaluate: {redact(text, os.environ)}\n")
 
     try:
-        from ftkit.evaluate.job import CheckpointEvaluations, is_training_over  # noqa: PLC0415 - importing torchao prints warnings
+        import_transformers()  # before modules that import more of it
+        from ftkit.evaluate.job import CheckpointEvaluations, is_training_over  # noqa: PLC0415
         from ftkit.evaluate.measure import MeasureSettings  # noqa: PLC0415
         from ftkit.evaluate.ranks import joined_ranks  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
 from ftkit.train.imports import faster_imports
 from ftkit.train.launcher import LAUNCHED, follow_launcher
-from ftkit.train.quiet import silence_torchao, silence_training
+from ftkit.train.quiet import silence_training
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,6 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     for handler in handlers:
         handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)
-    silence_torchao()
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")
     silence_training()

@@ -8,12 +8,6 @@ import warnings
 _OF_CHECKPOINTS = "Detected that context_fn is passed to torch.utils.checkpoint under torch.compile."
 
 
-def silence_torchao() -> None:
-    """Drop warnings about kernels for other devices: transformers and peft import both libraries if installed."""
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def silence_training() -> None:
     """Drop two warnings that users can ignore. Call it after other filters of warnings are set.
 

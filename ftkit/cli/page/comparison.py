@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.cli.page.charts import Line, LineChart, draw_lines
-from ftkit.cli.page.report import Chart
+from ftkit.cli.page.report_charts import Chart
 from ftkit.cli.terminal.format import count
 from ftkit.runs.gpu_samples import gpu_curve, read_samples
 from ftkit.runs.history import read_history

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, timeline
-from ftkit.cli.page.experts import draw_experts
+from ftkit.cli.page.report_charts import Chart, draw_charts
 from ftkit.cli.terminal.format import count, duration, energy, gib, plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, RunPlan
 from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.planning.setup import GPUS
-from ftkit.runs.gpu_samples import gpu_curve, read_samples, summarize_samples
-from ftkit.runs.history import History, merge_spans, read_history
+from ftkit.runs.gpu_samples import read_samples, summarize_samples
+from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests
 from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
@@ -24,15 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.gpu_samples import GpuSummary, NodeSample
-    from ftkit.runs.history import Span
-    from ftkit.runs.records import StepRecord
+    from ftkit.runs.gpu_samples import GpuSummary
 
 _NUM_EXAMPLES = 6
 _NUM_ANOMALIES = 12
 _MAX_TILES_PER_ROW = 6
-_NARROWEST = 1 / 600
-"""Smallest visible fraction of a run's time on the timeline."""
 _TIME_USE = {
     "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
     "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
@@ -65,15 +60,6 @@ class Example:
 
     before: Sample | None
     after: Sample
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawn chart with its heading."""
-
-    title: str
-    svg: str
-    is_wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +124,7 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         summary=_summary(job) if job else "the plan of this run can't be read",
         created=f"{job.created:%Y-%m-%d %H:%M} UTC" if job else "",
         tiles=[*_tiles(plan, history), *_gpu_tiles(summarize_samples(gpus), history)],
-        charts=_charts(plan, history, gpus),
+        charts=draw_charts(plan, history, gpus),
         comparisons=_comparisons(plan, history) if plan else [],
         time_use=_time_use(history),
         evaluations=validation,
@@ -223,89 +209,6 @@ def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
         per_token = energy(summary.energy_kwh * 1e6 / last.tokens) if last and last.tokens else ""
         tiles.append(Tile("Energy", energy(summary.energy_kwh), per_token and f"{per_token} per 1M tokens"))
     return tiles
-
-
-def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
-    """Return charts of utilization and power over time: the mean of the GPUs, and the range from lowest to highest."""
-    begin = history.spans[0].begin if history.spans else None
-    several = len({(sample.host, gpu.index) for sample in samples for gpu in sample.gpus}) > 1
-    shown = "mean; area: lowest to highest GPU" if several else "mean"
-    charts = []
-    for title, unit, color, limit, value in (
-        ("GPU utilization", "%", 2, 104.0, lambda gpu: gpu.utilization),
-        ("GPU power", "W", 1, None, lambda gpu: gpu.power),
-    ):
-        curve = gpu_curve(samples, value, begin)
-        line = Line(shown, curve.seconds, curve.mean, color=color, band=(curve.lowest, curve.highest))
-        chart = LineChart(
-            title.replace(" ", "-").lower(), f"{title} over time: {shown}", f"{unit} ({shown})", [line],
-            form="{:,.0f}".format, from_zero=True, is_over_time=True, limit=limit,
-        )  # fmt: skip
-        charts.append(Chart(title, draw_lines(chart)))
-    return [chart for chart in charts if chart.svg]
-
-
-def _charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
-    on_gpus = plan is not None and plan.placement.device == "cuda"
-    device = "GPU" if on_gpus else "process"
-    kept = [
-        (each.tokens, speed)
-        for each, speed in zip(history.steady, history.speeds, strict=True)
-        if history.steps.get(each.step) is each
-    ]
-    speed = LineChart(
-        "speed", f"Tokens per second per {device}", f"tokens/s per {device}",
-        [Line("measured", [x for x, _ in kept], [y for _, y in kept], is_raw=True, color=4)],
-        expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
-        form=count, from_zero=True, height=bars_height(len(history.memory)),
-    )  # fmt: skip
-    memory = bar_chart(
-        "memory", "Peak memory of each stage, maximum over all processes",
-        [(each.stage, each.largest_peak_gib) for each in history.memory],
-        marks=[("plan", plan.memory.total)] if plan and on_gpus else [],
-    )  # fmt: skip
-    kinds = ", ".join(dict.fromkeys(span.kind for span in history.spans))
-    charts = [
-        Chart("Loss", draw_lines(_losses(history), is_wide=True), is_wide=True),
-        Chart("Learning rate", _over_tokens("learning rate", history, lambda each: each.learning_rate, 2)),
-        Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
-        Chart("Throughput", draw_lines(speed)),
-        Chart("Memory by stage", memory),
-        Chart("Load of the busiest expert", draw_experts(history)),
-        *_gpu_charts(gpus, history),
-        Chart("Timeline", timeline("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
-    ]
-    return [chart for chart in charts if chart.svg]
-
-
-def _losses(history: History) -> LineChart:
-    steps, last = list(history.steps.values()), history.last_step
-    per_step = last.tokens / last.step if last and last.step else 0.0
-    description = (
-        f"Training loss from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
-    )
-    validation = history.evaluations
-    lines = [
-        Line("training", [each.tokens for each in steps], [each.loss for each in steps], is_raw=True),
-        Line("validation", [each.step * per_step for each in validation], [each.loss for each in validation],
-             has_points=True, color=1),
-    ]  # fmt: skip
-    return LineChart("loss", description, "loss", lines)
-
-
-def _over_tokens(
-    title: str, history: History, value: Callable[[StepRecord], float], color: int, *, is_raw: bool = False
-) -> str:
-    steps = list(history.steps.values())
-    line = Line(title, [each.tokens for each in steps], [value(each) for each in steps], is_raw=is_raw, color=color)
-    return draw_lines(LineChart(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True))
-
-
-def _visible(history: History) -> list[Span]:
-    """Return spans that are wide enough to be visible."""
-    if not history.spans:
-        return []
-    return merge_spans(history.spans, (history.spans[-1].end - history.spans[0].begin) * _NARROWEST)
 
 
 def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:

@@ -236,10 +236,10 @@ class Fsdp2Engine:
         model, optimizer = self._state_dicts()
         for name in absent_frozen(self.model.hf_model, folder) & model.keys():
             del model[name]
-        if isinstance(self.optimizer, AdamW8bit):
-            allocate_saved_scales(optimizer["state"], saved_sizes(folder, "optimizer.state."))
-        # A parameter that never got a gradient has no state in a checkpoint, and keeps the initial one.
         saved = saved_sizes(folder, "optimizer.state.")
+        if isinstance(self.optimizer, AdamW8bit):
+            allocate_saved_scales(optimizer["state"], saved)
+        # A parameter that never got a gradient has no state in a checkpoint, and keeps the initial one.
         has_state = {name.rpartition(".")[0] for name in saved}
         states = {name: each for name, each in optimizer["state"].items() if name in has_state or not saved}
         read_state({"model": model, "optimizer": {"state": states}}, folder)
