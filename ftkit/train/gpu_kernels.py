@@ -115,10 +115,12 @@ def _is_kept(inputs: torch.Tensor, seed: torch.Tensor, probability: float, featu
     """
     first, total = features
     width = inputs.shape[-1]
-    rows = torch.arange(inputs.numel() // width, dtype=torch.int32, device=inputs.device)
-    columns = torch.arange(first, first + width, dtype=torch.int32, device=inputs.device)
+    rows = torch.arange(inputs.numel() // width, device=inputs.device)
+    columns = torch.arange(first, first + width, device=inputs.device)
     keys = (seed * 2**24).int() * _HASH_ROUNDS[0][1]
-    hashes = (rows[:, None] * total + columns) ^ keys[0]
+    # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
+    # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
+    hashes = ((rows[:, None] * total + columns) ^ keys[0]).int()
     for shift, factor in _HASH_ROUNDS:
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + keys[1]
     return (hashes >= _first_kept(probability)).view(inputs.shape)

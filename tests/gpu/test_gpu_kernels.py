@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
 from ftkit.train import gpu_kernels
 from ftkit.train.components.optimizer import FusedAdamW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.gpu
 
@@ -83,13 +88,31 @@ def test_adapters_are_updated_in_few_kernels() -> None:
     assert 0 < sum(event.count for event in profile.key_averages()) < len(adapters) / 2
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_dynamic", [None, False, True])
 @pytest.mark.parametrize("features", [(0, 1003), (1003, 4012)])
-def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], *, compiled: bool) -> None:
-    drop = torch.compile(gpu_kernels.drop, fullgraph=True) if compiled else gpu_kernels.drop
+def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], is_dynamic: bool | None) -> None:
     inputs, seed = torch.randn(2, 500, 1003), torch.rand(2)
-    found = drop(inputs.cuda(), seed.cuda(), 0.1, features)
+    found = dropout(is_dynamic)(inputs.cuda(), seed.cuda(), 0.1, features)
     torch.testing.assert_close(found.cpu(), gpu_kernels.drop(inputs, seed, 0.1, features))
+
+
+@pytest.mark.parametrize("is_dynamic", [None, False])
+def test_dropout_of_more_than_2_to_the_31_elements_keeps_the_same_as_on_a_cpu(is_dynamic: bool | None) -> None:
+    rows, width, probability = 150_000, 14_336, 0.05
+    inputs, seed = torch.ones(1, rows, width, dtype=torch.bfloat16, device="cuda"), torch.rand(2)
+    found = dropout(is_dynamic)(inputs, seed.cuda(), probability, (0, width))
+    assert abs(int((found == 0).sum()) / found.numel() - probability) < 1e-4
+    for row in (0, rows // 2, rows - 1):
+        expected = gpu_kernels.drop(inputs[0, row].cpu(), seed, probability, (row * width, width))
+        torch.testing.assert_close(found[0, row].cpu(), expected)
+
+
+def dropout(is_dynamic: bool | None) -> Callable[..., torch.Tensor]:
+    """Return `gpu_kernels.drop`: not compiled if None, and else with symbolic sizes or not."""
+    torch.compiler.reset()
+    return (
+        gpu_kernels.drop if is_dynamic is None else torch.compile(gpu_kernels.drop, fullgraph=True, dynamic=is_dynamic)
+    )
 
 
 @pytest.mark.parametrize("numel", [16, 5000, 4096 * 14336])

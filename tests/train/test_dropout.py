@@ -9,10 +9,12 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.config.adapters import LoraSpec
+from ftkit.train import gpu_kernels
 from ftkit.train.model.adapted_linear import AdaptedLinear
 from ftkit.train.model.dropout import Dropout
 
@@ -56,6 +58,39 @@ def test_ranks_with_parts_of_the_features_have_their_parts_of_the_mask() -> None
     )
     divided = [part.drop(each) for part, each in zip(parts, inputs.split(4, dim=-1), strict=True)]
     assert torch.equal(torch.cat(divided, dim=-1), whole.drop(inputs))
+
+
+def is_kept(position: int, keys: list[int], probability: float) -> bool:
+    """Return whether an element is kept, by `triple32` in Python's integers."""
+    number = (position ^ keys[0]) % 2**32
+    for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
+        number = ((number ^ number >> shift) * factor + keys[1]) % 2**32
+    return (number + 2**31) % 2**32 >= round(probability * 2**32)
+
+
+@pytest.mark.parametrize("features", [(0, 9), (18, 36), (2**31 - 4, 2**30 + 5), (2**33 - 4, 2**40 + 5)])
+def test_masks_are_hashes_of_positions_modulo_2_to_the_32(features: tuple[int, int]) -> None:
+    first, total = features
+    seed, probability = torch.tensor([0.3, 0.8]), 0.4
+    keys = [int(each * 2**24) * 0xED5AD4BB for each in seed]
+    expected = [[is_kept(row * total + first + each, keys, probability) for each in range(9)] for row in range(40)]
+    assert gpu_kernels.drop(torch.ones(40, 9), seed, probability, features).sign().tolist() == expected
+
+
+def test_graphs_have_no_positions_in_32_bits() -> None:
+    """Inductor may compute these in 64 bits: integers in 32 bits depend on the seed."""
+    graph = make_fx(lambda inputs, seed: gpu_kernels.drop(inputs, seed, 0.1, (3, 20)))(
+        torch.ones(4, 5), torch.rand(2)
+    ).graph
+    _, seed = graph.find_nodes(op="placeholder")
+    seeded, narrow = {seed}, []
+    for node in graph.nodes:
+        if seeded.intersection(node.all_input_nodes):
+            seeded.add(node)
+        if "val" in node.meta and node.meta["val"].dtype == torch.int32:
+            narrow.append(node)
+    assert narrow
+    assert seeded.issuperset(narrow)
 
 
 def saved_by(product: Any) -> list[torch.Size]:
