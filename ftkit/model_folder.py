@@ -146,15 +146,38 @@ def missing_files(folder: Path) -> list[str]:
 
 def count_stored_values(folder: Path) -> list[int]:
     """Return the number of values of each tensor in a model's weight files; damaged files raise any exception."""
-    tensors = [tensor for file in _weights_files(folder) for tensor in _stored_tensors(folder / file).values()]
-    return [math.prod(tensor.kind[1]) for tensor in tensors]
+    return [math.prod(shape) for shape in read_stored_shapes(folder).values()]
+
+
+def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a model's weight files, from their headers; damaged files raise any error."""
+    stored = [_stored_tensors(folder / file) for file in _weights_files(folder)]
+    return {name: tensor.kind[1] for tensors in stored for name, tensor in tensors.items()}
+
+
+WRAPPED = "model.language_model."
+"""Prefix of the text model in a multimodal model's class."""
+
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",  # in files on the hub
+    "language_model.lm_head.": "lm_head.",
+    WRAPPED: "model.",  # in the class, and in files of some versions of transformers
+}
+
+
+def text_name(stored: str) -> str:
+    """Return the text model's name of a tensor in the files; other tensors keep their name."""
+    for prefix, own in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
 
 
 def stored_dtypes(file: Path) -> set[str]:
     """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
     try:
         return {tensor.kind[0] for tensor in _stored_tensors(file).values()}
-    except _UNREADABLE:
+    except UNREADABLE:
         return set()
 
 
@@ -179,11 +202,11 @@ def _is_complete(path: Path) -> bool:
             with path.open("rb") as file:
                 end = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
         return path.stat().st_size == end
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
 
 
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 """Exceptions that damaged safetensors files, and damaged indexes, raise."""
 
 
@@ -236,7 +259,7 @@ def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     try:
         files = {folder / file for file in _weights_files(folder)}
         tensors = {name: tensor for file in files for name, tensor in _stored_tensors(file).items()}
-    except _UNREADABLE:
+    except UNREADABLE:
         return None  # not downloaded yet; or damaged, which is refused elsewhere
     embeddings, projections = (
         [tensor for name, tensor in tensors.items() if f".{name}".endswith(f".{table}")]

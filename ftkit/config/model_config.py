@@ -71,6 +71,30 @@ def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
     return f"the weights are quantized by '{method}', which ftkit does not dequantize"
 
 
+_DTYPES = (
+    "bfloat16", "float16", "half", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e5m2", "int8",
+    "uint8",
+)  # fmt: skip
+"""Names of dtypes in torch that weights may have."""
+_DTYPE_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def check_dtype(config: Mapping[str, Any], weights: str) -> None:
+    """Refuse a `dtype` that torch does not have: transformers can't read such a file.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
+    for key, value in ((key, part.get(key)) for part in parts for key in ("dtype", "torch_dtype")):
+        if isinstance(value, str) and value not in _DTYPES:
+            name = value.removeprefix("torch.").lower()
+            name = _DTYPE_ABBREVIATIONS.get(name, name)
+            fix = f'Write "{key}": "{name if name in _DTYPES else "bfloat16"}" in config.json.'
+            what = f'its config.json has "{key}": "{value}", which torch does not have, so transformers can\'t read it.'
+            raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)])
+
+
 _QUANTIZED_NAME = re.compile(
     r"[-_](unsloth-bnb-4bit|bnb-4bit|[48]bit|int[48]|w4a16|w8a8|gptq|awq|fp8|nf4|mlx|gguf)\b.*", re.IGNORECASE
 )

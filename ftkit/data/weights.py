@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftkit import process
 from ftkit.errors import NotFoundError, one_line
-from ftkit.hub.access import download_weights
+from ftkit.hub.access import check_weights, download_weights
 from ftkit.hub.cache import is_fetched
 from ftkit.planning.layout import RunLayout, Workspace
 
@@ -34,12 +34,14 @@ def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callabl
     """Download the weights of a hub model, if missing.
 
     Raises:
-        NotFoundError: they can't be downloaded.
+        NotFoundError: they can't be downloaded, or contradict their configuration.
     """
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
         report(f"downloading the weights of {model.weights}")
         download_weights(model, environment, home)
+        if warning := check_weights(model, environment, home):
+            report(f"warning: {warning}")
 
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:

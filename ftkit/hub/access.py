@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.config.model_config import find_contradictions
 from ftkit.config.paths import is_path
 from ftkit.config.sources import HubSource
+from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.hub.cache import MODEL_CACHE, cache_folder, find_folder, offline_variable
 from ftkit.hub.client import Repository, ask, download_file, read_token, repository_of
@@ -38,10 +39,10 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         default_home: the job's cache, unless HF_HOME is set.
 
     Returns:
-        A warning if this can't be checked here; else None.
+        A warning if this can't be checked here, or if the files have unused decoder layers; else None.
 
     Raises:
-        NotFoundError: there is no such folder, model or revision.
+        NotFoundError: there is no such folder, model or revision, or the files contradict their configuration.
         PrerequisiteError: the model is gated, or access is denied.
         ConfigError: `model.architecture` contradicts their configuration.
     """
@@ -49,15 +50,14 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         return None
     if is_path(model.weights):
         check_folder(Path(model.weights))
-        _check_shape(model, read_model_config(Path(model.weights)))
-        return None
+        return _check_files(model, Path(model.weights))
     wanted = repository_of(model)
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
     folder = find_folder(model, environment, default_home)
     if folder is not None:
-        _check_shape(model, read_model_config(folder))
         if not missing_files(folder):
-            return None
+            return _check_files(model, folder)
+        _check_shape(model, read_model_config(folder))
     if offline := offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return _require_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
     answer = ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
@@ -65,6 +65,12 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     if answer.warning is None and (fetched := fetch_config(model, environment, default_home)):
         _check_shape(model, fetched)
     return answer.warning
+
+
+def _check_files(model: ModelSpec, folder: Path) -> str | None:
+    config = read_model_config(folder)
+    _check_shape(model, config)
+    return check_tensors(model.architecture_of_weights, config, folder)
 
 
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit import process
 from ftkit.config.context import cache_folder
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
-from ftkit.config.model_config import check_dequantizable, shipped_config, text_part
+from ftkit.config.model_config import check_dequantizable, check_dtype, shipped_config, text_part
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
 from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
@@ -92,6 +92,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
             folder = find_folder(model, environment, home)
     if config is not None:
         check_dequantizable(config, model.weights)
+        check_dtype(config, model.weights)
     plan = _plan(model, config, environment)
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)

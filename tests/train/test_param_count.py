@@ -18,9 +18,11 @@ from ftkit.config.execution import adapter_size
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
 from ftkit.config.training import TrainingPlan
-from ftkit.errors import ConfigError
+from ftkit.config.weight_files import check_tensors
+from ftkit.errors import ConfigError, NotFoundError
 from ftkit.families import FAMILIES, MEASURED
 from ftkit.launch.model import resolve_model
+from ftkit.model_folder import read_model_config
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import StartRecord, VerificationRecord
@@ -78,10 +80,10 @@ def config_of(shape: ArchitectureSpec, more: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": shape.family} | shape.model_dump(include=names) | more
 
 
-def build(config: dict[str, Any]) -> Any:
+def build(config: dict[str, Any], device: str = "meta") -> Any:
     kind = config["model_type"]
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    with torch.device("meta"):
+    with torch.device(device):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
 
 
@@ -96,6 +98,20 @@ def test_the_formula_matches_the_model_class(family: str, variant: dict[str, Any
         assert sorted(map(str, planned.linears)) == sorted(map(str, counted.linears))
         assert planned.attention == counted.attention
         assert sorted(map(str, planned.expert_matrices)) == sorted(map(str, counted.expert_matrices))
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_files_that_transformers_writes_have_the_planned_shapes(
+    family: str, variant: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"model_type": family} | SMALL | variant
+    build(config, "cpu").save_pretrained(tmp_path)
+    raw = read_model_config(tmp_path)
+    shape = resolve_model(ModelSpec(weights=str(tmp_path)), {}, Workspace(tmp_path)).architecture
+    assert check_tensors(shape, raw, tmp_path) is None
+    wrong = shape.model_copy(update={"counts": count_by_config(raw | {"hidden_size": 32})})
+    with pytest.raises(NotFoundError, match="contradicts the weight files"):
+        check_tensors(wrong, raw, tmp_path)
 
 
 @pytest.mark.parametrize("family", WITH_FORMULA)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
+from ftkit.model_folder import WRAPPED, text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:
@@ -65,27 +66,9 @@ class MappedTensor:
     joined: frozenset[str] = frozenset()
 
 
-_WRAPPED = "model.language_model."
-"""Prefix of the text model in a multimodal model's class."""
-
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",  # in files on the hub
-    "language_model.lm_head.": "lm_head.",
-    _WRAPPED: "model.",  # in the class, and in files of some versions of transformers
-}
-
-
-def text_name(stored: str) -> str:
-    """Return the text model's name of a tensor in the files; other tensors keep their name."""
-    for prefix, own in _TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
-    return stored
-
-
 def wrapped_name(name: str) -> str:
     """Return the multimodal class's name of a tensor of the text model."""
-    return _WRAPPED + name.removeprefix("model.") if name.startswith("model.") else name
+    return WRAPPED + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def name_for_peft(model: PreTrainedModel, name: str) -> str:
@@ -105,7 +88,7 @@ def name_for_peft(model: PreTrainedModel, name: str) -> str:
 
 def wrapped_targets(projections: Iterable[str]) -> str:
     """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have the same names."""
-    return rf"{re.escape(_WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
+    return rf"{re.escape(WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
 
 
 def map_tensors(

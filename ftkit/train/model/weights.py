@@ -23,12 +23,12 @@ from ftkit.config.paths import is_path
 from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, text_name
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.load_targets import LoadTarget, load_targets
 from ftkit.train.model.local_shard import rows_per_read
-from ftkit.train.model.weight_conversion import FP8_SCALES, MappedTensor, TensorSource, map_tensors, text_name
+from ftkit.train.model.weight_conversion import FP8_SCALES, MappedTensor, TensorSource, map_tensors
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
