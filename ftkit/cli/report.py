@@ -117,7 +117,7 @@ def _samples(layout: RunLayout) -> tuple[Sample, ...]:
     from importlib.util import find_spec
 
     from ftkit.errors import FtkitError
-    from ftkit.planning.plan import read_plan
+    from ftkit.planning.plan import read_plan_to_use
 
     if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
         return ()
@@ -125,7 +125,7 @@ def _samples(layout: RunLayout) -> tuple[Sample, ...]:
     from ftkit.data.store import PreparedData
 
     try:
-        plan = read_plan(layout)
+        plan = read_plan_to_use(layout)
         if not plan.is_data_prepared:
             return ()
         found = list(islice(samples_of_packs(PreparedData(plan.data_directory), [0]), _NUM_SAMPLES))

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.training import Precision
-from ftkit.data.store import PreparedData
-from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import NotFoundError, TrainingError, one_line
-from ftkit.evaluate.source import find_base
+from ftkit.evaluate.load import tokenizer_of
+from ftkit.evaluate.source import TrainedStep, find_base
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes
 from ftkit.files import atomic_folder
 from ftkit.model_folder import EXPORT_RECORD, check_folder
-from ftkit.planning.plan import read_plan
+from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.planning.plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def export_run(
         PrerequisiteError: this machine has too little memory to verify the export.
         TrainingError: a checkpoint is damaged, or belongs to another model.
     """
-    plan = read_plan(layout)
+    plan = read_plan_to_use(layout)
     if request.merges and plan.recipe.training.adapters is None:
         report("this run trained all weights: there is nothing to merge")
         request = replace(request, merges=False)
@@ -75,7 +73,7 @@ def export_run(
     _check_replaceable(folder)
     report(f"reading the checkpoint of step {step}")
     _check_checkpoint(checkpoint, step)
-    parts = _load_parts(plan)
+    parts = _load_parts(TrainedStep(layout, plan, step))
     model = build_export_model(parts)
     if verify is not None:
         check_memory(_verification_bytes(model), available_bytes())
@@ -142,12 +140,10 @@ def _damaged(folder: Path, damage: str) -> TrainingError:
     )
 
 
-def _load_parts(plan: RunPlan) -> ExportedParts:
-    recipe = plan.recipe
-    data = PreparedData(plan.data_directory)
-    data.read_manifest()
-    tokenizer = load_saved_tokenizer(data.tokenizer)
-    folder = find_base(plan)
+def _load_parts(source: TrainedStep) -> ExportedParts:
+    recipe = source.plan.recipe
+    tokenizer = tokenizer_of(source)
+    folder = find_base(source.plan)
     if folder is None:
         config = TextConfig(make_config(recipe.model.architecture, tokenizer))
     else:

@@ -14,7 +14,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
-from ftkit.planning.plan import RunPlan, read_plan
+from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.runs.checkpoints import choose_step
 from ftkit.runs.find import find_run
 
@@ -101,7 +101,7 @@ def find_target(reference: str, workspace: Workspace) -> Target:
         return Target(fetch_model(reference))
     else:
         layout = find_run(name, workspace).layout
-    plan = read_plan(layout)
+    plan = read_plan_to_use(layout)
     return Target(_choose_source(layout, plan, step), plan, TrainedStep(layout, plan, 0))
 
 

@@ -194,6 +194,20 @@ def read_plan(layout: RunLayout) -> RunPlan:
     return plan_from_json(read_plan_file(layout), str(layout.plan))
 
 
+def read_plan_to_use(layout: RunLayout) -> RunPlan:
+    """Read the plan of a run whose files are used, not continued.
+
+    If the run's workspace was moved or copied, or is mounted elsewhere on this machine, the plan's workspace is the one
+    that has the run's folder and its data now.
+
+    Raises:
+        PlanError: it can't be read, or the run started a script.
+    """
+    plan = read_plan(layout)
+    here = replace(plan, workspace=layout.root.parent.parent)
+    return here if here.is_data_prepared else plan
+
+
 def read_plan_file(layout: RunLayout) -> bytes:
     """Return the content of a run's plan.json.
 

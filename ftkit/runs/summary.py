@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.runs.metrics_file import read_last_step, read_outline
@@ -60,7 +60,7 @@ _LAST_OF: dict[type[Record], str] = {
 
 
 def summarize(layout: RunLayout) -> TrainingSummary:
-    """Read the records that summarize a run."""
+    """Read the records that summarize a run, with the paths that its files have now: the folder may have been moved."""
     found: dict[str, Any] = {}
     for record in read_outline(layout.metrics):
         if name := _LAST_OF.get(type(record)):
@@ -74,6 +74,9 @@ def summarize(layout: RunLayout) -> TrainingSummary:
                 found["after"] = record
             case CheckpointRecord():
                 found.pop("failed_checkpoint", None)
+                found["checkpoint"] = replace(record, path=str(layout.checkpoint(record.step)))
+            case EndRecord(export=str()):
+                found["end"] = replace(record, export=str(layout.export))
     return TrainingSummary(**found, last_step=read_last_step(layout.metrics))
 
 

@@ -64,12 +64,12 @@ def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_js
     """Print documents of a run's prepared data."""
     from ftkit.data.inspection import samples_of_packs
     from ftkit.data.store import PreparedData
-    from ftkit.planning.plan import read_plan
+    from ftkit.planning.plan import read_plan_to_use
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
         raise click.UsageError("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
-    data = PreparedData(read_plan(get_run(words[0]).layout).data_directory)
+    data = PreparedData(read_plan_to_use(get_run(words[0]).layout).data_directory)
     samples = samples_of_packs(data, [int(word) for word in ids])
     if as_json:
         terminal.json([asdict(sample) for sample in samples])

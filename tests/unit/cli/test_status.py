@@ -131,7 +131,7 @@ def test_the_status_of_a_completed_run_is_complete(
         assert part in result.out
     told = json.loads(ftkit("status", "last", "--json").out)
     assert told["checkpoints"] == [{"step": 400, "path": str(folder)}]
-    assert told["end"]["export"] == "/w/export"
+    assert told["end"]["export"] == str(run.layout.export)
     assert (told["is_final"], told["error"], told["exit_code"]) == (True, None, 0)
 
 

@@ -20,10 +20,20 @@ from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.planning.plan import PREPARATION_VERSION, RunPlan, plan_from_json, plan_to_json
+from ftkit.planning.layout import DataLayout, RunLayout, Workspace
+from ftkit.planning.plan import (
+    PREPARATION_VERSION,
+    RunPlan,
+    plan_from_json,
+    plan_to_json,
+    read_plan,
+    read_plan_to_use,
+)
 from ftkit.planning.planner import count_steps, fingerprint, plan_model, plan_run
 
 if TYPE_CHECKING:
+    from conftest import RunMaker
+
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.recipe import RecipeSpec
 
@@ -713,3 +723,15 @@ def test_added_tokens_change_the_data_and_need_a_trained_embedding() -> None:
     for wrong in ("['<|a|>', '<|a|>']", "['']", "['two words']"):
         with pytest.raises(ConfigError, match="added_tokens"):
             demo(f"model.added_tokens={wrong}")
+
+
+def test_a_run_in_a_moved_workspace_uses_the_data_that_is_there_now(make_run: RunMaker) -> None:
+    run = make_run()
+    submitted = read_plan(run.layout)
+    data = DataLayout(submitted.data_directory)
+    data.manifest.parent.mkdir(parents=True)
+    data.manifest.write_text("{}")
+    moved = Workspace(submitted.workspace.rename(submitted.workspace.with_name("moved")))
+    layout = RunLayout(moved.runs / submitted.id)
+    assert read_plan(layout).workspace == submitted.workspace
+    assert read_plan_to_use(layout).data_directory == moved.data / submitted.fingerprint

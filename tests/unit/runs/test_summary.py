@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ftkit.planning.layout import RunLayout
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample
 from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
-    from conftest import RunMaker
+    from pathlib import Path
 
-    from ftkit.planning.layout import RunLayout
+    from conftest import RunMaker
 
 
 def leave_error(layout: RunLayout, rank: int, time: float) -> None:
@@ -33,8 +35,19 @@ def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: An
     assert summary.first_step == records.step(1, 6.0)
     assert summary.last_step == records.step(20, 1.0)
     assert (summary.before, summary.after) == (before, after)
-    assert summary.checkpoint == checkpoint
-    assert summary.end == records.end()
+    assert summary.checkpoint == replace(checkpoint, path=str(run.layout.checkpoint(20)))
+    assert summary.end == replace(records.end(), export=str(run.layout.export))
+
+
+def test_paths_of_a_moved_run_are_where_its_files_are_now(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
+    run = make_run()
+    records.write(run, CheckpointRecord(2.0, 20, str(run.layout.checkpoint(20)), 0.5, 0.1), records.end())
+    moved = RunLayout(run.layout.root.rename(tmp_path / "moved"))
+    summary = summarize(moved)
+    assert summary.checkpoint is not None
+    assert summary.end is not None
+    assert summary.checkpoint.path == str(tmp_path / "moved" / "checkpoints" / "step-000020")
+    assert summary.end.export == str(tmp_path / "moved" / "export")
 
 
 def test_the_rank_that_failed_first_is_the_cause(make_run: RunMaker) -> None:
