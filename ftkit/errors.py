@@ -186,29 +186,29 @@ def as_user_error(error: Exception) -> Exception:
 
     These are a full disk, a file that this user can't read or write, and a missing package. A full disk is also found
     among the errors that led to it, a missing package only among its explicit causes: code that handles an
-    `ImportError` may fail later for another reason.
+    `ImportError` may fail later for another reason. So is the full disk of a `PrerequisiteError`, which has its own
+    reason otherwise.
     """
-    if isinstance(error, DiskFullError | PrerequisiteError):
+    if isinstance(error, DiskFullError):
         return error
+    is_known = isinstance(error, PrerequisiteError)
     if isinstance(error, PermissionError) and error.filename is not None:
         return PrerequisiteError(
             f"permission denied: {error.filename}",
             meaning="the file or its folder belongs to another user, who does not share it",
             fix="ask its owner ('ls -ld' shows who that is) for access, or choose another folder",
         )
-    for cause in _causes(error):
+    for cause in _explicit_causes(error) if is_known else _causes(error):
         if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None
             return DiskFullError(
                 "the disk is full, or its quota is exceeded" + (f": can't write {path}" if path else ""),
-                meaning=one_line(error),
+                meaning=one_line(error.what if isinstance(error, FtkitError) else error),
                 fix="free space ('df -h' and 'quota -s' show where), and try again",
             )
-    direct: BaseException | None = error
-    while direct is not None:
-        if isinstance(direct, ModuleNotFoundError) and direct.name in _EXTRAS:
-            return missing_package_error([direct.name], f"this command needs it: {sys.executable} does not find it")
-        direct = direct.__cause__
+    for cause in () if is_known else _explicit_causes(error):
+        if isinstance(cause, ModuleNotFoundError) and cause.name in _EXTRAS:
+            return missing_package_error([cause.name], f"this command needs it: {sys.executable} does not find it")
     return error
 
 
@@ -222,6 +222,14 @@ def _is_disk_full(error: BaseException) -> bool:
         return True
     text = str(error)
     return any(os.strerror(number) in text for number in _DISK_FULL) or _SHORT_WRITE.search(text) is not None
+
+
+def _explicit_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

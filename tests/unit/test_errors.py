@@ -43,6 +43,19 @@ def test_a_full_disk_is_recognized_in_any_exception(number: int) -> None:
     assert as_user_error(found) is found
 
 
+def test_a_full_disk_has_its_exit_code_also_where_a_command_names_the_file() -> None:
+    refused = PrerequisiteError("can't write /w/bundle.tar: no space")
+    refused.__cause__ = OSError(ENOSPC, os.strerror(ENOSPC))
+    told = PrerequisiteError(f"6 parts are not copied: {os.strerror(EDQUOT)}")
+    for error in (refused, told):
+        found = as_user_error(error)
+        assert isinstance(found, DiskFullError)
+        assert found.meaning == error.what
+    other = PrerequisiteError("there is no docker")
+    other.__context__ = OSError(ENOSPC, os.strerror(ENOSPC))  # handled before
+    assert as_user_error(other) is other
+
+
 def test_a_short_write_is_reported_as_a_full_disk() -> None:
     texts = ("373248 requested and 73696 written", "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
     for text in texts:

@@ -127,7 +127,7 @@ def test_a_followed_run_shows_its_results(
         "perplexity 812.5, execution accuracy 0% → perplexity 1.62, execution accuracy 85%",
         "question How many ships are there?",
         "expected SELECT name FROM ships",
-        "export /w/export",
+        "/export ",
         "ftkit status demo-",
     ):
         assert part in " ".join(result.err.split())
