@@ -17,7 +17,7 @@ from ftkit.train.causal_lm import MicroBatch, model_inputs
 from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.token_loops import find_token_loop
-from ftkit.train.model import kernel_trials
+from ftkit.train.model import kernel_trials, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
 from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule
 from ftkit.train.model.token_mixers import choose_token_mixers
@@ -237,6 +237,22 @@ def test_a_kernel_that_does_not_run_here_is_reported_and_not_used(
     assert reason in choice.text
     states, _ = states_and_gradients(model, packed())
     assert states.isfinite().all()
+
+
+def test_causal_conv1d_gets_no_packs_with_more_elements_than_its_offsets_reach() -> None:
+    lengths = []
+
+    def kernel(hidden_states: torch.Tensor, *_: object, **options: torch.Tensor) -> torch.Tensor:
+        lengths.append(hidden_states.shape[-1])
+        assert options.keys() == {"seq_idx", "activation"}
+        return hidden_states
+
+    convolve = token_mixers._within_reach(kernel)
+    with torch.device("meta"):
+        for length in (2**19, 2**19 + 1):
+            inputs, documents = torch.empty(1, 8192, length), torch.empty(1, length, dtype=torch.int32)
+            assert convolve(inputs, torch.empty(8192, 4), activation="silu", seq_idx=documents).shape == inputs.shape
+    assert lengths == [2**19]
 
 
 def test_functions_without_a_kernel_that_loop_over_tokens_are_reported_as_slow(world: World) -> None:

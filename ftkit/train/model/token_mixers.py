@@ -44,6 +44,8 @@ output's dtype is that of the first argument."""
 _RETURNS_STATE = ("output_final_state", "return_final_states", "return_last_state")
 """Arguments that ask for a state besides the output; generation alone needs it."""
 _SEPARATES_DOCUMENTS = ("cu_seqlens", "seq_idx")
+_CONVOLUTION_REACHES = 2**32
+"""Elements that causal-conv1d 1.7.0 can tell apart: its offsets are 32-bit unsigned integers (`index_t`)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def _choose(function: KernelFunction, failure: str | None) -> MixerChoice:
     """Replace a function by its kernel, or by what computes it if the kernel can't be used."""
     kernel, package = function.kernel, package_of(function)
     if kernel is not None and failure is None:
-        _replace(function, kernel, inspect.signature(kernel).parameters, is_traced=False)
+        compute = _within_reach(kernel) if function.name == CONVOLUTION else kernel
+        _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
         return MixerChoice(f"{function.name}: {package} {version_of(package)}")
     accepted = {*inspect.signature(function.fallback).parameters, *_SEPARATES_DOCUMENTS}
     if function.name == CONVOLUTION:
@@ -127,6 +130,17 @@ def _convolution(fallback: Callable[..., Any]) -> Callable[..., Any]:
     def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if seq_idx is None:
             return fallback(hidden_states, *args, **kwargs)
+        return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
+
+    return convolve
+
+
+def _within_reach(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return causal-conv1d's convolution; for packs with more elements than its offsets reach, ftkit's."""
+
+    def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if seq_idx is None or hidden_states.numel() <= _CONVOLUTION_REACHES:
+            return kernel(hidden_states, *args, seq_idx=seq_idx, **kwargs)
         return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
 
     return convolve
