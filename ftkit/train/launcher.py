@@ -30,7 +30,7 @@ from ftkit.runs.lease import revoke_if_dead
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord
-from ftkit.train.imports import faster_imports
+from ftkit.train.imports import faster_imports, keep_bytecode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,11 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # torchrun installs a handler, which never runs
     layout = RunLayout(Path(arguments[arguments.index("-m") + 2]).parent)
-    _stage_weights(layout)
+    cache = os.environ.get("FTKIT_CACHE_DIR")
+    if cache is not None:
+        _stage_weights(layout, Path(cache))
+        if folder := keep_bytecode(Path(cache)):
+            sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
     with faster_imports():  # after the mask: their threads inherit it
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import main as torchrun  # noqa: PLC0415
@@ -104,21 +108,20 @@ def _write_report(layout: RunLayout) -> None:
         sys.stderr.write(f"ftkit: no report was written: {one_line(failure)}\n")
 
 
-def _stage_weights(layout: RunLayout) -> None:
+def _stage_weights(layout: RunLayout, cache: Path) -> None:
     """Copy the weights to this node's local disk, if the cluster profile says so, and pass the path to the ranks."""
-    cache = os.environ.get("FTKIT_CACHE_DIR")
     try:
         plan = read_plan(layout)
     except FtkitError:  # the ranks report the error
         return
-    if cache is None or plan.cluster.stage != "local":
+    if plan.cluster.stage != "local":
         return
     from ftkit.data.staging import STAGED, stage_weights  # noqa: PLC0415 - few clusters need it
 
     def report(text: str) -> None:
         sys.stderr.write(f"stage: {text}\n")
 
-    folder = stage_weights(plan, Path(cache), report)
+    folder = stage_weights(plan, cache, report)
     if folder is not None:
         os.environ[STAGED] = str(folder)
 

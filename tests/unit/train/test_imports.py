@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import py_compile
+import subprocess
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -13,6 +16,15 @@ from ftkit.train.imports import faster_imports
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+IMPORTS_TORCH = """
+import subprocess, sys
+from pathlib import Path
+from ftkit.train.imports import keep_bytecode
+keep_bytecode(Path(sys.argv[1]))
+import torch
+subprocess.run([sys.executable, "-c", "import torch.part"], check=True)
+"""
 
 
 def test_unused_packages_seem_missing_only_while_the_libraries_are_imported(
@@ -40,3 +52,18 @@ def test_packages_can_be_imported_after_a_failure(monkeypatch: pytest.MonkeyPatc
         raise ImportError("broken")
     gc.unfreeze()
     assert "another_package" not in sys.modules
+
+
+@pytest.mark.parametrize("has_bytecode", [False, True])
+def test_ranks_keep_bytecode_of_packages_that_have_none(tmp_path: Path, *, has_bytecode: bool) -> None:
+    package, cache = tmp_path / "site" / "torch", tmp_path / "cache"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "part.py"):
+        (package / name).write_text("")
+    if has_bytecode:
+        py_compile.compile(str(package / "__init__.py"))
+    environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTHONPYCACHEPREFIX", None)
+    subprocess.run([sys.executable, "-c", IMPORTS_TORCH, cache], check=True, env=environment)
+    kept = {path.name.partition(".")[0] for path in cache.rglob("torch/*.pyc")}
+    assert kept == (set() if has_bytecode else {"__init__", "part"})
