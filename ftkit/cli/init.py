@@ -14,6 +14,7 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import PROJECT_FILE, Context, list_names
+from ftkit.errors import ConfigError, Problem, SubmitError
 
 if TYPE_CHECKING:
     from ftkit.health.site import Site
@@ -47,6 +48,12 @@ def command(*, yes: bool, force: bool) -> None:
     folder = Path.cwd()
     ctx = Context(folder, here.user, here.environment)
     site = detect_site(ctx.environment)
+    if site.is_slurm_silent:
+        raise SubmitError(
+            "Slurm did not respond, and nothing was written",
+            meaning="its programs are installed here; its controller is busy, restarting, or not reachable",
+            fix=f"try again in a minute; to train on this machine alone, write 'cluster: local' into {PROJECT_FILE}",
+        )
     names = [name for name in list_names("cluster", ctx) if not _is_our_own(folder / "clusters" / f"{name}.yaml")]
     profiles = load_all(names, lambda name: load_cluster(name, ctx), terminal)
     proposed = propose_cluster(site, (spec for _, spec in profiles))
@@ -80,8 +87,6 @@ def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
     Raises:
         ConfigError: there is no terminal to ask on.
     """
-    from ftkit.errors import ConfigError, Problem
-
     if not yes and sys.stdin.isatty():
         names = " and ".join(short_path(path) for path in existing)
         click.confirm(f"Change existing {names}?", default=False, abort=True, err=True)
@@ -144,4 +149,5 @@ def _edited(path: Path | None, values: dict[str, object]) -> str:
 def _next_command(proposed: ProposedCluster) -> str:
     if proposed.values.get("runtime") == "none" or proposed.name == "local":
         return "ftkit run demo"
-    return "ftkit run --image olmo3:25.02" + ("" if proposed.name == "docker" else " --nodes 2")
+    nodes = min(2, proposed.values.get("max_nodes", 2))
+    return "ftkit run --image olmo3:25.02" + ("" if proposed.name == "docker" else f" --nodes {nodes}")

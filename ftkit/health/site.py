@@ -28,6 +28,7 @@ _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
 _TIMEOUT_SECONDS: Final = 2.0
 _SITE_SECONDS: Final = 2.5
+_NO_ANSWER: Final = re.compile("contact slurm controller|timed out|connection refused|connect failure", re.IGNORECASE)
 _SHARED_TYPES: Final = re.compile(
     r"nfs4?|lustre|gpfs|beegfs|wekafs|ceph|glusterfs|panfs|pvfs2|orangefs|virtiofs|9p|cifs|smb3|fuse\.(juicefs|sshfs|ceph.*)"
 )
@@ -82,6 +83,7 @@ class Site:
         local_folder: a folder that is probably on each node's own disk.
         num_gpus: GPUs of this machine.
         unknown: undetected properties, with the reason.
+        is_slurm_silent: whether Slurm is installed, and its controller does not respond.
     """
 
     slurm_version: str
@@ -97,6 +99,7 @@ class Site:
     local_folder: str
     num_gpus: int
     unknown: tuple[str, ...]
+    is_slurm_silent: bool = False
 
     @property
     def has_slurm(self) -> bool:
@@ -121,7 +124,8 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     }
     deadline = time.monotonic() + _SITE_SECONDS
     answers = start_all([partial(_ask, words, environment) for words in commands.values()])
-    outputs = {name: _output_before(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
+    found = {name: _output_before(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
+    outputs = {name: output or "" for name, output in found.items()}
     partitions = parse_partitions(outputs["sinfo"], outputs["limits"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
     accounts = parse_accounts(outputs["accounts"], settings.get("ClusterName", ""))
@@ -140,16 +144,17 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
         local_folder=_local_folder(settings.get("TmpFS", ""), root),
         num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
         unknown=tuple(_unknown(outputs, partitions, settings, accounts)),
+        is_slurm_silent=found["sinfo"] is None,
     )
 
 
 def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
     """Return Slurm's partitions; none if there is no Slurm here, or it does not respond."""
-    return parse_partitions(_ask(_LIST_PARTITIONS, environment))
+    return parse_partitions(_ask(_LIST_PARTITIONS, environment) or "")
 
 
-def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the output of a program; empty if it is missing, fails, or does not respond in time."""
+def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Return the output of a program; empty if it is missing or fails, None if it or its server does not respond."""
     program = shutil.which(words[0], path=environment.get("PATH", os.defpath))
     if program is None:
         return ""
@@ -157,17 +162,21 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str:
         done = process.run(
             [program, *words[1:]], timeout_seconds=_TIMEOUT_SECONDS, environment={**environment, "LC_ALL": "C"}
         )
+    except process.ProgramTimeoutError:
+        return None
     except FtkitError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout
+    return None if _NO_ANSWER.search(done.stderr) else ""
 
 
-def _output_before(answer: Future[str], deadline: float) -> str:
-    """Return a program's output; empty if it hangs: a program on a dead file system can't even be killed."""
+def _output_before(answer: Future[str | None], deadline: float) -> str | None:
+    """Return a program's output; None if it hangs: a program on a dead file system can't even be killed."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        return ""
+        return None
 
 
 def _unknown(

@@ -87,7 +87,15 @@ def _choose_partition(site: Site, base: ClusterProfile) -> Partition:
     """Choose the partition of the profile, else the one with the most GPUs, preferring the default one."""
     open_to_user = [each for each in site.partitions if _accounts_for(site, each)] or site.partitions
     named = [each for each in open_to_user if each.name in (base.partition, *base.recognized_by.partitions)]
-    return max(named or open_to_user, key=lambda each: (each.gpus_per_node > 0, each.is_default, _num_gpus(site, each)))
+    return max(
+        named or open_to_user,
+        key=lambda each: (
+            each.gpus_per_node > 0,
+            each.is_default,
+            _num_gpus(site, each),
+            each.num_nodes * each.gpus_per_node,  # of several kinds of nodes, the one with the most GPUs
+        ),
+    )
 
 
 def _accounts_for(site: Site, partition: Partition) -> list[str]:
@@ -104,7 +112,11 @@ def _differences(site: Site, partition: Partition, base: ClusterProfile) -> tupl
     unknown = []
     values: dict[str, Any] = {"partition": partition.name, "runtime": _runtime(site, base)}
     kinds = [each for each in site.partitions if each.name == partition.name]
-    values["max_nodes"] = sum(each.num_nodes for each in kinds if each.gpus_per_node == partition.gpus_per_node)
+    values["max_nodes"] = sum(
+        each.num_nodes
+        for each in kinds
+        if (each.gpus_per_node, each.gpu_type) == (partition.gpus_per_node, partition.gpu_type)
+    )
     if partition.gpus_per_node:
         values["gpus_per_node"] = partition.gpus_per_node
     elif base.gpu_request != "none":
@@ -160,10 +172,12 @@ def _runtime(site: Site, base: ClusterProfile) -> str:
 
 
 def recognize_gpu(gpu_type: str) -> str | None:
-    """Return the GPU model of a GRES type; None if it is ambiguous or unknown.
+    """Return the GPU model of a GRES type; None if it is ambiguous, unknown, or a part of a GPU (MIG).
 
-    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` is ambiguous.
+    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` is ambiguous, `h100_1g.10gb` an eighth of the memory.
     """
+    if re.search(r"\dg\.\d+gb", gpu_type.lower()):
+        return None
     words = set(re.findall(r"[a-z0-9]+", gpu_type.lower()))
     models = [str(model) for model in get_args(GpuModel) if str(model).partition("-")[0] in words]
     exact = [model for model in models if words.issuperset(model.split("-"))]

@@ -15,7 +15,7 @@ from ftkit.launch.observe import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.slurm import UncertainSubmitError
+from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
@@ -202,14 +202,15 @@ def _submit(
     earlier: Submission | None = None,
 ) -> SubmittedRun:
     scheduler = scheduler_for(plan.cluster.scheduler)
+    check_first = f"check with 'squeue --me'; if there is no job: ftkit resume {plan.id}"
     try:
         submission = scheduler.submit(plan.layout, environment, has_preparation=has_preparation)
     except (UncertainSubmitError, ProgramTimeoutError) as error:
-        raise UncertainSubmitError(
-            error.what,
-            meaning=f"{error.meaning}; a job may exist anyway",
-            fix=f"check with 'squeue --me'; if there is no job: ftkit resume {plan.id}",
-        ) from error
+        meaning = f"{error.meaning}; a job may exist anyway"
+        raise UncertainSubmitError(error.what, meaning=meaning, fix=check_first) from error
+    except KeyboardInterrupt as error:
+        what = f"interrupted while {plan.id} was submitted"
+        raise InterruptedSubmitError(what, meaning="a job may exist", fix=check_first) from error
     if earlier:
         submission = replace(submission, earlier_job_ids=(*earlier.earlier_job_ids, earlier.job_id))
     write_submission(plan.layout, submission)

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
-from ftkit.errors import FtkitError, PrerequisiteError, SubmitError
+from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.submission import Submission, SubmittedRun
 
@@ -42,7 +42,7 @@ class SlurmScheduler:
         requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
             job_id, stderr = _sbatch([*after, *requeue, layout.script.name], layout, environment)
-        except FtkitError:
+        except BaseException:
             if preparation_job_id:
                 _ask(["scancel", preparation_job_id], environment)
             raise
@@ -94,8 +94,13 @@ def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) 
     answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
     lines = answer.stdout.split()
     job_id = lines[-1].partition(";")[0] if lines else ""
-    if answer.returncode != 0 or not job_id.isdigit():
+    if answer.returncode != 0:
         raise explain_refusal(answer.stderr or answer.stdout)
+    if not job_id.isdigit():
+        said = one_line(f"{answer.stdout} {clean_stderr(answer.stderr)}".strip() or "nothing")
+        raise UncertainSubmitError(
+            f"sbatch succeeded, but printed no job id: {said}", meaning="a wrapper of the site changes its output"
+        )
     return job_id, answer.stderr
 
 
@@ -351,16 +356,26 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
-_NO_ANSWER = "contact slurm controller|timed out|connection refused|unable to connect"
+_NO_ANSWER = (
+    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
+    "message (?:send|receive) failure|socket error|connection reset|broken pipe"
+)
+"""Messages after which a job may exist: Slurm's protocol failed, or its answer was lost."""
 
 
 class UncertainSubmitError(SubmitError):
     """Slurm's answer is unclear: the job may have been submitted."""
 
 
+class InterruptedSubmitError(UncertainSubmitError):
+    """The user interrupted sbatch."""
+
+    exit_code = 130
+
+
 def explain_refusal(stderr: str) -> SubmitError:
     """Convert sbatch's message to an error with its usual meaning."""
-    message = clean_stderr(stderr) or "sbatch printed no job id and no error"
+    message = clean_stderr(stderr) or "sbatch printed no error"
     if re.search(_NO_ANSWER, message, re.IGNORECASE):
         return UncertainSubmitError(
             f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"

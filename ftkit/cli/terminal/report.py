@@ -200,7 +200,7 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:
         return [f"ftkit logs {run_id}"]
-    if not seen.is_final:
+    if not seen.is_final and layout.submission.exists():
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
         words = ("logs", "status") if layout.is_script else ("chat", "eval", "export", "status")

@@ -49,6 +49,26 @@ def test_the_commands_printed_by_init_work(ftkit: Callable[..., Result]) -> None
     assert findings["hub"]["status"] == "warning"
 
 
+def test_nothing_is_set_up_while_slurm_does_not_respond(ftkit: Callable[..., Result], login_node: FakePrograms) -> None:
+    what = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
+    login_node.answer("sinfo", "slurm 24.11.1", stderr=what, code=1)
+    refused = ftkit("init", "--yes")
+    assert (refused.code, "Slurm did not respond" in refused.err) == (6, True)
+    assert not Path("ftkit.yaml").exists()
+    login_node.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source", code=1)
+    assert ftkit("init", "--yes").code == 0  # a machine of no cluster
+    assert "cluster: local" in Path("ftkit.yaml").read_text()
+
+
+def test_a_cluster_of_one_node_gets_a_command_for_one_node(
+    ftkit: Callable[..., Result], login_node: FakePrograms
+) -> None:
+    login_node.answer("sinfo", "gpu*|up|1|192|gpu:h200:8(S:0-1)|4:00:00|1")
+    done = ftkit("init", "--yes")
+    assert done.err.endswith("Try: ftkit run --image olmo3:25.02 --nodes 1\n")
+    assert ftkit("run", "--image", "olmo3:25.02", "--nodes", "1", "--dry-run").code == 0
+
+
 @pytest.mark.usefixtures("login_node")
 def test_existing_files_are_changed_only_on_request_and_keep_other_keys(
     ftkit: Callable[..., Result],

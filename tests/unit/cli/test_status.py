@@ -109,6 +109,16 @@ def test_a_nan_loss_is_null_in_json(
     assert json.loads(ftkit("status", "last", "--json").out)["last_step"]["loss"] is None
 
 
+def test_the_status_of_a_run_that_was_never_submitted_says_how_to_submit_it(
+    ftkit: Callable[..., Result], make_run: RunMaker
+) -> None:
+    run = make_run()
+    run.layout.submission.unlink()
+    out = ftkit("status", "last").out
+    assert f"ftkit resume {run.id}" in out
+    assert "--follow" not in out
+
+
 def test_the_status_lists_the_profilers_traces(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:
     run = make_run()
     finish(run, records)

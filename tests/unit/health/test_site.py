@@ -136,6 +136,19 @@ def test_a_partition_is_proposed_that_the_users_accounts_and_qos_may_use() -> No
     assert found.unknown == ("the QOS: set 'qos:' to one of low, high, unless your default is one of them",)
 
 
+def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> None:
+    kinds = (
+        "gpu*|up|1|32|gpu:t4:1",
+        "gpu*|up|16|192|gpu:h100:8",
+        "gpu*|up|2|96|gpu:h100:8",
+        "gpu*|up|8|192|gpu:a100:8",
+    )
+    found = propose("".join(f"{kind}|infinite|1\n" for kind in kinds))
+    assert (found.values["max_nodes"], found.values["gpu"]) == (18, "h100-80gb")
+    assert "gpus_per_node" not in found.values  # the base's 8
+    assert any("several kinds of nodes" in each for each in found.unknown)
+
+
 def test_only_accounts_of_this_cluster_count() -> None:
     text = "ours|physics\nours|physics\nother|chemistry\nours|\n"
     assert parse_accounts(text, "ours") == ("physics",)
@@ -154,6 +167,8 @@ def test_a_machine_without_slurm_is_a_local_cluster() -> None:
         ("NVIDIA-A100-SXM4-80GB", "a100-80gb"),
         ("a100", None),
         ("l40s", None),
+        ("nvidia_h100_80gb_hbm3_1g.10gb", None),
+        ("h200_7g.141gb", None),
         ("nvidia_b200", "b200"),
         ("", None),
     ],

@@ -9,7 +9,7 @@ import pytest
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.launch.jobs import cancel, resume, submit
 from ftkit.launch.observe import observe
-from ftkit.launch.slurm import UncertainSubmitError
+from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
 from ftkit.runs.manifest import record_start
 from ftkit.runs.progress import list_restarts
@@ -70,6 +70,19 @@ def test_a_run_that_slurm_may_have_accepted_stays_and_can_be_resubmitted(
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     programs.answer("sbatch", "5\n")
     assert resume(slurm_plan, os.environ).submission.job_id == "5"
+
+
+def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
+    slurm_plan: RunPlan, programs: FakePrograms
+) -> None:
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) kill -INT $PPID;; esac')
+    programs.answer("scancel")
+    with pytest.raises(InterruptedSubmitError) as caught:
+        submit(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n")
+    assert caught.value.exit_code == 130
+    assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
+    assert programs.calls("scancel") == ["scancel 7"]
+    assert slurm_plan.layout.plan.is_file()
 
 
 def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled(

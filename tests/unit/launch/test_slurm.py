@@ -89,16 +89,24 @@ def test_a_rejection_by_sbatch_is_reported_with_a_fix(message: str, hint: str) -
     assert not isinstance(error, UncertainSubmitError)
 
 
-@pytest.mark.parametrize("message", ["Unable to contact slurm controller (connect failure)", "Socket timed out"])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Socket timed out",
+        "Batch job submission failed: Zero Bytes were transmitted or received",
+        "Batch job submission failed: Transport endpoint is not connected",
+    ],
+)
 def test_an_uncertain_submission_is_distinguished_from_a_rejection(message: str) -> None:
     assert isinstance(explain_refusal(f"sbatch: error: {message}"), UncertainSubmitError)
 
 
-def test_success_without_a_job_id_is_an_error(
+def test_success_without_a_job_id_is_uncertain(
     slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker
 ) -> None:
     programs.answer("sbatch", "queued somewhere\n")
-    with pytest.raises(SubmitError):
+    with pytest.raises(UncertainSubmitError, match="queued somewhere"):
         slurm.submit(make_run().layout, os.environ)
 
 
