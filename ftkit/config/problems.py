@@ -101,17 +101,25 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
     try:
         return model.model_validate(layers.values)
     except ValidationError as error:
-        problems = [_problem(model, layers, detail) for detail in error.errors()[:MAX_PROBLEMS]]
-        if error.error_count() > MAX_PROBLEMS:
-            problems.append(Problem("", "", f"{error.error_count() - MAX_PROBLEMS} more problems are not shown."))
+        details = _without_consequences(error.errors())
+        problems = [_problem(model, layers, detail) for detail in details[:MAX_PROBLEMS]]
+        if (num_hidden := len(details) - MAX_PROBLEMS) > 0:
+            more = "1 more problem is" if num_hidden == 1 else f"{num_hidden} more problems are"
+            problems.append(Problem("", "", f"{more} not shown."))
         raise ConfigError(problems) from error
+
+
+def _without_consequences(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leave out lists that are too short only because pydantic counts their valid values."""
+    of_values = {detail["loc"][:length] for detail in details for length in range(len(detail["loc"]))}
+    return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in of_values]
 
 
 def _problem(  # noqa: PLR0911 - one for each form of message
     model: type[BaseModel], layers: Layers, detail: ErrorDetails
 ) -> Problem:
-    path, owner = _follow_location(model, detail["loc"])
-    where, key = layers.origin(path), ".".join(path)
+    path, key, owner = _follow_location(model, detail["loc"])
+    where = layers.origin(path)
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return Problem(
@@ -143,12 +151,12 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     if kind == "string_pattern_mismatch":
         form = f"{_shown(given)} does not have the required form."
         return Problem(where, key, form, _description(owner, path))
-    return _wrong_value(where, path, owner, detail)
+    return _wrong_value(where, path, key, owner, detail)
 
 
-def _wrong_value(where: str, path: KeyPath, owner: type[BaseModel] | None, detail: ErrorDetails) -> Problem:
+def _wrong_value(where: str, path: KeyPath, key: str, owner: type[BaseModel] | None, detail: ErrorDetails) -> Problem:
     """Return the problem of a value of the wrong type or size; the default fix is the key's description."""
-    kind, given, key = detail["type"], detail["input"], ".".join(path)
+    kind, given = detail["type"], detail["input"]
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
     if where == COMMAND_LINE and isinstance(given, dict):  # YAML parsed text in braces as a mapping
         fix = f"Text that begins with a brace also needs quotes for YAML: {key}='\"{{column}}\"'."
@@ -215,9 +223,17 @@ def _kinds(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
     return [kind for model in models if (kind := _tag(model))]
 
 
-def _follow_location(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[KeyPath, type[BaseModel] | None]:
-    """Follow an error's location: the user's key path (no union tags, no indices), and the model that owns its end."""
+def _follow_location(
+    model: type[BaseModel], location: tuple[int | str, ...]
+) -> tuple[KeyPath, str, type[BaseModel] | None]:
+    """Follow an error's location.
+
+    Returns:
+        The user's key path, without union tags and indices; the same as text, with indices; and the model that owns its
+        end.
+    """
     path: list[str] = []
+    shown = ""
     owner: type[BaseModel] | None = model
     candidates = [model]
     for part in location:
@@ -226,12 +242,14 @@ def _follow_location(model: type[BaseModel], location: tuple[int | str, ...]) ->
             candidates = tagged
             continue
         if isinstance(part, int) or part == "[key]":  # pydantic's name for the key of a mapping, which precedes it
+            shown += f"[{part}]" if isinstance(part, int) else ""
             continue
         owner = candidates[0] if len(candidates) == 1 else None
         path.append(part)
+        shown += f".{part}"
         field = owner.model_fields.get(part) if owner else None
         candidates = _models(field.annotation) if field else []
-    return tuple(path), owner
+    return tuple(path), shown.removeprefix("."), owner
 
 
 def _tag(model: type[BaseModel]) -> str | None:
@@ -246,6 +264,6 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return _models(typing.get_args(annotation)[0])
-    if origin in (Union, UnionType):
+    if origin in (Union, UnionType, tuple, list):
         return [model for part in typing.get_args(annotation) for model in _models(part)]
     return []

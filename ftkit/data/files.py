@@ -42,6 +42,7 @@ def find_files(place: str, key: str) -> list[str]:
 
     Raises:
         NotFoundError: there are none.
+        DataError: some are compressed copies of others, or for other splits.
         PrerequisiteError: a package or credentials for the address are missing.
     """
     if is_address(place):
@@ -59,7 +60,26 @@ def find_files(place: str, key: str) -> list[str]:
             meaning=f"looked for names that end in {', '.join(READERS)}, or these with {', '.join(COMPRESSIONS)}",
             fix="give a file, a folder of such files, or a pattern that matches some",
         )
+    _check_copies(found, place, key)
     return found
+
+
+def _check_copies(files: list[str], place: str, key: str) -> None:
+    """Refuse files beside their compressed copies, whose rows would be read twice.
+
+    Raises:
+        DataError: there is a pair.
+    """
+    first: dict[str, str] = {}
+    for file in files:
+        path = Path(file)
+        plain = str(path.with_suffix("")) if path.suffix.lower() in COMPRESSIONS else str(path)
+        if (other := first.setdefault(plain, file)) != file:
+            raise DataError(
+                f"{key}: {place} has {Path(other).name} and {path.name}",
+                meaning="one is a compressed copy of the other, and its rows would be read twice",
+                fix="remove one of them, rename it if its rows are others, or list the files to read",
+            )
 
 
 def walk(folder: Path, key: str) -> list[Path]:
@@ -180,6 +200,7 @@ def _find_remote(place: str, key: str) -> list[str]:
         if scheme == "hf":  # which answers so for private datasets, too
             fix = f"check the address; if the dataset is private or gated: {ADVICE['hf']}"
         raise NotFoundError(f"{key}: there is nothing at {place}", fix=fix)
+    _check_copies(found, place, key)
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 
 

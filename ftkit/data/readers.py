@@ -226,20 +226,25 @@ class _JsonParser:
 
 
 def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    """Read rows with the line that each begins at: quoted texts may have line breaks."""
     csv.field_size_limit(_MAX_CELL)
-    line = 1
+    last = 1
     with _as_text(file) as text:
-        reader = csv.DictReader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
+        reader = csv.reader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
         try:
-            _check_names(reader.fieldnames or (), path)
-            for columns in reader:
-                line = reader.line_num
-                yield RawRow(path, ":", line, _csv_problem(columns, f"{path}:{line}") or dict(columns))
+            names = next(reader, [])
+            _check_names(names, path)
+            last = reader.line_num
+            for values in reader:
+                first, last = last + 1, reader.line_num
+                if values:
+                    problem = _csv_problem(names, values, f"{path}:{first}")
+                    yield RawRow(path, ":", first, problem or dict(zip(names, values, strict=True)))
         except csv.Error as error:
-            raise DataError(f"{path}: after line {line}: not valid CSV: {error}", fix="correct this line") from error
+            raise DataError(f"{path}: after line {last}: not valid CSV: {error}", fix="correct this line") from error
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path}: after line {line}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
+                f"{path}: after line {last}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
             ) from error
 
 
@@ -261,14 +266,14 @@ def _check_names(names: Sequence[str], path: str) -> None:
         )
 
 
-def _csv_problem(columns: Mapping[Any, Any], where: str) -> DataError | None:
-    if None in columns or None in columns.values():
+def _csv_problem(names: Sequence[str], values: Sequence[str], where: str) -> DataError | None:
+    if len(values) != len(names):
         return DataError(
-            f"{where}: {'more' if None in columns else 'fewer'} columns than the first line lists",
+            f"{where}: {'more' if len(values) > len(names) else 'fewer'} columns than the first line lists",
             meaning="a comma or a line break in a text needs quotes around it",
             fix="correct this line, or convert the file to JSON Lines",
         )
-    if any("\0" in value for value in columns.values()):
+    if any("\0" in value for value in values):
         return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="rewrite the file in UTF-8")
     return None
 

@@ -325,6 +325,15 @@ def test_the_project_is_the_nearest_parent_folder_with_a_configuration(
     assert (ctx.project, ctx.user) == (tmp_path, tmp_path / "xdg" / "ftkit")
 
 
+def test_wrong_values_in_a_list_are_one_problem_each_with_their_index(ctx: Context) -> None:
+    found = problems(ctx, "data.source=[{source: ./a.jsonl, weight: -1}, {source: ./b.jsonl, weight: 0}]")
+    assert [line.partition(", got")[0] for line in found] == [
+        f"command line: data.source.sources[{number}].weight: must be more than 0" for number in range(2)
+    ]
+    (empty,) = problems(ctx, "data.source=[]")
+    assert "data.source.sources: must have at least 1" in empty
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -333,8 +342,8 @@ def test_the_project_is_the_nearest_parent_folder_with_a_configuration(
         ("training.learning_rate=true", "training.learning_rate: must be a number, got true."),
         ("training.weight_decay=false", "training.weight_decay: must be a number, got false."),
         ("training.warmup_ratio=true", "training.warmup_ratio: must be a number, got true."),
-        ("training.betas=[true, 0.9]", "training.betas: must be a number, got true."),
-        ("profile.ranks=[false]", "profile.ranks: must be a whole number, got false."),
+        ("training.betas=[true, 0.9]", "training.betas[0]: must be a number, got true."),
+        ("profile.ranks=[false]", "profile.ranks[0]: must be a whole number, got false."),
     ],
 )
 def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: str) -> None:

@@ -131,6 +131,8 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
     [
         ("a.csv", b"id,text\n1,a\n2,b,c\n", r"a\.csv:3: more columns"),
         ("a.csv", b"id,text\n1,a\n2\n", r"a\.csv:3: fewer columns"),
+        ("a.csv", b'id,text\n1,"a\nb"\n\n2,"c\nd",3\n', r"a\.csv:5: more columns"),
+        ("a.csv", b'id,text\n1,"a\nb"\n2,"c', r"a\.csv: after line 3: not valid CSV"),
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv: after line 1: not UTF-8"),
         ("a.json", b'[{"a": 1}, 2]', r"a\.json, element 2: not a JSON object"),
         ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
@@ -178,6 +180,24 @@ def test_folders_and_globs_expand_to_their_data_files_in_order(tmp_path: Path) -
     assert find_files(str(tmp_path / "none.jsonl"), "k") == [str(tmp_path / "none.jsonl")]
     with pytest.raises(NotFoundError, match=r"data\.source\.train: .*\*\.csv has no data files"):
         find_files(str(tmp_path / "*.csv"), "data.source.train")
+
+
+@pytest.mark.parametrize("names", [("a.jsonl", "a.jsonl.gz"), ("sub/a.csv.GZ", "sub/a.csv.zst")])
+def test_a_file_beside_its_compressed_copy_is_rejected(names: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in (*names, "sub/a.jsonl.bz2", "b.jsonl"):
+        (tmp_path / name).touch()
+    for place in (tmp_path, tmp_path / "**" / "*"):
+        with pytest.raises(DataError, match=r"a compressed copy of the other, and its rows would be read twice"):
+            find_files(str(place), "data.source")
+    (tmp_path / names[0]).unlink()
+    assert len(find_files(str(tmp_path), "data.source")) == 3
+
+
+def test_a_csv_row_over_several_lines_is_located_at_its_first(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\n1,"a\nb\nc"\n\n2,d\n')
+    assert [row.where for raw in read_file(str(path)) if (row := raw.parse())] == [f"{path}:2", f"{path}:6"]
 
 
 def test_a_folder_or_file_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
