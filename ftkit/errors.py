@@ -60,6 +60,13 @@ def one_line(error: BaseException | str) -> str:
     return text if len(text) <= _MAX_ONE_LINE else text[: _MAX_ONE_LINE - 1] + "…"
 
 
+def plural(number: int, noun: str) -> str:
+    """Format a number with its noun: `1 node`, `2 nodes`, `3,000 processes`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem in the user's input: its place, its key, the message, and what to do."""
@@ -81,8 +88,7 @@ class ConfigError(FtkitError):
     exit_code = 3
 
     def __init__(self, problems: list[Problem]) -> None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{count} in the configuration; nothing was done")
+        super().__init__(f"{plural(len(problems), 'problem')} in the configuration; nothing was done")
         self.problems = problems
 
     def __str__(self) -> str:

@@ -11,8 +11,8 @@ import click
 from ftkit.cli.arguments import RUN_HELP, get_run, json_option, run_argument
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import age, gib, plural, short_path
-from ftkit.errors import TrainingError
+from ftkit.cli.terminal.format import age, gib, short_path
+from ftkit.errors import TrainingError, plural
 
 if TYPE_CHECKING:
     from pathlib import Path

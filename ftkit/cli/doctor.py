@@ -12,7 +12,7 @@ from ftkit.cli.arguments import json_option
 from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import plural
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -51,7 +51,7 @@ def command(
     rows = read_inputs(given)
     num_done = count_done(output, rows, target.source.label) if output else 0
     if num_done:
-        terminal.say(f"{num_done:,} of {len(rows):,} prompts already have completions")
+        terminal.say(f"{num_done:,} of {len(rows):,} prompts already completed")
     left = rows[num_done:]
     if not left:
         return

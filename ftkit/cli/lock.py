@@ -7,8 +7,9 @@ import click
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import plural, short_path
+from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context
+from ftkit.errors import plural
 
 
 @click.command(

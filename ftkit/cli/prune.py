@@ -9,7 +9,8 @@ import click
 from ftkit.cli.arguments import current_workspace, json_option
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Column, Terminal
-from ftkit.cli.terminal.format import gib, plural
+from ftkit.cli.terminal.format import gib
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from ftkit.launch.prune import Prunable

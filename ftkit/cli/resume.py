@@ -20,7 +20,7 @@ from ftkit.cli.arguments import (
 from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.paths import is_address
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, plural
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +156,8 @@ def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:
         terminal.warn(warning)
     new = changed.plan.batch
     facts = [(change.key, f"{change.before} → {change.after}") for change in changed.changes]
-    batch = f"{new.micro_batch_size} × {changed.plan.placement.world_size} processes × {new.accumulation_steps}"
-    terminal.facts([*facts, ("global batch", f"{new.global_batch_size} packs ({batch})")], is_data=False)
+    batch = (
+        f"{new.micro_batch_size} × {plural(changed.plan.placement.world_size, 'process')} × {new.accumulation_steps}"
+    )
+    terminal.facts([*facts, ("global batch", f"{plural(new.global_batch_size, 'pack')} ({batch})")], is_data=False)
     return changed

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.terminal.format import plural, short_path
+from ftkit.cli.terminal.format import short_path
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

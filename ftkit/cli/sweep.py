@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, gib, plural
-from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError
+from ftkit.cli.terminal.format import count, duration, gib
+from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.strict import attribute_docstrings
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, plural
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -104,8 +104,7 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
         details = _without_consequences(error.errors())
         problems = [_problem(model, layers, detail) for detail in details[:MAX_PROBLEMS]]
         if (num_hidden := len(details) - MAX_PROBLEMS) > 0:
-            more = "1 more problem is" if num_hidden == 1 else f"{num_hidden} more problems are"
-            problems.append(Problem("", "", f"{more} not shown."))
+            problems.append(Problem("", "", f"{plural(num_hidden, 'more problem')} not shown."))
         raise ConfigError(problems) from error
 
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.model import ArchitecturePlan
-from ftkit.errors import NotFoundError
+from ftkit.errors import NotFoundError, plural
 from ftkit.families import family_of
 from ftkit.model_folder import CONFIG_FILE, UNREADABLE, read_stored_shapes, text_name
 
@@ -72,7 +72,7 @@ def _num_predicting(config: Mapping[str, Any]) -> int:
 
 def _wrong_layers(num: int, of_config: int) -> Iterator[str]:
     if 0 < num < of_config:
-        yield f"the files have {num} decoder layers, {CONFIG_FILE} says {of_config} (num_hidden_layers)"
+        yield f"the files have {plural(num, 'decoder layer')}, {CONFIG_FILE} says {of_config} (num_hidden_layers)"
 
 
 def _wrong_shapes(shape: ArchitecturePlan, stored: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

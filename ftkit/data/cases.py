@@ -15,7 +15,7 @@ from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format, unu
 from ftkit.data.prompts import conversation_of, encode_prompt, renderer_of
 from ftkit.data.rows import Row, errors_at, read_json_lines
 from ftkit.data.store import PreparedData, SourcedRow
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,7 +148,7 @@ def make_evaluation_set(
     if not kept:
         raise bad[0]
     if len(bad) > 3:  # noqa: PLR2004 - three are shown
-        report(f"skipped: {len(bad) - 3:,} more rows")
+        report(f"skipped: {plural(len(bad) - 3, 'more row')}")
     return EvaluationSet([each.row for each in kept], [each.source for each in kept], documents, cases)
 
 

@@ -25,7 +25,7 @@ from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, skip_bad
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class DataInspector:
         for encoded in encode_rows(encoder, read_rows(self.recipe.data), num_usable_cpus()):
             num_rows += encoded.num_rows.total() + len(encoded.bad)
             if time.monotonic() >= due:
-                self.report(f"{num_rows:,} rows so far")
+                self.report(f"{plural(num_rows, 'row')} so far")
                 due = time.monotonic() + _REPORT_SECONDS
             yield encoded
 

@@ -17,7 +17,7 @@ from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, skip_bad
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, one_line, plural
 from ftkit.planning.plan import PREPARATION_VERSION
 from ftkit.process import num_usable_cpus
 
@@ -52,10 +52,11 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         folder.write_manifest(manifest)
     if manifest.num_too_long:
         outcomes = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
-        report(f"{manifest.num_too_long:,} documents longer than a pack: {outcomes[plan.recipe.data.too_long]}")
+        report(f"{plural(manifest.num_too_long, 'document')} longer than a pack: {outcomes[plan.recipe.data.too_long]}")
     report(
-        f"data {plan.fingerprint}: {manifest.num_train_documents:,} documents in {manifest.num_train_packs:,} packs of "
-        f"{manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} full, {manifest.num_train_targets:,} targets"
+        f"data {plan.fingerprint}: {plural(manifest.num_train_documents, 'document')} in "
+        f"{plural(manifest.num_train_packs, 'pack')} of {manifest.sequence_length} tokens, {manifest.fill_ratio:.1%} "
+        f"full, {plural(manifest.num_train_targets, 'target')}"
     )
     batch = plan.recipe.training.global_batch_size
     if manifest.num_train_packs < batch:
@@ -64,7 +65,8 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         )
     for source in manifest.sources if len(manifest.sources) > 1 else ():
         share = source.num_tokens / max(1, manifest.num_train_tokens)
-        report(f"source {source.name}: {source.num_rows:,} rows, {source.num_tokens:,} tokens ({share:.1%})")
+        tokens = plural(source.num_tokens, "token")
+        report(f"source {source.name}: {plural(source.num_rows, 'row')}, {tokens} ({share:.1%})")
     return prepared
 
 
@@ -72,7 +74,7 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
     recipe, length = plan.recipe, plan.recipe.training.sequence_length
     encoder = open_encoder(recipe, report)
     encoder.encoders[0].tokenizer.save_pretrained(folder.tokenizer)
-    report(f"reading and tokenizing with {num_workers} {'process' if num_workers == 1 else 'processes'}")
+    report(f"reading and tokenizing with {plural(num_workers, 'process')}")
     totals = _Totals(recipe)
     with ExitStack() as stack:
         train = stack.enter_context(_SplitWriter(folder.train, length))
@@ -189,7 +191,7 @@ class _Totals:
         length, num_too_long = self.recipe.training.sequence_length, self.num_too_long
         if num_too_long and self.recipe.data.too_long == "error":
             raise DataError(
-                f"{num_too_long:,} documents are longer than a pack of {length} tokens "
+                f"{plural(num_too_long, 'document')} longer than a pack of {length} tokens "
                 f"(the longest has {self.longest:,})",
                 meaning="truncating them would train the model on completions without an end",
                 fix="raise training.sequence_length, or set data.too_long: drop skips them, truncate cuts them "
@@ -208,8 +210,8 @@ class _Totals:
         num_rows = sum(source.num_rows for source in self.sources)
         if self.num_documents > num_rows:
             report(
-                f"{num_rows:,} conversations became {self.num_documents:,} documents: the chat template rewrites "
-                "earlier turns, and each trained turn is in the form in which inference sees it"
+                f"{plural(num_rows, 'conversation')} became {plural(self.num_documents, 'document')}: the chat "
+                "template rewrites earlier turns, and each trained turn is in the form in which inference sees it"
             )
         if self.unused and not isinstance(self.recipe.data.source, GeneratedSource):
             report(f"columns that data.format does not use: {', '.join(sorted(self.unused))}")

@@ -19,7 +19,7 @@ from ftkit.config.paths import is_address
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import count_rows, find_files, read_file
 from ftkit.data.readers import RawRow, without_nulls
-from ftkit.errors import DataError, one_line
+from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -233,7 +233,8 @@ class _OpenSource:
         wanted = self.num_validation + (self.num_train or 1)
         if self.num_rows < wanted:
             raise DataError(
-                f"the data has {self.num_rows:,} examples, the recipe asks for {wanted:,} (num_train + num_heldout)",
+                f"the data has {plural(self.num_rows, 'example')}, the recipe asks for {wanted:,} "
+                "(num_train + num_heldout)",
                 fix=f"lower {self.key}.num_train or {self.key}.num_heldout",
             )
         draw = random.Random(self.seed)
@@ -306,7 +307,8 @@ def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: 
     """Sample exactly `count` rows, by algorithm S."""
     if num_rows <= count:
         raise DataError(
-            f"the data has {num_rows:,} examples, data.validation.count is {count:,}: nothing is left to train on",
+            f"the data has {plural(num_rows, 'example')}, data.validation.count is {count:,}: nothing is left to train "
+            "on",
             fix="lower data.validation.count",
         )
     draw = random.Random(seed)

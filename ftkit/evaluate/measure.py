@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
 from ftkit.data.store import PreparedData
 from ftkit.data.tasks.metrics import Completion, Metric, choose_metrics
+from ftkit.errors import plural
 from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
 from ftkit.evaluate.ranks import Ranks
 from ftkit.runs.records import EvaluationRecord, SourceLoss
@@ -148,7 +149,9 @@ def measure_target(
     model = load(target.source)
     tokenizer = model.tokenizer
     data, metrics = evaluation_set(model, target.plan, settings, report)
-    report(f"measuring {len(data.rows):,} rows" + (f", {len(data.cases):,} completions" if metrics else ""))
+    report(
+        f"measuring {plural(len(data.rows), 'row')}" + (f", {plural(len(data.cases), 'completion')}" if metrics else "")
+    )
     after, before = measure(model, data, metrics, settings, ranks), None
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):

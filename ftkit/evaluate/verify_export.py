@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line
+from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
@@ -143,12 +143,12 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
     except Exception as error:  # noqa: BLE001 - templates and damaged files raise anything
         return [Check("chat template", f"{type(error).__name__}: {one_line(error)}", passed=False)]
     if differing:
-        text = f"{len(differing)} of {len(record.prompts)} prompts are rendered differently than in training"
+        text = f"{len(differing)} of {len(record.prompts)} prompts rendered differently than in training"
         return [Check("chat template", f"{text}: {one_line(differing[0])!r}", passed=False)]
     found = tokenizer_digests(tokenizer)
     if changed := [name for name, digest in record.tokenizer.items() if found[name] != digest]:
         return [Check(name, "differs from that of training", passed=False) for name in changed]
-    return [Check("chat template", f"renders {len(record.prompts)} prompts as in training", passed=True)]
+    return [Check("chat template", f"renders {plural(len(record.prompts), 'prompt')} as in training", passed=True)]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ftkit.errors import NotFoundError, one_line
+from ftkit.errors import NotFoundError, one_line, plural
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
 from ftkit.evaluate.vllm_engine import VllmEngine, VllmError, start_engine
@@ -129,6 +129,6 @@ def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
     text = (
         f"{wrong} of {len(open_prompts)} prompts rendered differently than in training"
         if wrong
-        else f"renders {len(open_prompts)} prompts as in training"
+        else f"renders {plural(len(open_prompts), 'prompt')} as in training"
     )
     return Check("vLLM: chat template", text, passed=not wrong)

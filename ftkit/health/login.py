@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import AnyImage, ImageFile, NamedImage, RegistryImage
-from ftkit.errors import FtkitError, one_line
+from ftkit.errors import FtkitError, one_line, plural
 from ftkit.files import mode_of_new_files
 from ftkit.health.findings import Finding, start_all
 from ftkit.health.site import Site
@@ -96,7 +96,9 @@ def _check_partition(node: LoginNode) -> list[Finding]:
         return [
             Finding("partition", "failed", f"{cluster.partition or 'no default partition'}: not up, or unknown", fix)
         ]
-    findings = [Finding("partition", "ok", f"{chosen[0].name}, {sum(each.num_nodes for each in chosen)} nodes")]
+    findings = [
+        Finding("partition", "ok", f"{chosen[0].name}, {plural(sum(each.num_nodes for each in chosen), 'node')}")
+    ]
     most = max(each.gpus_per_node for each in chosen)
     if cluster.gpu_request != "none" and cluster.gpus_per_node > most and cluster.device != "cpu":
         fix = "set 'gpus_per_node:' in the profile; 'gpu_request: none' if Slurm does not know about the GPUs"

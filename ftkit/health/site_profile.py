@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from ftkit.config.cluster import GpuModel, format_time_limit
-from ftkit.errors import FtkitError
+from ftkit.errors import FtkitError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,7 +63,7 @@ def propose_cluster(site: Site, profiles: Iterable[ClusterProfile], root: Path =
 
 
 def _without_slurm(site: Site) -> ProposedCluster:
-    gpus = f"{site.num_gpus} GPUs" if site.num_gpus else "no GPU"
+    gpus = plural(site.num_gpus, "GPU") if site.num_gpus else "no GPU"
     if site.docker:
         return ProposedCluster("docker", "", {}, f"no Slurm, docker {site.docker}, {gpus}")
     return ProposedCluster("local", "", {}, f"no Slurm, no docker, {gpus}: runs use this Python, without a container")
@@ -187,7 +187,7 @@ def recognize_gpu(gpu_type: str) -> str | None:
 
 def _describe(partition: Partition) -> str:
     gpus = f"{partition.gpus_per_node} x {partition.gpu_type or 'GPU'} per node"
-    return f"{partition.num_nodes} nodes, {gpus if partition.gpus_per_node else 'no GRES'}"
+    return f"{plural(partition.num_nodes, 'node')}, {gpus if partition.gpus_per_node else 'no GRES'}"
 
 
 def _as_name(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
-from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError
+from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError, plural
 from ftkit.images import squashfs
 from ftkit.images.build import SELF_CHECK
 from ftkit.images.progress import ProgressEvent, Report, ignore_progress
@@ -90,7 +90,7 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
     ranges = differing_ranges(manifest.blocks, found.blocks, manifest.block_size)
     differences += [f"content: {part} differ" for part in ranges[:_MAX_SHOWN_RANGES]]
     if len(ranges) > _MAX_SHOWN_RANGES:
-        differences.append(f"content: {len(ranges) - _MAX_SHOWN_RANGES} more ranges differ")
+        differences.append(f"content: differs in {plural(len(ranges) - _MAX_SHOWN_RANGES, 'more range')}")
     if found.sha256 != manifest.sha256 and not differences:
         differences.append(f"sha256: {found.sha256}, the manifest says {manifest.sha256}")
     if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ftkit.errors import FtkitError
+from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.jobs import check_removable, remove_folder, remove_run
 from ftkit.launch.observe import observe_all
@@ -71,7 +71,7 @@ def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: 
         has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELED)
         if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
             root = entry.folder.layout.root
-            left = f", {len(checkpoints)} checkpoints" if checkpoints else ", no checkpoint"
+            left = f", {plural(len(checkpoints), 'checkpoint')}" if checkpoints else ", no checkpoint"
             items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}{left}", entry.folder))
     removed = {item.path.name for item in items}
     kept = [entry for entry in entries if entry.folder.id not in removed]

@@ -16,7 +16,7 @@ from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.model import resolve_model
 from ftkit.launch.preparation import data_stamp
@@ -189,7 +189,7 @@ def _assumed_cluster(args: RunArgs, loaded: LoadedSettings) -> str | None:
 
 def _assumption(cluster: ClusterProfile) -> str:
     return (
-        f"no cluster is set: this plan is for profile '{cluster.name}', with {cluster.gpus_per_node} GPUs of "
+        f"no cluster is set: this plan is for profile '{cluster.name}', with {plural(cluster.gpus_per_node, 'GPU')} of "
         "unknown model per node; set one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
     )
 

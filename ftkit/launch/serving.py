@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import ImageFile, NamedImage
 from ftkit.config.load import load_image
-from ftkit.errors import ConfigError, NotFoundError, Problem, RunFailedError
+from ftkit.errors import ConfigError, NotFoundError, Problem, RunFailedError, plural
 from ftkit.files import read_json_if_valid, read_small
 from ftkit.launch.evaluation import check_on_slurm, write_and_submit
 from ftkit.launch.render import SideJob, render_side_job
@@ -84,7 +84,7 @@ def plan_serving(
         plan = replace(plan, **_image(plan, image or NamedImage(SERVING_IMAGE), ctx))
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
     if num_gpus > cluster.gpus_per_node:
-        what = f"{num_gpus} GPUs requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
+        what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
         raise ConfigError([Problem("command line", "--gpus", what, "Use fewer: a model is served on one node.")])
     heads = plan.recipe.model.architecture.num_attention_heads
     if heads % num_gpus:

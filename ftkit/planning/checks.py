@@ -9,14 +9,14 @@ from ftkit.config.cluster import ClusterProfile, mounted_folders
 from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.execution import are_quantized
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
-from ftkit.errors import Problem
+from ftkit.errors import Problem, plural
 from ftkit.families import MEASURED, UNPACKED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
+from ftkit.planning.fp8_checks import check_fp8
 from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit, image_origin
 from ftkit.planning.parallelism_checks import check_context_parallel, check_shard_degree, check_tensor_parallel
-from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *check_shard_degree(recipe, num_nodes * processes_per_node),
         *_offload(recipe, cluster),
         *_kernels(recipe, cluster),
+        *check_fp8(recipe, shape, cluster),
         *_collectives(recipe, cluster, num_nodes, processes_per_node),
         *_engine(recipe),
         *_targets(recipe, shape, cluster),
@@ -103,7 +104,7 @@ def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
         f"{training.global_batch_size} is not divisible by {at_once} "
         f"(micro_batch_size {training.micro_batch_size} x {owners})."
         if micro > 1
-        else f"{training.global_batch_size} packs can't be divided evenly among {owners}.",
+        else f"{plural(training.global_batch_size, 'pack')} can't be divided evenly among {owners}.",
         f"Use {down} or {up}."
         if down
         else f"Use {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
@@ -140,17 +141,6 @@ def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
         yield Problem(where, "training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     if training.attention == "flash4" and training.compute_precision == "fp32":
         yield Problem(where, "training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
-    if training.multiplies_in_fp8 and cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
-        key = "precision" if training.trains_in_fp8 else "base_precision"
-        yield Problem(
-            where, f"training.{key}", f"{GPUS[cluster.gpu].device_name} does not multiply in FP8; Ada, Hopper and "
-            "newer GPUs do.", f"Leave training.{key} out.",
-        )  # fmt: skip
-    elif training.precision == "mxfp8" and cluster.gpu is not None and not GPUS[cluster.gpu].has_mxfp8:
-        yield Problem(
-            where, "training.precision", f"{GPUS[cluster.gpu].device_name} does not multiply in MXFP8; Blackwell and "
-            "newer GPUs do.", "Use 'fp8'.",
-        )  # fmt: skip
     if training.compile == "layers" and training.engine == "zero3":
         yield Problem(where, "training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
 
@@ -277,11 +267,13 @@ def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     absent = [str(rank) for rank in profile.ranks if rank >= world_size]
     if absent:
         yield Problem(
-            where, "profile.ranks", f"there is no rank {', '.join(absent)} in {world_size} processes, counted from 0."
+            where,
+            "profile.ranks",
+            f"there is no rank {', '.join(absent)} in {plural(world_size, 'process')}, counted from 0.",
         )
     if max_steps is not None and profile.num_steps > max_steps:
         yield Problem(
-            where, "profile", f"takes {profile.num_steps} steps, the run has {max_steps}.",
+            where, "profile", f"takes {plural(profile.num_steps, 'step')}, the run has {max_steps}.",
             "Use fewer wait_steps, warmup_steps, active_steps or cycles.",
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING, get_args
 
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
+from ftkit.errors import plural
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import predict_step_time
@@ -85,10 +86,10 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
         return EnginePlan(
             "zero3",
-            f"{world_size} processes: {needed['zero3']:.0f} GiB per {gpu} with zero3, which fits "
+            f"{plural(world_size, 'process')}: {needed['zero3']:.0f} GiB per {gpu} with zero3, which fits "
             f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
         )
-    return EnginePlan("fsdp2", f"{world_size} processes: {_SHARDED[wanted.method]} in shards")
+    return EnginePlan("fsdp2", f"{plural(world_size, 'process')}: {_SHARDED[wanted.method]} in shards")
 
 
 def least_memory(training: TrainingSpec) -> TrainingPlan:

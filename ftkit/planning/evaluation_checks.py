@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.evaluation import SCORES
 from ftkit.config.sources import GeneratedSource
-from ftkit.errors import Problem
+from ftkit.errors import Problem, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ def _completions(
     elif num_rows is not None and generation.num_rows > num_rows and is_short:
         yield Problem(
             where, f"{key}.num_questions",
-            f"{generation.num_rows} questions requested, the validation split has {num_rows} rows.",
+            f"{plural(generation.num_rows, 'question')} requested, the validation split has {plural(num_rows, 'row')}.",
         )  # fmt: skip
 
 

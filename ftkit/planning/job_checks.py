@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.cluster import format_time_limit, parse_time_limit
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.errors import Problem
+from ftkit.errors import Problem, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,12 +36,12 @@ def check_placement(
             COMMAND_LINE, "resources.spare_nodes", f"cluster '{cluster.name}' is a single machine.", "Omit it."
         )
     elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
-        requested = f"{num_nodes} nodes" + (f" and {spare} spare" if spare else "")
+        requested = plural(num_nodes, "node") + (f" and {spare} spare" if spare else "")
         yield Problem(where, nodes, f"{requested} requested, the cluster has {cluster.max_nodes}.")
     if cluster.device == "cuda" and processes_per_node > cluster.gpus_per_node:
         yield Problem(
             where, gpus,
-            f"{processes_per_node} GPUs requested, a node has {cluster.gpus_per_node}.",
+            f"{plural(processes_per_node, 'GPU')} requested, a node has {cluster.gpus_per_node}.",
             f"Use at most {cluster.gpus_per_node}, and more --nodes.",
         )  # fmt: skip
 

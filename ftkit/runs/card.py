@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.config.paths import is_path
 from ftkit.config.training import TrainingSpec
+from ftkit.errors import plural
 from ftkit.files import read_json_if_valid
 from ftkit.runs.loss_curve import loss_curve
 from ftkit.runs.metrics_file import read_outline
@@ -117,7 +118,7 @@ def _facts(
         ("License of the base model", license_name or "not stated in its files"),
         ("Recipe", recipe.name),
         ("Method", training.method + size),
-        ("Steps", f"{step}, {training.global_batch_size} packs of {training.sequence_length} tokens each"),
+        ("Steps", f"{step}, {plural(training.global_batch_size, 'pack')} of {training.sequence_length} tokens each"),
         ("Learning rate", f"{training.learning_rate:g}"),
         ("Data", _data(recipe)),
     ]
@@ -137,7 +138,7 @@ def _metrics(layout: RunLayout, step: int) -> str:
     """Return a table with the evaluation before training, and the newest one of these weights."""
     evaluations = [record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord)]
     before = [("before training", record) for record in evaluations if record.when == "before"]
-    these = [(f"after {step} steps", record) for record in evaluations if record.step == step > 0]
+    these = [(f"after {plural(step, 'step')}", record) for record in evaluations if record.step == step > 0]
     rows = [*before[:1], *these[-1:]]
     if not rows:
         return "Nothing was measured."
@@ -148,7 +149,7 @@ def _metrics(layout: RunLayout, step: int) -> str:
         measured = [f"{own[name]:.1%}" if name in own else "" for name in scores]
         lines.append([weights, f"{record.loss:.4f}", f"{record.perplexity:.2f}", *measured])
     table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    return table if these else f"{table}\n\nThe weights after {step} steps were not evaluated."
+    return table if these else f"{table}\n\nThe weights after {plural(step, 'step')} were not evaluated."
 
 
 def _scores(record: EvaluationRecord) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.paths import is_address
-from ftkit.errors import NotFoundError
+from ftkit.errors import NotFoundError, plural
 from ftkit.files import read_json, read_json_if_valid
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
@@ -72,7 +72,7 @@ class Verdict:
     def __str__(self) -> str:
         if not self.num_common:
             return f"{self.original} has no losses to compare with"
-        records = f"{self.num_common} {'record' if self.num_common == 1 else 'records'}"
+        records = f"{plural(self.num_common, 'record')}"
         what = "repeated" if self.is_repeated else "not repeated" if self.beyond_step is not None else "so far repeated"
         if self.first_step is None:
             return f"{what}: the losses of {self.original}, bit for bit ({records})"

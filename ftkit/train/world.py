@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, plural
 from ftkit.train.cpu_binding import bind_to_gpu
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:
         raise TrainingError(
-            f"the plan is for {placement.world_size} processes, but {size} were started",
+            f"the plan is for {plural(placement.world_size, 'process')}, but {size} were started",
             fix="start the job script as it was rendered, or plan the run again",
         )
     device = _device(placement, local_rank)
@@ -245,7 +245,7 @@ def _device(placement: PlacementPlan, local_rank: int) -> torch.device:
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
         raise TrainingError(
-            f"the plan needs {placement.processes_per_node} GPUs on each node, but torch sees {visible}",
+            f"the plan needs {plural(placement.processes_per_node, 'GPU')} on each node, but torch sees {visible}",
             meaning="the job was not given its GPUs, the container lacks the driver, or torch has no CUDA",
             fix="run 'nvidia-smi' in the same job; to train on CPUs, use a cluster profile with device: cpu",
         )

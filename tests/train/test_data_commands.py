@@ -179,7 +179,7 @@ def test_validation_reports_that_all_rows_are_valid(
     monkeypatch.setattr("ftkit.data.inspection._REPORT_SECONDS", 0)
     code, out, err = call(capsys, "check", write(tmp_path / "chats.jsonl", {"messages": TALK}))
     assert (code, out) == (0, "")
-    assert "1 rows so far" in err
+    assert "1 row so far" in err
     assert "1 row: all can be used" in err
 
 

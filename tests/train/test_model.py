@@ -190,7 +190,7 @@ def test_each_check_reports_the_actual_and_the_expected_value(changes: dict[str,
 
 def test_packs_without_a_target_are_rejected_by_number() -> None:
     assert verify_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
-    with pytest.raises(TrainingError, match="2 of 4 packs have no target token, the first is number 1"):
+    with pytest.raises(TrainingError, match="no target token in 2 of 4 packs, the first is number 1"):
         verify_targets(np.array([3, 0, 7, 0]))
 
 

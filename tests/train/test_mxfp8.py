@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ftkit.config.execution import MXFP8_BLOCK
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.mxfp8 import (
-    BLOCK,
     Blocks,
     check_mxfp8,
     convert_linears_to_mxfp8,
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 MATRICES = st.builds(
     lambda seed, rows, blocks, spread: (
-        torch.randn(rows, BLOCK * blocks, generator=torch.Generator().manual_seed(seed))
-        * torch.logspace(-spread, spread, BLOCK * blocks)
+        torch.randn(rows, MXFP8_BLOCK * blocks, generator=torch.Generator().manual_seed(seed))
+        * torch.logspace(-spread, spread, MXFP8_BLOCK * blocks)
     ),
     st.integers(0, 2**31),
     st.integers(1, 5),
@@ -42,7 +42,7 @@ def test_a_block_is_rounded_as_the_specification_says(matrix: torch.Tensor) -> N
     blocks = round_blocks(matrix)
     for row, numbers, exponents in zip(matrix.tolist(), blocks.numbers, blocks.exponents.tolist(), strict=True):
         for index, exponent in enumerate(exponents):
-            part = slice(BLOCK * index, BLOCK * (index + 1))
+            part = slice(MXFP8_BLOCK * index, MXFP8_BLOCK * (index + 1))
             scale = math.floor(math.log2(max(abs(number) for number in row[part]))) - 8
             assert exponent == max(0, scale + 127)
             scaled = torch.tensor([number / 2.0 ** (exponent - 127) for number in row[part]], dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_a_block_is_rounded_as_the_specification_says(matrix: torch.Tensor) -> N
 
 @given(MATRICES)
 def test_dequantized_numbers_are_off_by_half_a_unit_or_saturated(matrix: torch.Tensor) -> None:
-    largest = matrix.unflatten(1, (-1, BLOCK)).abs().amax(dim=2).repeat_interleave(BLOCK, dim=1)
+    largest = matrix.unflatten(1, (-1, MXFP8_BLOCK)).abs().amax(dim=2).repeat_interleave(MXFP8_BLOCK, dim=1)
     error = (dequantize(round_blocks(matrix)) - matrix).abs()
     # Numbers from 448 to 512 in units of the scale become 448; subnormal ones have a spacing of 2^-9.
     assert bool((error <= torch.maximum(matrix.abs() / 8, largest * 2**-17)).all())
@@ -61,7 +61,7 @@ def test_dequantized_numbers_are_off_by_half_a_unit_or_saturated(matrix: torch.T
 
 
 def test_blocks_of_zeros_and_of_numbers_that_are_not_finite() -> None:
-    matrix = torch.zeros(3, BLOCK)
+    matrix = torch.zeros(3, MXFP8_BLOCK)
     matrix[1, 4], matrix[2, 5] = torch.inf, torch.nan
     zeros, infinite, nan = dequantize(round_blocks(matrix))
     assert not zeros.any()
@@ -97,7 +97,7 @@ def test_gradients_are_products_of_factors_with_blocks_along_the_inner_dimension
     layer["up_proj"](inputs).backward(direction)
 
     def rounded(matrix: torch.Tensor) -> torch.Tensor:
-        padded = nn.functional.pad(matrix, (0, -matrix.shape[1] % BLOCK))
+        padded = nn.functional.pad(matrix, (0, -matrix.shape[1] % MXFP8_BLOCK))
         return dequantize(Blocks(*round_blocks(padded.detach())))[:, : matrix.shape[1]]
 
     of_inputs = rounded(direction[0]) @ rounded(weight.t()).t()

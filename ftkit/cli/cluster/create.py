@@ -10,7 +10,8 @@ import click
 
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.format import plural, short_path
+from ftkit.cli.terminal.format import short_path
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from ftkit.provision.steps import Provision

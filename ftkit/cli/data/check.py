@@ -9,7 +9,6 @@ import click
 from ftkit.cli.arguments import json_option, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import plural
 
 
 @click.command(
@@ -29,7 +28,7 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
     Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
     """
     from ftkit.cli.data.open import open_data
-    from ftkit.errors import DataError
+    from ftkit.errors import DataError, plural
 
     terminal = Terminal()
     plan, inspector = open_data(terminal, words, **options)

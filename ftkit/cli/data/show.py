@@ -11,6 +11,7 @@ import click
 from ftkit.cli.arguments import get_run, json_option, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from ftkit.data.inspection import Sample, Segment
@@ -89,7 +90,7 @@ def _describe(train_on: str | list[Any]) -> str:
 
 def _show(sample: Sample, terminal: Terminal) -> None:
     part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
-    title = f"{sample.where}{part}: {sample.num_tokens:,} tokens, {sample.num_trained:,} trained"
+    title = f"{sample.where}{part}: {plural(sample.num_tokens, 'token')}, {sample.num_trained:,} trained"
     terminal.text(Styled(title, "bold"), is_data=True)
     if sample.fate:
         terminal.text(Styled(sample.fate, "yellow"), is_data=True)

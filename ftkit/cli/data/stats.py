@@ -10,7 +10,8 @@ import click
 from ftkit.cli.arguments import json_option, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Terminal
-from ftkit.cli.terminal.format import count, duration, plural
+from ftkit.cli.terminal.format import count, duration
+from ftkit.errors import plural
 
 if TYPE_CHECKING:
     from ftkit.data.inspection import DataStats
@@ -57,7 +58,7 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
         ("format", ", ".join(dict.fromkeys(stats.formats))),
         ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
-        ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {stats.longest:,} tokens"),
+        ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {plural(stats.longest, 'token')}"),
         ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
         ("duplicates", f"{stats.num_duplicates:,}"),
         ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
@@ -66,7 +67,7 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
     if len(stats.sources) > 1:
         shares = [f"{source.num_tokens / max(1, stats.num_tokens):.1%}" for source in stats.sources]
         facts += [
-            (source.name, f"{source.num_rows:,} rows, {source.num_tokens:,} tokens ({share})")
+            (source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})")
             for source, share in zip(stats.sources, shares, strict=True)
         ]
     epoch = _epoch(stats, plan)

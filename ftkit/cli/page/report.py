@@ -7,7 +7,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.page.report_charts import Chart, draw_charts
-from ftkit.cli.terminal.format import count, duration, energy, gib, plural
+from ftkit.cli.terminal.format import count, duration, energy, gib
+from ftkit.errors import plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, RunPlan
 from ftkit.planning.script import ScriptPlan, read_job_plan
@@ -279,7 +280,7 @@ def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[st
         ],
         "Training": [
             ("method", f"{training.method} in {training.precision}"),
-            ("batch", (f"{batch.global_batch_size} packs of {training.sequence_length:,} tokens: "
+            ("batch", (f"{plural(batch.global_batch_size, 'pack')} of {training.sequence_length:,} tokens: "
                       f"{batch.micro_batch_size} × {world} × {batch.accumulation_steps}")),
             ("learning rate", f"{training.learning_rate:g}, {training.schedule}"),
             ("activation checkpointing", training.checkpointing_label(model.architecture.num_hidden_layers)),

@@ -15,8 +15,7 @@ import click
 
 from ftkit.cli.output import current_output
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.format import plural
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, plural
 from ftkit.remote.login import (
     CODE_FOLDER,
     Login,

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.terminal.console import Column, Styled, Terminal
-from ftkit.cli.terminal.format import count, duration, energy, gib, plural
+from ftkit.cli.terminal.format import count, duration, energy, gib
+from ftkit.errors import plural
 from ftkit.runs.compare import align_losses, compare_curves, find_differences, read_run
 
 if TYPE_CHECKING:

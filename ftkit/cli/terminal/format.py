@@ -77,13 +77,6 @@ def short_path(path: Path) -> str:
     return str(path)
 
 
-def plural(number: int, noun: str) -> str:
-    """Format a number with its noun: `1 node`, `2 nodes`, `3 processes`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
 def finite(value: Any) -> Any:
     """Replace numbers that JSON does not have, such as a NaN loss, with null, also in lists and dictionaries."""
     if isinstance(value, float) and not math.isfinite(value):

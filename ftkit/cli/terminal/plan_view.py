@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled
-from ftkit.cli.terminal.format import count, duration, gib, plural, short_path
+from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.sources import GeneratedSource
+from ftkit.errors import plural
 from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _model(plan: RunPlan) -> str:
     positions = f", {shape.max_position_embeddings:,} positions by {scaling.rope_type}" if scaling else ""
     return (
         f"{shape.family}, {_weights(model)}: {about}{plan.num_parameters:,} parameters{experts} "
-        f"({shape.num_hidden_layers} layers, width {shape.hidden_size}{positions})"
+        f"({plural(shape.num_hidden_layers, 'layer')}, width {shape.hidden_size}{positions})"
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.format import count, duration, plural
+from ftkit.cli.terminal.format import count, duration
+from ftkit.errors import plural
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import age, count, duration, plural, short_path
+from ftkit.cli.terminal.format import age, count, duration, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
-from ftkit.errors import EXIT_CODES, RunFailedError, redact
+from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
 from ftkit.runs.storage.sync import read_status

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
-from ftkit.cli.terminal.format import age, duration, energy, finite, plural, short_path
+from ftkit.cli.terminal.format import age, duration, energy, finite, short_path
 from ftkit.cli.terminal.report import (
     advice,
     file_facts,
@@ -18,7 +18,7 @@ from ftkit.cli.terminal.report import (
     state_cell,
     sync_facts,
 )
-from ftkit.errors import EXIT_CODES, RunFailedError
+from ftkit.errors import EXIT_CODES, RunFailedError, plural
 from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
@@ -236,7 +236,7 @@ def _place_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     plan, layout = status.plan, status.folder.layout
     facts: list[tuple[str, Cell]] = []
     if plan:
-        place = f"{plan.placement.num_nodes} × {plan.placement.processes_per_node} processes"
+        place = f"{plan.placement.num_nodes} × {plural(plan.placement.processes_per_node, 'process')}"
         trainer, script = _trainer(plan), _script(plan)
         if script:
             facts.append(("script", " ".join([script.path, *script.args])))

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Final, Self
 
 from ftkit.config.image_reference import Digest
-from ftkit.errors import ImageError, NotFoundError
+from ftkit.errors import ImageError, NotFoundError, plural
 from ftkit.images.oci.connection import Connection
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document
 from ftkit.images.oci.transfer import retry
@@ -100,7 +100,7 @@ class Registry:
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
         if len(configuration.rootfs.diff_ids) != len(manifest.layers):
             raise ImageError(
-                f"{self._reference} is not one image: its manifest has {len(manifest.layers)} layers, its "
+                f"{self._reference} is not one image: its manifest has {plural(len(manifest.layers), 'layer')}, its "
                 f"configuration {len(configuration.rootfs.diff_ids)}",
                 meaning="it was pushed by a broken program, or someone put other layers under the image's name",
                 fix="push the image again, and report it to the registry's administrator",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, plural
 from ftkit.files import atomic_file
 from ftkit.train.private_apis.torch import dump_memory_snapshot, record_memory_history
 
@@ -34,7 +34,7 @@ def check_profile(spec: ProfileSpec, num_steps: int) -> None:
     """
     if spec.enabled and spec.num_steps > num_steps:
         raise TrainingError(
-            f"the profile takes {spec.num_steps} steps, the run has {num_steps}",
+            f"the profile takes {plural(spec.num_steps, 'step')}, the run has {num_steps}",
             fix="lower profile.wait_steps, warmup_steps, active_steps or cycles, or train for more steps",
         )
 

@@ -85,7 +85,7 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
     without = np.flatnonzero(num_targets == 0)
     if len(without):
         raise TrainingError(
-            f"{len(without):,} of {len(num_targets):,} packs have no target token, the first is number {without[0]:,}",
+            f"no target token in {len(without):,} of {len(num_targets):,} packs, the first is number {without[0]:,}",
             meaning="the chat template marks no assistant turns, or data.train_on leaves nothing to train on",
             fix="check data.train_on, data.format and data.chat_template in the recipe",
         )

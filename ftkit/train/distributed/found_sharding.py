@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ftkit.errors import plural
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -59,8 +61,8 @@ class FoundSharding:
             return f"{self._describe_copies()}{_reason(was_asked=was_asked, device=device)}"
         if self.sharding != "zero3" and self.num_units < _MIN_UNITS:
             return (
-                f"FSDP is on, but the model is {self.num_units} unit(s): all {self.num_parameters:,} parameters are "
-                "all-gathered in one piece. Check the wrap policy of accelerate's configuration"
+                f"FSDP is on, but the model is {plural(self.num_units, 'unit')}: all {self.num_parameters:,} "
+                "parameters are all-gathered in one piece. Check the wrap policy of accelerate's configuration"
             )
         return ""
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ftkit.config.execution import FP8_MULTIPLE, is_gathered_in_fp8, quantized_bytes
+from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, is_gathered_in_fp8, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of routers in transformers' families: they are small, and sensitive to rounding."""
 _SLOT = 4
 """Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
 _SMALLEST_MAXIMUM = 1e-12
@@ -67,7 +65,7 @@ def replace_linears(layers: Iterable[nn.Module], kind: type[Fp8Linear], multiple
     for layer in layers:
         for parent in list(layer.modules()):
             for name, module in parent.named_children():
-                if type(module) is nn.Linear and name not in _ROUTERS and _are_multiples(module, multiple):
+                if type(module) is nn.Linear and name not in ROUTERS and _are_multiples(module, multiple):
                     setattr(parent, name, kind(module))
 
 

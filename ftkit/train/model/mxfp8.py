@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ftkit.config.execution import MXFP8_BLOCK
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.float8 import LARGEST, Fp8Linear, replace_linears
 from ftkit.train.model.quantized_linear import opaque_zero
@@ -20,8 +21,6 @@ from ftkit.train.model.quantized_linear import opaque_zero
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BLOCK = 32
-"""Numbers that share a scale."""
 _FIRST_CAPABILITY = (10, 0)
 _BIAS, _NAN, _MANTISSA_BITS = 127, 255, 23
 """Of exponents in fp32 and e8m0: their bias, the one of non-finite numbers; and the bits after it in fp32."""
@@ -53,7 +52,7 @@ def check_mxfp8(device: torch.device) -> None:
 
 def convert_linears_to_mxfp8(layers: Iterable[nn.Module]) -> None:
     """Run forward and backward of linear layers within decoder layers in MXFP8; other sizes than whole blocks stay."""
-    replace_linears(layers, MxLinear, BLOCK)
+    replace_linears(layers, MxLinear, MXFP8_BLOCK)
 
 
 class MxLinear(Fp8Linear):
@@ -74,7 +73,7 @@ class Blocks(NamedTuple):
 
 def round_blocks(matrix: torch.Tensor) -> Blocks:
     """Round a matrix; each block's scale is the power of two that its largest number exceeds, less that of e4m3's."""
-    blocks = matrix.float().reshape(len(matrix), -1, BLOCK)
+    blocks = matrix.float().reshape(len(matrix), -1, MXFP8_BLOCK)
     largest = blocks.abs().amax(dim=2).view(torch.int32) >> _MANTISSA_BITS
     exponents = (largest - _LARGEST_EXPONENT).clamp(min=0)
     inverse = ((2 * _BIAS - exponents) << _MANTISSA_BITS).view(torch.float32)
@@ -85,7 +84,7 @@ def round_blocks(matrix: torch.Tensor) -> Blocks:
 def dequantize(blocks: Blocks) -> torch.Tensor:
     """Return the numbers of a matrix in fp32."""
     scales = torch.exp2(blocks.exponents.float() - _BIAS).where(blocks.exponents < _NAN, torch.nan)
-    return (blocks.numbers.float().view(*scales.shape, BLOCK) * scales[..., None]).flatten(1)
+    return (blocks.numbers.float().view(*scales.shape, MXFP8_BLOCK) * scales[..., None]).flatten(1)
 
 
 def in_tiles(exponents: torch.Tensor) -> torch.Tensor:
@@ -126,6 +125,6 @@ class _Product(torch.autograd.Function):
         # A compiler would transpose in the forward pass, and keep the copies, if they didn't depend on the gradient.
         inputs, weight = (each + opaque_zero(gradient) for each in ctx.saved_tensors)
         of_inputs = _multiply(round_blocks(gradient), round_blocks(weight.t()), gradient.dtype)
-        columns = [functional.pad(each, (0, 0, 0, -len(each) % BLOCK)).t() for each in (gradient, inputs)]
+        columns = [functional.pad(each, (0, 0, 0, -len(each) % MXFP8_BLOCK)).t() for each in (gradient, inputs)]
         of_weight = _multiply(round_blocks(columns[0]), round_blocks(columns[1]), gradient.dtype)
         return of_inputs, of_weight

@@ -15,9 +15,9 @@ from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.follow_views import LiveView, PlainView
-from ftkit.cli.terminal.format import age, count, duration, gib, plural, short_path
+from ftkit.cli.terminal.format import age, count, duration, gib, short_path
 from ftkit.cli.terminal.report import choose_samples
-from ftkit.errors import EXIT_CODES, TrainingError, as_user_error
+from ftkit.errors import EXIT_CODES, TrainingError, as_user_error, plural
 from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord

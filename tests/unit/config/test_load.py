@@ -148,7 +148,7 @@ def test_a_long_list_of_problems_is_truncated(ctx: Context) -> None:
     (ctx.project / "recipes" / "mine.yaml").write_text(f"extends: demo\n{keys}")
     found = problems(ctx, recipe="mine")
     assert len(found) == 21
-    assert found[-1] == "180 more problems are not shown."
+    assert found[-1] == "180 more problems not shown."
 
 
 def test_a_named_architecture_sets_its_fields_which_can_be_overridden(ctx: Context) -> None:

@@ -504,6 +504,27 @@ def test_fp8_without_effect_is_rejected() -> None:
             demo(*settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "multiple"),
+    [
+        (("training.precision=fp8",), 16), (("training.precision=mxfp8",), 32),
+        (("training.method=lora", "training.precision=bf16", "training.base_precision=fp8"), 16),
+    ],
+)  # fmt: skip
+def test_fp8_on_a_model_without_a_matrix_for_it_is_rejected(settings: tuple[str, ...], multiple: int) -> None:
+    shape = {"hidden_size": multiple, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    words = [f"model.architecture.{key}={value}" for key, value in shape.items()]
+    found = problems(demo(*settings, *words, "model.architecture.head_dim=8"))
+    assert f"are multiples of {multiple}, as FP8 needs" in found
+    plan(demo(*settings, *words, f"model.architecture.head_dim={multiple}"))
+
+
+def test_a_setting_of_the_all_gather_without_fp8_is_rejected() -> None:
+    found = problems(demo("training.precision=bf16", "training.fp8_all_gather=false"))
+    assert "training.fp8_all_gather: has no effect with precision 'bf16'" in found
+    plan(demo("training.precision=fp8", "training.fp8_all_gather=false"))
+
+
 def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> None:
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
