@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 LENGTH, VOCABULARY = 512, 1000
 IDS: Any = SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+MODES = ["selective", "except_attention", "full"]
 ADAPTED = {"method": "lora", "lora": {"rank": 8, "dropout": 0.1}}
 
 
@@ -64,16 +65,14 @@ def gradients(family: str, kernel: AttentionChoice, mode: str, world: World, cha
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("mode", ["except_attention", "full"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("family", "kernel", "changes"),
     [
         ("llama", "flash4", {}),
         ("llama", "flex", ADAPTED),
         ("olmo3", "sdpa", ADAPTED),
-        ("llama", "flash4", ADAPTED | {"base_precision": "fp8"}),
         ("gemma3_text", "flex", ADAPTED | {"method": "qlora"}),
-        ("llama", "flash4", {"precision": "fp8"}),
     ],
 )
 def test_gradients_equal_those_without_checkpointing(
@@ -86,8 +85,27 @@ def test_gradients_equal_those_without_checkpointing(
 ) -> None:
     expected = gradients(family, kernel, "none", world, changes)
     found = gradients(family, kernel, mode, world, changes)
-    assert found.keys() == expected.keys()
     assert "can't be compiled" not in caplog.text
-    for name, grad in found.items():
-        difference = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)
-        assert float(difference) < 0.03, f"{name}: {float(difference):.3f}"  # rounding in bf16
+    for name, difference in differences(found, expected).items():
+        assert difference < 0.03, f"{name}: {difference:.3f}"  # rounding in bf16
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", [ADAPTED | {"base_precision": "fp8"}, {"precision": "fp8"}])
+def test_gradients_in_fp8_differ_from_those_in_bf16_as_without_checkpointing(
+    changes: dict[str, Any], mode: str, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers compiled in another way round differently in bf16. In FP8, that moves gradients by 20% (on a CPU)."""
+    exact = gradients("llama", "flash4", "none", world, changes | {"precision": "bf16", "base_precision": "auto"})
+    expected = differences(gradients("llama", "flash4", "none", world, changes), exact)
+    found = differences(gradients("llama", "flash4", mode, world, changes), exact)
+    assert "can't be compiled" not in caplog.text
+    # At most 1.05 times as far on a CPU; with other masks of dropout, from 1.4 on.
+    for name, difference in found.items():
+        assert difference < 1.15 * expected[name], f"{name}: {difference:.3f}, without: {expected[name]:.3f}"
+
+
+def differences(grads: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Return the distance of each gradient from the expected one, relative to the latter's norm."""
+    assert grads.keys() == expected.keys()
+    return {name: float((grads[name] - grad).norm() / grad.norm().clamp(min=1e-9)) for name, grad in expected.items()}
