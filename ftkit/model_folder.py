@@ -24,6 +24,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """File of peft in a folder of adapters."""
+ADAPTER_FILE = "adapter_model.safetensors"
+"""File of peft's weights in it."""
 SENTENCEPIECE_FILE = "tokenizer.model"
 """A SentencePiece model, from which `tokenizer.json` was made."""
 ADDED_TOKENS_FILE = "added_tokens.json"
@@ -171,6 +173,14 @@ def text_name(stored: str) -> str:
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
     return stored
+
+
+def stored_names(file: Path) -> set[str]:
+    """Return the names of the tensors in a file of safetensors; empty if the file is missing or damaged."""
+    try:
+        return {*_stored_tensors(file)}
+    except UNREADABLE:
+        return set()
 
 
 def stored_dtypes(file: Path) -> set[str]:

@@ -18,9 +18,8 @@ from ftkit.config.model_config import text_part
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
+from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
 from ftkit.planning.estimates.parameters import count_model
-from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -11,7 +11,7 @@ from ftkit.config.model import ArchitectureFields, ModelPlan, ModelSpec, Tokeniz
 from ftkit.config.strict import RUN
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, EXPORT_RECORD
+from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, stored_names
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
@@ -240,15 +240,31 @@ def check_adapter(recipe: RecipePlan) -> None:
         if there.get(name) is not None and there[name] != getattr(lora, key)
     ]
     targets, own = there.get("target_modules"), {*lora.targets}
+    idle = _find_idle_targets(Path(folder), targets)
+    targets = [target for target in targets if target not in idle] if isinstance(targets, list) else targets
     if there.get("target_parameters"):
         parameters = [name.removesuffix(".weight") for name in there["target_parameters"]]
         targets = [*targets, *(name.rpartition(".")[2] for name in parameters)] if isinstance(targets, list) else None
         own = _targets_in_peft(recipe, lora)
     if isinstance(targets, list) and {*targets} != own:
         what = f"[{', '.join(sorted(own))}] in the recipe, [{', '.join(sorted(targets))}] there."
+        if wanted := sorted(own & idle):
+            what += (
+                f" Its target_modules list {', '.join(wanted)} too, but its file has no such adapters: peft finds "
+                "linear layers by target_modules, and stacked experts by target_parameters."
+            )
+            fix = "Set the targets that it has adapters of, or train adapters of all of them from the start."
         problems.append(Problem(where, "training.lora.targets", what, fix))
     if problems:
         raise ConfigError(problems)
+
+
+def _find_idle_targets(folder: Path, targets: object) -> set[str]:
+    """Return the target modules that have no adapter in a folder's file: peft ignores names that match no layer."""
+    adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in stored_names(folder / ADAPTER_FILE)}
+    if not adapted or not isinstance(targets, list):
+        return set()
+    return {target for target in targets if target.rpartition(".")[2] not in adapted}
 
 
 def _targets_in_peft(recipe: RecipePlan, lora: LoraSpec) -> set[str]:

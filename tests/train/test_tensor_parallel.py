@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ftkit.errors import TrainingError
+from ftkit.model_folder import ADAPTER_FILE
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.components.adamw8bit import _codes
 from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel
-from ftkit.train.model.lora import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

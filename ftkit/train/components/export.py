@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
-from ftkit.model_folder import ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
+from ftkit.model_folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
 from ftkit.train.components.export_record import (
@@ -37,7 +37,6 @@ from ftkit.train.model.expert_peft import to_peft
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
-    ADAPTER_FILE,
     AdaptedTensors,
     MergedTensors,
     is_adapter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ from safetensors import safe_open
 
 from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
+from ftkit.model_folder import ADAPTER_FILE
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
@@ -46,8 +48,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
 
-ADAPTER_FILE = "adapter_model.safetensors"
-"""File of peft's weights in a folder of adapters."""
+_SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
@@ -313,7 +314,10 @@ def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> 
             raise TrainingError(
                 f"the adapters in {folder} are not those of the recipe: {', '.join(wrong[:3])}",
                 meaning=f"{len(wrong)} of {len(there)} adapters are for other layers, or of another rank",
-                fix="set training.lora as the earlier run had it",
+                fix="merge the adapters into their model with the versions of peft and transformers that made them: "
+                "they adapt each expert by itself, and the experts of this model are stacked"
+                if any(map(_SEPARATE_EXPERT.search, there)) and not any(map(_SEPARATE_EXPERT.search, wanted))
+                else "set training.lora as the earlier run had it",
             )
         for name, shard in wanted.items():
             tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
+from ftkit.config.adapters import LoraSpec
 from ftkit.config.model import ModelSpec
 from ftkit.errors import ConfigError, NotFoundError
-from ftkit.launch.trained_model import continue_adapters
-from ftkit.model_folder import ADAPTER_CONFIG
+from ftkit.launch.trained_model import check_adapter, continue_adapters
+from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ftkit.planning.plan import RunPlan
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "org/base", "revision": "v2", "r": 8,
@@ -70,3 +75,20 @@ def test_adapters_without_a_base_model_are_rejected(tmp_path: Path) -> None:
     (tmp_path / ADAPTER_CONFIG).write_text("{")
     with pytest.raises(NotFoundError, match="can't read"):
         continue_adapters(ModelSpec(weights=str(tmp_path)))
+
+
+def test_target_modules_that_peft_found_nowhere_are_not_adapted(plan: RunPlan, tmp_path: Path) -> None:
+    write(tmp_path, target_modules=["q_proj", "gate_up_proj"], target_parameters=["down_proj"])
+    names = ("layers.0.self_attn.q_proj", "layers.0.mlp.experts")
+    tensors = {f"base_model.model.model.{name}.lora_A.weight": np.zeros(1) for name in names}
+    safetensors.numpy.save_file(tensors, tmp_path / ADAPTER_FILE)
+    model = plan.recipe.model.model_copy(update={"adapter": str(tmp_path)})
+
+    def check(*targets: str) -> None:
+        lora = LoraSpec(rank=8, alpha=16, targets=targets)
+        training = plan.recipe.training.model_copy(update={"method": "lora", "lora": lora})
+        check_adapter(plan.recipe.model_copy(update={"model": model, "training": training}))
+
+    check("q_proj", "down_proj")
+    with pytest.raises(ConfigError, match="list gate_up_proj too, but its file has no such adapters: peft finds"):
+        check("q_proj", "gate_up_proj", "down_proj")
