@@ -345,6 +345,8 @@ class ModelPlan(ModelSpec):
     """The recipe's revision, if it is resolved to a commit."""
     new_tokens: tuple[str, ...] = ()
     """The added tokens that the tokenizer lacks."""
+    count_error: str | None = None
+    """Why the parameters could not be counted on the model's class, so that they are estimated."""
     vocab_size_of_weights: PositiveInt | None = None
     """Rows of the embedding in the weights' files, if added tokens need more."""
 

@@ -18,7 +18,7 @@ from ftkit.config.model_config import check_dequantizable, check_dtype, shipped_
 from ftkit.config.paths import is_path
 from ftkit.config.strict import RUN
 from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
-from ftkit.errors import ConfigError, FtkitError, Problem
+from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.families import FAMILIES, family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.cache import TOKENIZER_FILE, find_folder
@@ -127,9 +127,15 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
     elif model.weights == "random" and not family_of(str(shape.family)).has_formula:
         query = {"architecture": shape.model_dump(mode="json")}
     counted = None if query is None else _count(query, environment)
+    if isinstance(counted, CountedModel):
+        return plan_model(model, None if config is None else counted.config, counted.counts)
     if counted is None:
         return plan_model(model, config)
-    return plan_model(model, None if config is None else counted.config, counted.counts)
+    try:
+        return plan_model(model, config).model_copy(update={"count_error": counted.reason})
+    except ConfigError as error:
+        fix = f"Building the model's class failed too: {counted.reason}. Correct config.json, or choose another model."
+        raise ConfigError([replace(problem, fix=fix) for problem in error.problems]) from error
 
 
 def _with_added_tokens(
@@ -185,8 +191,15 @@ def _shipped_config(model: ModelSpec) -> dict[str, Any] | None:
     return shipped_config(model.weights) if model.revision is None else None
 
 
-def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | None:
-    """Return the counting program's result; None if it can't run here or can't build the model.
+@dataclass(frozen=True)
+class _NotCounted:
+    """The reason why the counting program failed."""
+
+    reason: str
+
+
+def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | _NotCounted | None:
+    """Return the counting program's result, or why it failed; None if packages for it are missing here.
 
     Raises:
         ConfigError: transformers does not have this family, or no causal language model of it.
@@ -204,18 +217,19 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
             timeout_seconds=TIMEOUT_SECONDS,
             environment={**os.environ, **environment, **quiet},
         )
-    except FtkitError:
-        return None
+    except FtkitError as error:
+        return _NotCounted(one_line(error.what))
     if done.returncode == NO_CAUSAL_CLASS:
         raise ConfigError([_no_causal_class(query)])
     if done.returncode == UNKNOWN_FAMILY:
         raise ConfigError([_unknown_family(query)])
     if done.returncode != 0:
-        return None
+        last = done.stderr.strip().rpartition("\n")[2]
+        return _NotCounted(one_line(last) if last else f"exit code {done.returncode}")
     try:
         counted = parse_json(done.stdout.strip().rpartition("\n")[2], CountedModel)
-    except InvalidJsonError:
-        return None
+    except InvalidJsonError as error:
+        return _NotCounted(one_line(error))
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, counted)

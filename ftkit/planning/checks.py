@@ -319,7 +319,7 @@ def find_notes(
     if rows is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {shape.vocab_size:,} rows"
     elif model.new_tokens:
-        yield f"model.added_tokens: {len(model.new_tokens)} new tokens use free rows of the embedding"
+        yield f"model.added_tokens: free rows of the embedding for {plural(len(model.new_tokens), 'new token')}"
     if recipe.data.packing == "off":
         known = "as counted in the prepared data" if padding else "assumed until the data is prepared"
         yield (
@@ -346,18 +346,26 @@ def find_notes(
         f"'{shape.family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can "
         "be trained is checked when the job starts"
     )
+    yield from _notes_on_counts(model)
+    if image is not None and cluster.runtime != "none" and shape.family not in image.families:
+        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
+
+
+def _notes_on_counts(model: ModelPlan) -> Iterator[str]:
+    """Yield notes on parameters that are not counted exactly."""
+    shape, counts = model.architecture, count_model(model.architecture)
     if counts.source == "family" and counts.experts_per_token:
         yield (
             f"'{shape.family}' is a mixture of experts, and their number can't be read here: the plan assumes the "
             "largest usual one (for an exact plan, download the weights' config.json)"
         )
+    elif model.count_error:
+        yield f"the parameters of '{shape.family}' can't be counted on its class: {model.count_error}"
     elif not counts.is_exact:
         yield (
             f"to count the parameters of '{shape.family}' exactly, plan with torch and a transformers that has the "
             "family: pip install 'ftkit[train]'"
         )
-    if image is not None and cluster.runtime != "none" and shape.family not in image.families:
-        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
 
 
 def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:

@@ -69,6 +69,7 @@ def test_other_families_are_counted_by_a_subprocess_once_or_estimated_if_it_fail
     estimated = resolve(tmp_path, UNKNOWN).architecture.counts
     assert estimated is not None
     assert (program.calls, estimated.source) == (1, "config")
+    assert resolve(tmp_path, UNKNOWN).count_error == "no such architecture"
     real = count_by_config(MIXTRAL)
     answer = json.dumps(json.loads(to_json(CountedModel(UNKNOWN | {"rms_norm_eps": 1e-3}, real))))
     program.output = ProgramOutput(0, f"a warning\n{answer}\n", "")
@@ -76,15 +77,22 @@ def test_other_families_are_counted_by_a_subprocess_once_or_estimated_if_it_fail
         model = resolve(tmp_path, UNKNOWN)
         assert model.architecture.counts == real
         assert model.architecture.rms_norm_eps == 1e-3
-    assert program.calls == 2
+    assert program.calls == 3
+    assert model.count_error is None
     program.output = ProgramOutput(0, "nonsense", "")
     assert resolve(tmp_path, UNKNOWN | {"vocab_size": 31000}).architecture.counts is not None
     monkeypatch.setattr(launch_model, "find_spec", lambda _: None)
     home = tmp_path / "other"
     found = resolve(tmp_path, UNKNOWN, home).architecture.counts
     assert found == estimated
-    assert program.calls == 3
+    assert program.calls == 4
     assert not home.exists()
+
+
+def test_a_plan_that_needs_counts_says_why_there_are_none(tmp_path: Path, program: Program) -> None:
+    program.output = ProgramOutput(1, "", "Traceback\n  a line\nKeyError: 'nonsense'\n")
+    with pytest.raises(ConfigError, match=r"no head_dim .* class failed too: KeyError: 'nonsense'"):
+        resolve(tmp_path, MIXTRAL | {"model_type": "starcoder2"})
 
 
 @pytest.mark.parametrize(
