@@ -58,6 +58,8 @@ def test_a_flat_nf4_matrix_equals_that_of_bitsandbytes(
     expected = bitsandbytes.dequantize_4bit(packed, state)
     flat = layout.quantize(weight)
     assert torch.equal(layout.dequantize(flat), expected)
+    empty = layout.dequantize(flat.to("meta"))
+    assert (empty.shape, empty.dtype) == (expected.shape, expected.dtype)
     compiled = torch.compile(layout.dequantize, dynamic=False, fullgraph=True, backend=compiler)
     assert torch.equal(compiled(flat), expected)
     amid_others = torch.cat([flat[:3], flat])[3:]
