@@ -129,12 +129,17 @@ class TrainingSpec(Spec):
     layers (`full`), for the least memory and a third more time. `auto`: the one that is predicted to be the fastest on
     the cluster's GPUs with memory to spare."""
     checkpointed_layers: PositiveInt | None = None
-    """Number of decoder layers with the mode of `activation_checkpointing`, the first of the model. The others use the
-    next one that recomputes less: `selective` after `full` (`none` with engine zero3) and `except_attention`, `none`
-    after `selective`. All if null; with `auto` checkpointing, as many as memory requires."""
+    """Number of decoder layers with the mode of `activation_checkpointing`: the first of the model, with
+    `activation_offload` spread evenly. The others use the next one that recomputes less: `selective` after `full`
+    (`none` with engine zero3) and `except_attention`, `none` after `selective`. All if null; with `auto` checkpointing,
+    as many as memory requires."""
     activation_offload: bool = False
-    """With `full` or `except_attention` checkpointing: keep the inputs of decoder layers, and the outputs of attention
-    if the layers are compiled, in host memory until the backward pass."""
+    """Keep what decoder layers with activation checkpointing save in host memory until the backward pass: their inputs,
+    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`).
+    Copies take no time as long as the layers compute for longer."""
+    offloaded_layers: NonNegativeInt | None = None
+    """Number of the layers with `selective` checkpointing to which `activation_offload` applies, spread evenly. All if
+    null; with `auto` checkpointing, as many as are predicted to be the fastest."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
@@ -229,6 +234,7 @@ class TrainingSpec(Spec):
             "shard_degree": self.shard_degree != "auto",
             "sync_gradients": self.sync_gradients == "last_micro_batch",
             "collectives": self.collectives == "copy_engine",
+            "offloaded_layers": self.offloaded_layers is not None,
             "context_parallel": self.context_parallel > 1,
             "tensor_parallel": self.tensor_parallel > 1,
         }
@@ -264,11 +270,16 @@ class TrainingSpec(Spec):
         return self
 
     @model_validator(mode="after")
-    def _only_inputs_are_offloaded(self) -> Self:
-        if self.activation_offload and self.activation_checkpointing not in {*RECOMPUTES_LAYERS, "auto"}:
+    def _only_checkpointed_layers_are_offloaded(self) -> Self:
+        if self.activation_offload and self.activation_checkpointing == "none":
+            raise ValueError("activation_offload has no effect with activation_checkpointing 'none'")
+        if self.activation_offload and self.activation_checkpointing == "selective" and self.compile == "none":
             raise ValueError(
-                "activation_offload has no effect without activation_checkpointing 'full' or 'except_attention'"
+                "activation_offload with activation_checkpointing 'selective' needs compiled layers: remove compile "
+                "'none', or set activation_checkpointing to 'full'"
             )
+        if self.offloaded_layers is not None and not self.activation_offload:
+            raise ValueError("offloaded_layers has no effect without activation_offload: set it to true")
         return self
 
     @model_validator(mode="after")
@@ -385,9 +396,20 @@ class TrainingPlan(TrainingSpec):
 
     def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
         """Return the activation checkpointing of each decoder layer."""
+        mode, others = self.activation_checkpointing, self.lighter_checkpointing(engine)
         num = num_layers if self.checkpointed_layers is None else min(self.checkpointed_layers, num_layers)
-        others = self.lighter_checkpointing(engine)
-        return [self.activation_checkpointing] * num + [others] * (num_layers - num)
+        if self.activation_offload:
+            return [mode if is_chosen else others for is_chosen in _spread(num, num_layers)]
+        return [mode] * num + [others] * (num_layers - num)
+
+    def offloaded_of_layers(self, num_layers: int, engine: EngineName) -> list[bool]:
+        """Return for each decoder layer whether what it saves is in host memory until the backward pass."""
+        modes = self.checkpointing_of_layers(num_layers, engine)
+        if not self.activation_offload:
+            return [False] * num_layers
+        num = modes.count("selective")
+        selective = iter(_spread(num if self.offloaded_layers is None else min(self.offloaded_layers, num), num))
+        return [next(selective) if mode == "selective" else mode != "none" for mode in modes]
 
     def lighter_checkpointing(self, engine: EngineName) -> ActivationCheckpointing:
         """Return the activation checkpointing of the layers that `checkpointed_layers` leaves out."""
@@ -397,4 +419,10 @@ class TrainingPlan(TrainingSpec):
     def checkpointing_label(self, num_layers: int) -> str:
         """Return the activation checkpointing in words."""
         part = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of {num_layers} layers"
-        return f"'{self.activation_checkpointing}'{part}"
+        offload = f", {self.offloaded_layers} of the 'selective' ones offloaded" if self.offloaded_layers else ""
+        return f"'{self.activation_checkpointing}'{part}{offload}"
+
+
+def _spread(num: int, total: int) -> list[bool]:
+    """Choose `num` of `total` items, spread evenly."""
+    return [index * num % total < num for index in range(total)]

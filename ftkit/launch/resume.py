@@ -54,6 +54,7 @@ _HARMLESS = (
             "log_every_steps",
             "max_failed_checkpoints",
             "micro_batch_size",
+            "offloaded_layers",
             "on_nonfinite",
             "reshard_after_forward",
             "tensor_parallel",
@@ -170,8 +171,8 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
     """
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
-    if "activation_checkpointing" in chosen:  # it includes their number
-        values["training"]["checkpointed_layers"] = None
+    if "activation_checkpointing" in chosen:  # it includes the numbers of layers
+        values["training"] |= {"checkpointed_layers": None, "offloaded_layers": None}
     return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
 
 

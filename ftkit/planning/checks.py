@@ -127,12 +127,14 @@ def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
 
 
 def _checkpointed_layers(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
-    num, existing = recipe.training.checkpointed_layers, shape.num_hidden_layers
-    if num is not None and num > existing:
-        yield Problem(
-            f"recipe {recipe.name}", "training.checkpointed_layers",
-            f"{num} is more than the model's {existing} decoder layers.", "Leave it out for all layers.",
-        )  # fmt: skip
+    existing = shape.num_hidden_layers
+    for key in ("checkpointed_layers", "offloaded_layers"):
+        num = getattr(recipe.training, key)
+        if num is not None and num > existing:
+            yield Problem(
+                f"recipe {recipe.name}", f"training.{key}",
+                f"{num} is more than the model's {existing} decoder layers.", "Leave it out for all layers.",
+            )  # fmt: skip
 
 
 def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
 from ftkit.errors import plural
+from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.memory import predict_memory
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import predict_step_time
@@ -166,6 +167,12 @@ MODES: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
 TRIED: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full", "except_attention")
 """The same in the order of `auto`: the later is chosen only if it is faster by `LEAST_DIFFERENCE`."""
 
+HOST_ROOM = 0.5
+"""Fraction of a node's memory up to which `auto` offloads activations; if it is unknown, of its GPUs' memory: few nodes
+have less."""
+OFFLOAD_STEPS = 16
+"""Numbers of offloaded layers that `auto` tries."""
+
 OPEN = ("micro_batch_size", "activation_checkpointing")
 """Settings of `training` that change only speed and memory, not the result."""
 
@@ -257,7 +264,7 @@ def possible_options(
             If None, the setup's number of layers stays.
     """
     for size in sizes:
-        fits = dict.fromkeys(MODES, False)
+        fits_on_gpu = dict.fromkeys(MODES, False)
         for mode in modes:
             if not _is_possible(setup, mode):
                 continue
@@ -265,11 +272,37 @@ def possible_options(
             if room_gib is None:
                 yield predict_option(sized, gpu)
                 continue
-            option = predict_option(sized.with_training(checkpointed_layers=None), gpu)
+            whole, numbers = sized.with_training(checkpointed_layers=None), numbers_of_offloaded_layers(sized, gpu)
+            most = whole.with_training(offloaded_layers=numbers[-1]) if mode == "selective" else whole
+            option = predict_option(most, gpu)
             yield option
-            fits[mode] = option.total_gib <= room_gib
-            if fits[mode] and mode != "none" and not fits[sized.training.lighter_checkpointing(setup.engine)]:
-                yield predict_option(sized.with_training(checkpointed_layers=fewest_layers(sized, room_gib)), gpu)
+            on_gpu = whole.with_training(offloaded_layers=numbers[0])
+            fits_on_gpu[mode] = predict_memory(with_sharding(on_gpu)).total <= room_gib
+            lighter = sized.training.lighter_checkpointing(setup.engine)
+            if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
+                for num in numbers:
+                    yield predict_option(with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib), gpu)
+
+
+def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
+    """Return possible numbers of `selective` layers whose activations host memory has room for, from 0 in steps.
+
+    The number that the recipe sets stays.
+    """
+    training, num_layers = setup.training, setup.shape.num_hidden_layers
+    if training.offloaded_layers is not None or not training.activation_offload or setup.engine != "fsdp2":
+        return [training.offloaded_layers]
+    selective = setup.with_training(activation_checkpointing="selective", checkpointed_layers=None)
+    step = max(1, num_layers // OFFLOAD_STEPS)
+    numbers = range(step, num_layers + 1, step)
+    return [0, *(num for num in numbers if fits_host(selective.with_training(offloaded_layers=num), gpu))]
+
+
+def fits_host(setup: Setup, gpu: Gpu) -> bool:
+    """Return whether nodes have memory to spare for what is predicted to be offloaded."""
+    memory = predict_host_memory(setup)
+    node_gib = setup.node_memory_gib or gpu.memory_gib * setup.num_processes / setup.num_nodes
+    return memory is None or memory.total <= HOST_ROOM * node_gib
 
 
 def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
@@ -277,18 +310,20 @@ def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
     needs_fsdp2, needs_operator = mode in {"selective", "except_attention"}, mode == "except_attention"
     if (needs_fsdp2 and setup.engine != "fsdp2") or (needs_operator and training.attention == "eager"):
         return False
-    return mode in RECOMPUTES_LAYERS or not training.activation_offload
+    is_offloaded = mode in RECOMPUTES_LAYERS or (mode == "selective" and training.compile != "none")
+    return is_offloaded or not training.activation_offload
 
 
-def fewest_layers(setup: Setup, room_gib: float) -> int:
-    """Return in how many layers at least the setup's mode of checkpointing is needed, if it fits with all of them."""
+def with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
+    """Return the setup with its mode of checkpointing in as few layers as fit, or in all."""
     resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
 
     def fits(num: int) -> bool:
         return predict_memory(with_sharding(resharded.with_training(checkpointed_layers=num))).total <= room_gib
 
-    numbers = range(1, setup.shape.num_hidden_layers)
-    return 1 + bisect_left(numbers, True, key=fits)  # noqa: FBT003 - what is searched for
+    num_layers = setup.shape.num_hidden_layers
+    fewest = 1 + bisect_left(range(1, num_layers), True, key=fits)  # noqa: FBT003 - what is searched for
+    return setup.with_training(checkpointed_layers=fewest if fewest < num_layers else None)
 
 
 def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:

@@ -126,7 +126,10 @@ def setup_of(
     """Return the inputs of the predictions of memory and step time, with layers resharded after the forward pass."""
     gpu = GPUS[cluster.gpu] if cluster.gpu and place.device == "cuda" else None
     network_bytes = None if cluster.network_gbps is None else cluster.network_gbps * 1e9 / 8
-    return Setup(shape, training, place.world_size, engine, place.device, gpu, place.num_nodes, network_bytes)
+    return Setup(
+        shape, training, place.world_size, engine, place.device, gpu, place.num_nodes, network_bytes,
+        cluster.memory_per_node_gib,
+    )  # fmt: skip
 
 
 def plan_to_json(plan: JobPlan) -> str:

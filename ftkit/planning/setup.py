@@ -96,6 +96,7 @@ class Setup:
         gpu: the GPU; None for a CPU, or if the profile sets no GPU.
         num_nodes: number of nodes.
         node_bandwidth: bytes/s of a node's network; None if unknown, and then assumed unlimited.
+        node_memory_gib: memory of a node; None if unknown.
         keeps_weights: whether layers stay unsharded between forward and backward pass.
         num_replicas: copies of the model, each on `num_shards` neighboring processes.
         defers_sync: whether gradients are reduced only in the last micro-batch of a step.
@@ -110,6 +111,7 @@ class Setup:
     gpu: Gpu | None = None
     num_nodes: int = 1
     node_bandwidth: float | None = None
+    node_memory_gib: float | None = None
     keeps_weights: bool = False
     num_replicas: int = 1
     defers_sync: bool = False

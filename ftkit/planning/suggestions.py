@@ -15,7 +15,9 @@ from ftkit.planning.choices import (
     ROOM,
     TRIED,
     WORTHWHILE,
+    Option,
     fastest_option,
+    fits_host,
     micro_batch_sizes,
     possible_options,
     predict_option,
@@ -120,18 +122,28 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
 
     The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
+    Activations are offloaded only if that is worthwhile beside the best without it.
     """
     now = predict_option(setup, gpu).step_seconds
-    options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), TRIED, ROOM * gpu.usable_gib)
-    best = fastest_option(options, gpu.usable_gib)
+    best = _fastest(setup, gpu)
+    offloading = setup.with_training(activation_offload=True)
+    if not setup.training.activation_offload and setup.engine == "fsdp2" and best is not None:
+        other = _fastest(offloading, gpu)
+        if other is not None and other.step_seconds * WORTHWHILE < best.step_seconds:
+            best = other if fits_host(replace(setup, training=other.training), gpu) else best
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
-    changed = {field: getattr(best.training, field) for field in OPEN if best.differs_in(field, setup.training)}
-    if best.differs_in("checkpointed_layers", setup.training):
-        changed |= {
-            field: getattr(best.training, field) for field in ("activation_checkpointing", "checkpointed_layers")
-        }
+    fields = (*OPEN, "activation_offload")
+    changed = {field: getattr(best.training, field) for field in fields if best.differs_in(field, setup.training)}
+    numbers = [field for field in ("checkpointed_layers", "offloaded_layers") if best.differs_in(field, setup.training)]
+    if numbers:
+        changed |= {field: getattr(best.training, field) for field in ("activation_checkpointing", *numbers)}
     return FasterSuggestion(_format_override(changed), now / best.step_seconds, best.total_gib)
+
+
+def _fastest(setup: Setup, gpu: Gpu) -> Option | None:
+    options = possible_options(setup, gpu, micro_batch_sizes(setup, MOST_TOKENS), TRIED, ROOM * gpu.usable_gib)
+    return fastest_option(options, gpu.usable_gib)
 
 
 @dataclass(frozen=True)
@@ -183,7 +195,8 @@ class _Run:
         training = self.training
         if training.activation_offload:
             yield [{"activation_checkpointing": "full"}]
-            yield [{"activation_offload": False}]
+            number: Change = {} if training.offloaded_layers is None else {"offloaded_layers": None}
+            yield [number | {"activation_offload": False}]
         if training.offload != "none":
             yield from ([{"offload": value}] for value in ("optimizer", "none") if value != training.offload)
             yield self._more_nodes()

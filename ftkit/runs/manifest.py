@@ -132,6 +132,7 @@ def _describe_training(plan: RunPlan) -> dict[str, Any]:
             "micro_batch_size": recipe.training.micro_batch_size,
             "activation_checkpointing": recipe.training.activation_checkpointing,
             "checkpointed_layers": recipe.training.checkpointed_layers,
+            "offloaded_layers": recipe.training.offloaded_layers,
             **asdict(plan.execution),
         },
         "seeds": {"training": recipe.training.seed, "data": recipe.data.source.seed},

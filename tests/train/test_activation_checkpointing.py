@@ -182,13 +182,45 @@ def test_gradients_are_the_same_with_some_checkpointed_layers(
         ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
     )
     spec = training(
-        activation_checkpointing="full", checkpointed_layers=1, activation_offload=True, compile=compiled
+        activation_checkpointing="full", checkpointed_layers=1, activation_offload=True, offloaded_layers=0,
+        compile=compiled,
     )  # fmt: skip
     for name, value in gradients("llama", spec, world).items():
         torch.testing.assert_close(value, expected[name], msg=name)
     assert len(parked) == 1
     stats = Fsdp2Engine(build("llama", spec), spec, world).sharding_stats()
     assert stats.checkpointed_layers == {"full": 1, "selective": LAYERS - 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_offloaded"),
+    [
+        ({"activation_checkpointing": "selective"}, LAYERS),
+        ({"activation_checkpointing": "selective", "offloaded_layers": 1}, 1),
+        ({"activation_checkpointing": "full", "checkpointed_layers": 1, "offloaded_layers": 0}, 0),
+    ],
+)
+def test_outputs_of_matmuls_of_some_compiled_layers_are_offloaded(
+    changes: dict[str, Any],
+    num_offloaded: int,
+    world: World,
+    compiles: CompileCounterWithBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = gradients("llama", training(), world)
+    parked: list[torch.Size] = []
+    park = ActivationOffload._offload
+    monkeypatch.setattr(
+        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
+    )
+    for name, value in gradients(
+        "llama", training(activation_offload=True, compile="layers", **changes), world
+    ).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+    wide = torch.Size([2 * LENGTH, 96])  # gate and up
+    assert parked.count(wide) == 2 * num_offloaded
+    assert parked.count(torch.Size([2, LENGTH, 32])) >= num_offloaded  # among others, the layer's input
+    assert compiles.frame_count == (1 if changes["activation_checkpointing"] == "selective" else 2)
 
 
 def test_offloaded_activations_are_prefetched_one_layer_ahead() -> None:

@@ -7,6 +7,7 @@ parameter counts with the real classes. For other families, the formulas are est
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.config.execution import (
@@ -107,6 +108,7 @@ class Sizes:
         self.tokens = setup.tokens
         self.delta_rule = delta_rule_bytes(setup)
         self.checkpointing = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
+        self.offloaded = training.offloaded_of_layers(shape.num_hidden_layers, setup.engine)
         self.counts, method = count_model(shape), method_counts(shape, training)
         self.trained, self.total = method.trained, method.total
         self.stored = self.trained + count_repeated_parameters(shape, training)
@@ -250,24 +252,33 @@ class Sizes:
 
     def saved_activations(self, layers: int) -> float:
         """Return the bytes of the activations that the first `layers` layers save for their backward pass."""
-        modes, adapters = self.checkpointing[:layers], self.training.adapters
-        outputs = modes.count("except_attention")
-        inputs = modes.count("full") + outputs
-        if self.training.activation_offload:  # those of one layer are being copied
-            inputs = min(inputs, 1)
-            outputs = min(outputs, 1) if self.compiled else outputs
-        return (
-            modes.count("none") * self.layer_activations()
-            + modes.count("selective") * self.width * self.tokens * selective_numbers(self.shape, adapters)
-            + inputs * self.hidden()
-            + outputs * self.attention_output()
-        )
+        moved = self.offloaded_by_layer[:layers]
+        saved = sum(self.saved_in_layer[mode] for mode in self.checkpointing[:layers])
+        return saved - sum(moved) + max(moved, default=0)  # those of one offloaded layer are being copied
+
+    @cached_property
+    def saved_in_layer(self) -> dict[ActivationCheckpointing, float]:
+        """The bytes of the activations that a layer with each mode saves for its backward pass."""
+        return {mode: self._saved_with(mode) for mode in set(self.checkpointing)}
+
+    def _saved_with(self, mode: ActivationCheckpointing) -> float:
+        if mode == "none":
+            return self.layer_activations()
+        if mode == "selective":
+            return self.width * self.tokens * selective_numbers(self.shape, self.training.adapters)
+        return self.hidden() + (self.attention_output() if mode == "except_attention" else 0)
 
     def offloaded_activations(self) -> float:
         """Return the bytes of the activations of all layers that are copied to host memory."""
-        outputs = self.checkpointing.count("except_attention")
-        inputs = self.checkpointing.count("full") + outputs
-        return inputs * self.hidden() + self.compiled * outputs * self.attention_output()
+        return sum(self.offloaded_by_layer)
+
+    @cached_property
+    def offloaded_by_layer(self) -> list[float]:
+        """The bytes that each layer copies to host memory: if it is not compiled, only its input."""
+        return [
+            is_offloaded * (self.saved_in_layer[mode] if self.compiled else self.hidden())
+            for mode, is_offloaded in zip(self.checkpointing, self.offloaded, strict=True)
+        ]
 
     def loss_logits(self) -> float:
         if self.engine == "zero3":

@@ -13,13 +13,13 @@ from math import ceil, log
 from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.config.execution import is_quantized
-from ftkit.config.training import RECOMPUTES_LAYERS
 from ftkit.families import family_of
 from ftkit.planning.estimates.activations import layer_bytes
 from ftkit.planning.estimates.flops import document_flops, token_flops
 from ftkit.planning.estimates.linear_attention import delta_rule_seconds
 from ftkit.planning.estimates.memory import (
     FP32,
+    Sizes,
     compute_width,
     count_gathered_in_fp8,
     reduce_width,
@@ -97,8 +97,11 @@ NCCL_SLOWDOWN = 0.28
 proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
 """Fraction of the time of ZeRO-3's collectives that does not overlap with computation."""
-HOST_BANDWIDTH = 50e9
-"""Bytes per second between a GPU and host memory (PCIe 5, 16 lanes)."""
+HOST_BANDWIDTH = 29e9
+"""Bytes per second in one direction between a GPU and host memory (PCIe 5, 16 lanes: 64e9), while all GPUs of a node
+copy. Fitted to a run of Llama 3.3 70B LoRA on two H200 with 32 of 80 layers offloaded."""
+FORWARD_SHARE = {True: 0.42, False: 0.33}
+"""Fraction of a micro-batch that the forward pass takes, by whether only adapters are trained: from FLOPs."""
 PADDING: Final = 2 * log(2)
 """Assumed tokens of padded rows per token of documents: row widths double from one to the next, and the lengths of
 documents are assumed to be log-uniform."""
@@ -163,7 +166,7 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
         "gpu": gpu_seconds,
         "network": max(links, network),
         "host": setup.shape.num_hidden_layers * HOST_SECONDS_PER_LAYER[setup.engine],
-        "main memory": _offload_seconds(setup, setup.tokens),
+        "main memory": _offload_seconds(setup, gpu_seconds),
     }
 
 
@@ -322,19 +325,19 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     return moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
 
 
-def _offload_seconds(setup: Setup, tokens: int) -> float:
-    shape, training = setup.shape, setup.training
-    moved = 0
-    if training.activation_offload:  # out and in again
-        modes = training.checkpointing_of_layers(shape.num_hidden_layers, setup.engine)
-        numbers = sum(modes.count(mode) for mode in RECOMPUTES_LAYERS) * shape.hidden_size
-        if training.compile != "none":
-            numbers += modes.count("except_attention") * shape.num_attention_heads * shape.head_dim
-        moved += 2 * compute_width(training) * tokens * numbers
+def _offload_seconds(setup: Setup, gpu_seconds: float) -> float:
+    """Return how long a micro-batch takes if copies between GPU and host memory limit it.
+
+    Activations leave in the forward pass, and return in the backward pass.
+    """
+    shape, training, state = setup.shape, setup.training, 0
     if training.offload == "all":
-        moved += 2 * compute_width(training) * count_parameters(shape)
-        moved += reduce_width(training) * method_counts(shape, training).trained
-    return moved / HOST_BANDWIDTH
+        state = 2 * compute_width(training) * count_parameters(shape)
+        state += reduce_width(training) * method_counts(shape, training).trained
+    out = Sizes(setup).offloaded_activations() / HOST_BANDWIDTH if training.activation_offload else 0.0
+    forward = gpu_seconds * FORWARD_SHARE[training.adapters is not None]
+    back = out if out <= forward else max(out, gpu_seconds - forward)
+    return state / HOST_BANDWIDTH + out + back
 
 
 def _optimizer_seconds(setup: Setup, gpu: Gpu) -> float:

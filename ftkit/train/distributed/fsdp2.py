@@ -31,7 +31,7 @@ from ftkit.train.distributed.tensor_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import GatheredScales
 from ftkit.train.model.local_shard import local_tensor, with_ordinary_shard
@@ -334,7 +334,7 @@ def parallelize(
         layers,
         training.checkpointing_of_layers(len(layers), "fsdp2"),
         compiled=compiles(training, world.device),
-        offload=ActivationOffload(world.device) if training.activation_offload else None,
+        offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "fsdp2"), world.device),
     )
     # Adapters are trained in fp32, and cast where they are used.
     is_cast = training.adapters is not None and training.compute_precision == "bf16"

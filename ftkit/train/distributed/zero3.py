@@ -18,7 +18,7 @@ from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import ActivationOffload
+from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import experts_in_layers
 from ftkit.train.model.local_shard import local_shard
@@ -75,7 +75,7 @@ class Zero3Engine:
             layers,
             training.checkpointing_of_layers(len(layers), "zero3"),
             compiled=False,
-            offload=ActivationOffload(world.device) if training.activation_offload else None,
+            offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "zero3"), world.device),
         )
         # DeepSpeed gathers the output projection's weight when it is called as a module.
         self.model = CausalLM(hf_model, routers=routers, by_weight=False)

@@ -13,8 +13,8 @@ Saved for each layer, besides tensors that all layers share (rotary tables, mask
 * `full`: the layer's input. One layer at a time is recomputed, with the activations that `none` would save, and without
   its last matmul unless a norm follows it.
 
-With `activation_offload`, what the last two save is moved to host memory, and that of two layers is on the device at a
-time. Only compiled layers move attention's output.
+With `activation_offload`, what all but `none` save is moved to host memory, and that of two layers is on the device at
+a time. Only compiled layers move the outputs of attention and matmuls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing
 from ftkit.train.memory.compile import CompiledForward, tag_with_sources
 from ftkit.train.memory.token_loops import find_token_loop
 from ftkit.train.private_apis.torch import (
@@ -42,6 +41,7 @@ from ftkit.train.private_apis.torch import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ftkit.config.training import ActivationCheckpointing
     from ftkit.train.memory.activation_offload import ActivationOffload
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def apply_activation_checkpointing(
     modes: Sequence[ActivationCheckpointing],
     *,
     compiled: bool,
-    offload: ActivationOffload | None = None,
+    offloads: Sequence[ActivationOffload | None] | None = None,
 ) -> None:
     """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
@@ -76,12 +76,13 @@ def apply_activation_checkpointing(
         layers: decoder layers, in the order of their calls.
         modes: the activation checkpointing of each layer.
         compiled: whether layers are compiled.
-        offload: offloads what layers with mode `full` or `except_attention` save. It stays on the device if None.
+        offloads: for each layer, offloads what the layer saves. It stays on the device if None.
     """
     if compiled:
         raise_recompile_limit(len(layers))
         tag_with_sources()
-    for index, (layer, mode) in enumerate(zip(layers, modes, strict=True)):
+    offloads = offloads or [None] * len(layers)
+    for index, (layer, mode, offload) in enumerate(zip(layers, modes, offloads, strict=True)):
         is_compiled = compiled and not _is_left_uncompiled(find_token_loop(layer), type(layer).__name__)
         if mode == "none" and not is_compiled:
             continue
@@ -121,7 +122,7 @@ class RecomputedLayer(nn.Module):
         vars(self).update(vars(layer))
         self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
-        self._offload = offload if mode in RECOMPUTES_LAYERS else None
+        self._offload = offload
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the family's forward; `hidden` is [B, T, H]."""

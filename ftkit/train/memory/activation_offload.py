@@ -12,7 +12,7 @@ import torch
 from ftkit.train.memory.host_staging import empty_pinned_like
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -137,6 +137,12 @@ class ActivationOffload:
         with self._library.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
         return tensor
+
+
+def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> list[ActivationOffload | None]:
+    """Return what offloads each layer: one object for all that are offloaded, because it prefetches the next one."""
+    offload = ActivationOffload(device) if any(are_offloaded) else None
+    return [offload if is_offloaded else None for is_offloaded in are_offloaded]
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:

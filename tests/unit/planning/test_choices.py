@@ -21,6 +21,7 @@ from ftkit.planning.choices import (
     MODES,
     ROOM,
     choose_execution,
+    fits_host,
     least_memory,
     with_sharding,
 )
@@ -263,7 +264,7 @@ def test_values_set_by_the_recipe_are_kept() -> None:
     training, execution = choose(size, H200)
     assert (training.micro_batch_size, execution.chosen) == (1, ("activation_checkpointing",))
     offloaded = load_recipe("olmo3-7b-full", NOWHERE, ("training.activation_offload=true",))
-    assert choose(offloaded, H200)[0].activation_checkpointing == "full"
+    assert choose(offloaded, H200)[0].activation_checkpointing != "none"
 
 
 def test_only_as_many_layers_are_checkpointed_as_memory_requires() -> None:
@@ -284,10 +285,40 @@ def test_only_as_many_layers_are_checkpointed_as_memory_requires() -> None:
 def test_fewer_checkpointed_layers_are_suggested_with_their_mode() -> None:
     changes = ("training.sequence_length=8192", "training.base_precision=fp8", "training.activation_checkpointing=full")
     spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
-    faster = suggest_faster(Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200), H200)
+    setup = Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200, node_memory_gib=16)
+    faster = suggest_faster(setup, H200)
     assert faster is not None
     assert "training.activation_checkpointing=full training.checkpointed_layers=" in faster.override
     assert load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training.checkpointed_layers
+
+
+def test_offload_is_suggested_where_host_memory_makes_it_worthwhile() -> None:
+    changes = ("training.sequence_length=8192", "training.activation_checkpointing=full")
+    spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
+    setup = Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200, node_memory_gib=256)
+    faster = suggest_faster(setup, H200)
+    assert faster is not None
+    suggested = load_recipe("llama3.3-70b-lora", NOWHERE, faster.override.split()).training
+    assert suggested.activation_offload
+    assert suggested.offloaded_layers
+    assert faster.total_gib <= H200.usable_gib
+
+
+@pytest.mark.parametrize(("node_gib", "is_offloaded"), [(256, True), (None, True), (16, False)])
+def test_as_many_selective_layers_are_offloaded_as_host_memory_and_copies_allow(
+    node_gib: float | None, *, is_offloaded: bool
+) -> None:
+    changes = ("training.sequence_length=8192", "training.activation_offload=true")
+    spec = load_recipe("llama3.3-70b-lora", NOWHERE, changes)
+    setup = Setup(spec.model.architecture, least_memory(spec.training), 2, gpu=H200, node_memory_gib=node_gib)
+    training, _ = choose_execution(spec.training, setup)
+    assert bool(training.offloaded_layers) == is_offloaded
+    found = setup.with_training(**vars(training))
+    assert predict_memory(found).total <= ROOM * H200.usable_gib
+    assert fits_host(found, H200) == is_offloaded  # inputs of layers are offloaded in any case
+    set_by_recipe = spec.training.model_copy(update={"offloaded_layers": 3})
+    fixed = replace(setup, training=least_memory(set_by_recipe))
+    assert choose_execution(set_by_recipe, fixed)[0].offloaded_layers == 3
 
 
 def test_at_a_million_tokens_layers_are_recomputed_without_their_attention() -> None:

@@ -17,7 +17,7 @@ from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluste
 from ftkit.config.model import Linear
 from ftkit.config.model_config import shipped_config
 from ftkit.config.request import Origins, RunRequest
-from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.config.training import ALL_PROJECTIONS, TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
@@ -528,8 +528,10 @@ def test_a_setting_of_the_all_gather_without_fp8_is_rejected() -> None:
 def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> None:
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
-    with pytest.raises(ConfigError, match="no effect without activation_checkpointing 'full'"):
+    with pytest.raises(ConfigError, match="no effect with activation_checkpointing 'none'"):
         demo("training.activation_checkpointing=none", "training.activation_offload=true")
+    with pytest.raises(ConfigError, match="needs compiled layers"):
+        demo("training.activation_checkpointing=selective", "training.activation_offload=true", "training.compile=none")
 
 
 def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layers() -> None:
@@ -539,6 +541,15 @@ def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layer
     for mode in ("auto", "none"):
         with pytest.raises(ConfigError, match="number of layers with activation_checkpointing"):
             demo(f"training.activation_checkpointing={mode}", number + "2")
+
+
+def test_a_number_of_offloaded_layers_belongs_to_offload_and_to_existing_layers() -> None:
+    offloaded = "training.activation_checkpointing=selective", "training.activation_offload=true"
+    training = TrainingPlan.of(demo(*offloaded, "training.offloaded_layers=1").training, 1, "selective")
+    assert training.checkpointing_label(2) == "'selective', 1 of the 'selective' ones offloaded"
+    assert "more than the model's 2 decoder layers" in problems(demo(*offloaded, "training.offloaded_layers=3"))
+    with pytest.raises(ConfigError, match="no effect without activation_offload"):
+        demo("training.offloaded_layers=1")
 
 
 def test_settings_unsupported_by_zero3_are_rejected_and_auto_selects_fsdp2() -> None:

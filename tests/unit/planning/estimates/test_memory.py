@@ -106,6 +106,7 @@ GATHERED_IN_BF16 = {"precision": "fp8", "fp8_all_gather": False}
 HALVED = {"context_parallel": 2, "global_batch_size": 1}
 OFFLOADED = {"activation_offload": True, "sequence_length": 2**18}
 ON_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+MOVED = {"method": "lora", "activation_offload": True, "activation_checkpointing": "selective"}
 MEASURED = [
     # docs/reference/benchmarks.md: architecture, layers (all if None), number of H200 GPUs, training overrides, GiB.
     (("olmo3-7b", 8, 1, {}), 44.60),
@@ -126,6 +127,9 @@ MEASURED = [
     (("llama3-8b", None, 4, GATHERED_IN_BF16 | {"reshard_after_forward": "never"}), 64.2),
     (("llama3-8b", None, 2, {"reshard_after_forward": "never"}), 97.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora"}), 88.3),
+    (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "checkpointed_layers": 58}), 115.1),
+    (("llama3.3-70b", None, 2, MOVED | {"checkpointed_layers": 18, "offloaded_layers": 40} | SAVING), 114.3),
+    (("llama3.3-70b", None, 2, MOVED | {"base_precision": "fp8", "offloaded_layers": 32}), 114.6),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8"}), 55.3),
     (("llama3.3-70b", None, 2, SAVING | {"method": "lora", "base_precision": "fp8", "checkpointed_layers": 32}), 117.2),
     (("gemma3-12b", None, 1, {"method": "lora", "sequence_length": 2048}), 35.0),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ftkit.config.training import ALL_PROJECTIONS
 from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
 from ftkit.planning.estimates.parameters import count_parameters
-from ftkit.planning.estimates.step_time import _offload_seconds, predict_step_time
+from ftkit.planning.estimates.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
 from ftkit.planning.setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
@@ -119,13 +119,25 @@ def test_recomputing_attention_costs_the_more_the_longer_the_sequence(
     assert least < full.step_seconds / without.step_seconds < most
 
 
-def test_attention_outputs_are_moved_to_host_memory_too(architecture: Shapes, training: Specs) -> None:
+def test_outputs_of_attention_and_matmuls_are_moved_to_host_memory_too(architecture: Shapes, training: Specs) -> None:
     offload = {"activation_offload": True, "sequence_length": 512}
-    seconds = [
-        _offload_seconds(Setup(architecture("qwen3-8b"), training(activation_checkpointing=mode, **offload), 8), 512)
-        for mode in ("full", "except_attention")
-    ]
-    assert seconds[1] == 2 * seconds[0]
+    full, attention, matmuls = (
+        _offload_seconds(Setup(architecture("qwen3-8b"), training(activation_checkpointing=mode, **offload), 8), 1.0)
+        for mode in ("full", "except_attention", "selective")
+    )
+    assert attention == pytest.approx(2 * full, rel=0.02)  # and a log-sum-exp for each head
+    assert matmuls > 5 * attention
+
+
+def test_the_forward_pass_waits_for_copies_that_take_longer(architecture: Shapes, training: Specs) -> None:
+    spec = training(activation_checkpointing="selective", activation_offload=True)
+    setup = Setup(architecture("qwen3-8b"), spec, 8)
+    copies = _offload_seconds(setup, 1e9) / 2
+    forward = copies / 2
+    gpu_seconds = forward / FORWARD_SHARE[False]
+    assert _offload_seconds(setup, gpu_seconds) == pytest.approx(copies + max(copies, gpu_seconds - forward))
+    half = setup.with_training(offloaded_layers=setup.shape.num_hidden_layers // 2)
+    assert _offload_seconds(half, gpu_seconds) == pytest.approx(copies)
 
 
 @pytest.mark.parametrize(("method", "measured"), [("lora", 8_379 / 9_292), ("qlora", 6_996 / 8_420)])
@@ -192,6 +204,21 @@ def test_frozen_experts_are_slower_than_dense_layers_of_their_size_and_their_ada
 ) -> None:
     spec = training(method="lora", lora={"targets": targets}, global_batch_size=2)
     speed = predict_step_time(Setup(architecture("qwen3-30b-a3b"), spec, 2), H200)
+    assert speed.tokens_per_second / 2 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"),  # docs/reference/benchmarks.md
+    [
+        ({"activation_checkpointing": "selective", "offloaded_layers": 32, "base_precision": "fp8"}, 2_323),
+        ({"activation_checkpointing": "full", "checkpointed_layers": 18, "offloaded_layers": 40}, 1_503),
+    ],
+)
+def test_offloaded_outputs_of_matmuls_cost_what_was_measured(
+    changes: dict[str, Any], measured: float, architecture: Shapes, training: Specs
+) -> None:
+    spec = training(method="lora", global_batch_size=2, activation_offload=True, **changes)
+    speed = predict_step_time(Setup(architecture("llama3.3-70b"), spec, 2), H200)
     assert speed.tokens_per_second / 2 == pytest.approx(measured, rel=0.05)
 
 
