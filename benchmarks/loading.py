@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ftkit.config.adapters import LoraSpec
-from ftkit.config.training import TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty

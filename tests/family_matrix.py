@@ -20,7 +20,7 @@ from ftkit.config.adapters import LoraSpec
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.training import Method, TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
@@ -47,6 +47,8 @@ from ftkit.train.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ftkit.config.training import Method
 
 LENGTH, VOCABULARY, STEPS = 128, 320, 3
 MAX_PARAMETERS = 5_000_000

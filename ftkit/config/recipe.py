@@ -13,7 +13,8 @@ from ftkit.config.evaluation import EvaluationSpec
 from ftkit.config.model import ModelPlan, ModelSpec
 from ftkit.config.resources import ResourcesSpec
 from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec
-from ftkit.config.training import TrainingPlan, TrainingSpec
+from ftkit.config.training import TrainingSpec
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import PrerequisiteError
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import plural
 from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.memory import predict_memory

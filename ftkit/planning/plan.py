@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.model import ArchitectureSpec, TrainedWeights
     from ftkit.config.resources import ResourcesSpec
-    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.config.training import EngineName
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.job import PlacementPlan
     from ftkit.planning.layout import RunLayout
 

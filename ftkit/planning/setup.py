@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.execution import USABLE_MEMORY
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import EngineName, TrainingPlan
+from ftkit.config.training import EngineName
+from ftkit.config.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel

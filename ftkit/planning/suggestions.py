@@ -30,7 +30,8 @@ from ftkit.planning.setup import Setup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ftkit.config.training import ActivationCheckpointing, TrainingPlan
+    from ftkit.config.training import ActivationCheckpointing
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.setup import Gpu
 
 NUM_SUGGESTIONS = 3

@@ -13,7 +13,7 @@ import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.config.adapters import LoraSpec
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import AttentionChoice, Method, TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.planning.job import PlacementPlan
@@ -38,6 +38,9 @@ from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.quantized_linear import QuantizedLinear
 from ftkit.train.model.weights import init_weights
 from ftkit.train.world import World, init_world
+
+if TYPE_CHECKING:
+    from ftkit.config.training import AttentionChoice, Method
 
 LENGTH, VOCABULARY, PACKS, WINDOW = 1024, 1000, 4, 200
 DOCUMENTS = (130, 401, 3, 250, 200)  # longer and shorter than the window; the rest is padding

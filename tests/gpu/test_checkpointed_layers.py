@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import AttentionChoice, TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import implementation_of
@@ -20,6 +20,7 @@ from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
+    from ftkit.config.training import AttentionChoice
     from ftkit.train.world import World
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +104,24 @@ def test_gradients_in_fp8_differ_from_those_in_bf16_as_without_checkpointing(
     # At most 1.05 times as far on a CPU; with other masks of dropout, from 1.4 on.
     for name, difference in found.items():
         assert difference < 1.15 * expected[name], f"{name}: {difference:.3f}, without: {expected[name]:.3f}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "except_attention"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "selective", "offloaded_layers": 1},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_gradients_equal_those_without_offload(settings: dict[str, Any], world: World) -> None:
+    mode = settings["activation_checkpointing"]
+    expected = gradients("llama", "flash4", mode, world, {})
+    found = gradients("llama", "flash4", mode, world, settings | {"activation_offload": True})
+    for name, difference in differences(found, expected).items():
+        assert difference < 1e-3, f"{name}: {difference:.5f}"  # sums of atomics
 
 
 def differences(grads: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import PrerequisiteError
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

@@ -32,9 +32,9 @@ from ftkit.config.training import (
     Method,
     Offload,
     Precision,
-    TrainingPlan,
     TrainingPrecision,
 )
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import count_repeated_parameters, method_counts

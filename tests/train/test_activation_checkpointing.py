@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.families import MEASURED, MeasuredFamily, family_of
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

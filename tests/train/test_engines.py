@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import Method, TrainingPlan
+from ftkit.config.training import Method
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import method_counts

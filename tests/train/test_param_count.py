@@ -17,7 +17,7 @@ from ftkit.config.adapters import LoraSpec
 from ftkit.config.execution import adapter_size
 from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
-from ftkit.config.training import TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.families import FAMILIES, MEASURED

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ftkit.config.model import ArchitectureSpec, ModelSpec
-from ftkit.config.training import TrainingPlan
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.errors import TrainingError

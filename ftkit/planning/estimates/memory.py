@@ -28,7 +28,8 @@ from ftkit.planning.estimates.parameters import count_model, count_repeated_para
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import ActivationCheckpointing, TrainingPlan
+    from ftkit.config.training import ActivationCheckpointing
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.setup import Setup
 
 FP32 = 4

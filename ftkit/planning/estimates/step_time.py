@@ -35,7 +35,7 @@ from ftkit.planning.estimates.parameters import (
 
 if TYPE_CHECKING:
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.setup import Gpu, Setup
 
 

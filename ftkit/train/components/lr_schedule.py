@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training_plan import TrainingPlan
 
 
 def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:

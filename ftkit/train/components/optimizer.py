@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training_plan import TrainingPlan
 
 T = TypeVar("T", bound=torch.Tensor)
 

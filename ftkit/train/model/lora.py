@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.adapters import LoraSpec
-    from ftkit.config.training import Quantization, TrainingPlan
+    from ftkit.config.training import Quantization
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
 
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -34,7 +34,8 @@ from ftkit.planning.suggestions import NUM_SUGGESTIONS, suggest_changes, suggest
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile, GpuModel
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.config.training import EngineName
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.choices import ExecutionPlan
     from ftkit.planning.setup import Gpu
     from ftkit.planning.suggestions import Suggestion

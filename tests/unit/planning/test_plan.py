@@ -17,7 +17,8 @@ from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluste
 from ftkit.config.model import Linear
 from ftkit.config.model_config import shipped_config
 from ftkit.config.request import Origins, RunRequest
-from ftkit.config.training import ALL_PROJECTIONS, TrainingPlan
+from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace

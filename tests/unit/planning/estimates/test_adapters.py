@@ -10,7 +10,8 @@ from ftkit.config.context import Context
 from ftkit.config.execution import GIB, nf4_parts
 from ftkit.config.load import load_recipe
 from ftkit.config.model_config import read_shape, read_shipped
-from ftkit.config.training import ALL_PROJECTIONS, TrainingPlan
+from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.estimates.memory import predict_memory

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training_plan import TrainingPlan
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

@@ -20,7 +20,7 @@ from ftkit.planning.setup import GPUS, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.training import TrainingPlan
+    from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.plan import RunPlan
 
     Specs = Callable[..., TrainingPlan]
