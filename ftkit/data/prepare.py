@@ -122,6 +122,13 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
     encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
+    renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # all have the same
+    if renderer and (roles := renderer.changed_roles()):
+        report(
+            f"warning: the chat template shortens or changes contents of turns ({', '.join(roles)}), so the model may "
+            "be trained on texts that differ from the data; 'ftkit data show' prints them; if that is not intended, "
+            "correct data.chat_template"
+        )
     return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_fields import PROBE, fields_of, probes
+from ftkit.data.template_fields import LONG_TEXT, PROBE, content_probes, fields_of, probes
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
@@ -104,6 +104,18 @@ class ChatRenderer:
     def render_to_end_of_turn(self, conversation: Conversation) -> str:
         """Return the text of a conversation to the token that ends its last turn. Raises as `render` does."""
         return self._to_end_of_turn(self.render(conversation))
+
+    def changed_roles(self) -> list[str]:
+        """Return the roles of turns whose contents it shortens or changes, other than at their ends."""
+        changed = []
+        for role, conversation in content_probes().items():
+            try:
+                text = self.render(conversation)
+            except DataError:
+                continue  # it refuses such turns
+            if LONG_TEXT not in text and f"{role} turns" not in self.dropped:
+                changed.append(role)
+        return changed
 
     def renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         """Render a conversation so that each trained turn has the form that inference will see.

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 PROBE: Final = "ftkitprobe"
 """Text of the field in each conversation of `probes`."""
+LONG_TEXT: Final = "\n".join(
+    f"{number}. Été <b>&</b> \"a\" 'b' {{c}} [d] (e) \\ $f #g\n\n\tftkitprobe  AbC;" for number in range(400)
+)
+"""A text of about 20,000 characters, with those that a template might escape or replace."""
 _LATE_SYSTEM = "system turns after the first turn"
 
 
@@ -41,6 +45,16 @@ def _fields_of_turn(message: Message) -> Iterator[str]:
             yield "text beside tool calls"
         if len(message.tool_calls) > 1:
             yield "parallel tool calls"
+
+
+def content_probes() -> dict[str, Conversation]:
+    """Return for each role a conversation with `LONG_TEXT` as the content of its turn."""
+    user, answer = Message("user", "hi"), Message("assistant", "ok")
+    return {
+        "system": Conversation((Message("system", LONG_TEXT), user, answer)),
+        "user": Conversation((Message("user", LONG_TEXT), answer)),
+        "assistant": Conversation((user, Message("assistant", LONG_TEXT))),
+    }
 
 
 def probes() -> dict[str, Conversation]:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, RowEncoder, find_end_of_turn
+from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 
@@ -360,6 +362,33 @@ def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) 
     end = tokenizer.convert_ids_to_tokens(find_end_of_turn(tokenizer))
     assert end == (family.end or family.eos)
     assert last.endswith(f"{end}⟧")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_templates_change_no_contents(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = FAMILIES[name].template.strip()
+    assert ChatRenderer.of(tokenizer, FAMILIES[name].options).changed_roles() == []
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_shipped_templates_change_no_contents(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template = TEMPLATES[name].template
+    assert ChatRenderer.of(tokenizer, {}).changed_roles() == []
+
+
+@pytest.mark.parametrize(
+    ("written", "roles"),
+    [
+        ("m.content", []), ("m.content | trim", []), ("m.content[:9000]", ["user", "assistant"]),
+        ("m.content | lower if m.role == 'user' else m.content", ["user"]),
+        ("m.content.split() | join(' ')", ["user", "assistant"]), ("m.content | e", ["user", "assistant"]),
+    ],
+)  # fmt: skip
+def test_a_template_that_changes_contents_is_found(tokenizer: Any, written: str, roles: list[str]) -> None:
+    turn = "{{ '<|im_start|>' + m.role + '\n' + (" + written + ") + '<|im_end|>\n' }}"
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + refusal + turn + "{% endfor %}"
+    assert ChatRenderer.of(tokenizer, {}).changed_roles() == roles
 
 
 def test_tools_of_llama_and_mistral_are_rendered_with_ids_valid_for_mistral(tokenizer: Any) -> None:
