@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
 """Keys with whose changed values no checkpoint of the run can be loaded."""
+_GLOBAL_BATCH = "training.global_batch_size"
+"""The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS = (
     "evaluation.*",
@@ -200,11 +202,15 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 def _check_sections(args: ResumeArgs) -> None:
     """Refuse changes with which no checkpoint of the run can be loaded, before the whole recipe is checked."""
     _raise(
-        Problem(COMMAND_LINE, key, "can't change when a run is resumed: its checkpoints have the former value.",
+        Problem(COMMAND_LINE, key, f"can't change when a run is resumed: {_reason(key)}.",
                 "Start a new run; 'model: run:NAME' continues from this run's result.")
         for key in _typed_keys(args)
-        if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED)
+        if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED) or key == _GLOBAL_BATCH
     )  # fmt: skip
+
+
+def _reason(key: str) -> str:
+    return "its place in the data depends on it" if key == _GLOBAL_BATCH else "its checkpoints have the former value"
 
 
 def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:

@@ -209,6 +209,9 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         "failure": end.failure,
         "excluded_nodes": excluded_nodes(layout),
     }
+    has_other_data = _has_other_data(layout, earlier, start["data"])
+    if has_other_data:
+        start["data"] = {}  # it does not train on it
     write_json(manifest, {**values, "starts": [*earlier, start]})
     expected, found = values.get("image_lock_sha256"), start["image"].get("lock_sha256")
     if expected and found != expected:
@@ -217,6 +220,12 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
             meaning=f"the digest of its lock is {found or 'missing'}, the run's manifest has {expected}",
             fix="check the file with 'ftkit verify', and import the image again",
         )
+    if has_other_data:
+        raise TrainingError(
+            "the prepared data is not the one that the run's checkpoints were trained on",
+            meaning="it was prepared again, after a data file, the tokenizer, or a library that tokenizes had changed",
+            fix="restore the data and delete the prepared one; or start a new run, with 'model: run:NAME'",
+        )
     _check_repeats(values.get("repeats"), start["data"])
     if num_restarts > 1 and end.failure and end.failure == end.failure_before:
         raise TrainingError(
@@ -224,6 +233,17 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
             meaning="the same failure at the same step is rarely chance: the data, the code, or a node is the cause",
             fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
         )
+
+
+def _has_other_data(layout: RunLayout, starts: Sequence[Any], found: Mapping[str, str]) -> bool:
+    """Return whether the packs are not those of the last start, and there is a checkpoint to continue from."""
+    trained = [digests["train"] for each in starts if "train" in (digests := _mapping(_mapping(each).get("data")))]
+    return bool(trained) and found.get("train", trained[-1]) != trained[-1] and bool(layout.list_checkpoints())
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value of a manifest, which may be damaged, if it is an object; else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _check_repeats(repeats: Any, found: Mapping[str, str]) -> None:

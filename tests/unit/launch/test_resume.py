@@ -88,7 +88,10 @@ def test_changes_that_affect_the_result_must_be_allowed_by_key(override: str, pl
     assert key in " ".join(changed.warnings)
 
 
-@pytest.mark.parametrize("override", ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "name=x"])
+@pytest.mark.parametrize(
+    "override",
+    ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "training.global_batch_size=64", "name=x"],
+)
 def test_changes_incompatible_with_checkpoints_are_rejected_even_if_allowed(
     override: str, plan: RunPlan, ctx: Context
 ) -> None:

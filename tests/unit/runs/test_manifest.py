@@ -57,6 +57,28 @@ def test_an_image_other_than_the_submitted_one_is_rejected_and_recorded(manifest
     assert json.loads(manifest.read_text())["starts"][0]["image"]["lock_sha256"] != LOCK
 
 
+def test_data_that_was_prepared_again_into_other_packs_is_not_trained_on(tmp_path: Path) -> None:
+    layout, none = RunLayout(tmp_path / "runs" / "x"), tmp_path / "none"
+    data = tmp_path / "data" / "1a2b" / "manifest.json"
+    for folder in (data.parent, layout.root):
+        folder.mkdir(parents=True)
+
+    def start_on(packs: str) -> None:
+        data.write_text(json.dumps({"digests": {"train": packs, "tokenizer": packs}}))
+        record_start(layout.manifest, none)
+
+    layout.manifest.write_text('{"data_fingerprint": "1a2b"}')
+    start_on("a")
+    start_on("b")  # nothing was trained yet
+    layout.checkpoint(5).mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="not the one that the run's checkpoints were trained on"):
+            start_on("a")
+    start_on("b")
+    starts = json.loads(layout.manifest.read_text())["starts"]
+    assert [start["data"].get("train") for start in starts] == ["a", "b", None, None, "b"]
+
+
 def test_an_image_without_a_manifest_is_rejected_only_if_one_is_expected(manifest: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="missing"):
         record_start(manifest, tmp_path / "none")
