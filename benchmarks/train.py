@@ -273,7 +273,10 @@ def measure(
     paths = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     began, limit = time.time(), time.monotonic() + options.limit_seconds
     with output.open("w") as file:
-        trainer = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": paths})
+        # ftkit keeps bytecode there, as in a job.
+        cache = os.environ.get("FTKIT_CACHE_DIR", f"{tempfile.gettempdir()}/ftkit-{os.getuid()}")
+        environment = os.environ | {"PYTHONPATH": paths, "FTKIT_CACHE_DIR": cache}
+        trainer = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
             time.sleep(0.5)
         # On SIGTERM torchrun ends its workers; with SIGKILL they would remain and keep their GPU memory.
