@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import safetensors.numpy
 from ftkit.config.model import ModelSpec
 from ftkit.config.weight_files import check_tensors
 from ftkit.errors import NotFoundError
+from ftkit.planning.estimates.parameters import count_by_config
 from ftkit.planning.planner import plan_model
 
 if TYPE_CHECKING:
@@ -65,10 +67,16 @@ def test_files_of_other_shapes_than_the_configuration_are_rejected(
         check(tmp_path, **edits)
 
 
-def test_files_of_families_without_a_formula_may_have_other_shapes(tmp_path: Path) -> None:
+def test_families_without_a_formula_get_warnings_if_their_parameters_are_counted(tmp_path: Path) -> None:
     other = {"model_type": "starcoder2", "head_dim": 4}
     assert check(tmp_path, **other, hidden_size=16) is None
     assert "3 decoder layers" in str(check(tmp_path, **other, num_hidden_layers=2))
+    counts = replace(count_by_config(CONFIG), source="model")
+    shape = plan_model(ModelSpec(weights="org/model"), CONFIG | other, counts).architecture
+    assert check_tensors(shape, {}, tmp_path) is None
+    for key, value in (("vocab_size", 24), ("num_hidden_layers", 4)):
+        warning = check_tensors(shape.model_copy(update={key: value}), {}, tmp_path)
+        assert "contradicts the weight files" in str(warning)
 
 
 def test_damaged_files_are_left_to_the_check_of_the_folder(tmp_path: Path) -> None:
