@@ -133,7 +133,7 @@ def _checkpointed_layers(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterato
         if num is not None and num > existing:
             yield Problem(
                 f"recipe {recipe.name}", f"training.{key}",
-                f"{num} is more than the model's {existing} decoder layers.", "Leave it out for all layers.",
+                f"{num} is more than the model's {plural(existing, 'decoder layer')}.", "Leave it out for all layers.",
             )  # fmt: skip
 
 

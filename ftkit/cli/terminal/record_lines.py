@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.format import count, duration
@@ -49,13 +50,14 @@ _CHECKS = {
     "logits of the model's own class": "logits are those of the model's class ({})",
 }
 """The checks before step 1 in words, in the order in which they are printed."""
+_PLURAL_OF_ONE = re.compile(r"^((?:at least )?1 (?:sharded )?\w+?)s\b")
 
 
 def checks_text(checks: Mapping[str, str]) -> str:
     """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
     others = {name: f"{{}} {name}" for name in checks if name not in _CHECKS}  # "layers with checkpointing 'none'"
     found = ((words, checks.get(name, "0")) for name, words in (_CHECKS | others).items())
-    return ", ".join(words.format(value) for words, value in found if value != "0")
+    return ", ".join(_PLURAL_OF_ONE.sub(r"\1", words.format(value)) for words, value in found if value != "0")
 
 
 def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for each kind of record

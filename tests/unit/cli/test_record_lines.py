@@ -41,3 +41,5 @@ def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
         "363,040 parameters, 3 sharded units, 2 of them decoder layers, documents are packed, they do not attend to "
         "each other (difference 0, gradient 0), 2 layers with checkpointing 'none'"
     )
+    ones = {"units": "1", "layers with checkpointing 'full'": "1", "fewest targets in a pack": "1"}
+    assert checks_text(ones) == "1 sharded unit, at least 1 target in each pack, 1 layer with checkpointing 'full'"
