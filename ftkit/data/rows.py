@@ -69,7 +69,8 @@ def read_json_lines(path: Path) -> list[Row]:
         with path.open("rb") as file:
             return list(_parse(file, path))
     except OSError as error:
-        raise DataError(f"can't read {path}: {error.strerror}", fix="check data.source in the recipe") from error
+        fix = "check the path" if isinstance(error, FileNotFoundError) else "ask its owner for read permission"
+        raise DataError(f"can't read {path}: {error.strerror}", fix=fix) from error
 
 
 def write_json_lines(path: Path, rows: Iterable[Row]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.config.training import Precision
-from ftkit.errors import NotFoundError, TrainingError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.load import tokenizer_of
 from ftkit.evaluate.source import TrainedStep, find_base
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes
@@ -61,7 +62,7 @@ def export_run(
 
     Raises:
         NotFoundError: there is no such checkpoint, or the base model can't be found.
-        PrerequisiteError: this machine has too little memory to verify the export.
+        PrerequisiteError: this user can't write the folder, or this machine has too little memory to verify the export.
         TrainingError: a checkpoint is damaged, or belongs to another model.
     """
     plan = read_plan_to_use(layout)
@@ -110,7 +111,19 @@ def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Pat
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but an export."""
+    """Refuse to replace anything but an export, and to compute one that this user can't write.
+
+    Raises:
+        NotFoundError: the folder exists and is not an export.
+        PrerequisiteError: this user can't write it.
+    """
+    existing = next(each for each in folder.parents if each.exists())
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        raise PrerequisiteError(
+            f"can't write to {existing}",
+            meaning="it is read-only, or belongs to another user",
+            fix="export into a folder of your own: --to DIR",
+        )
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not (folder / EXPORT_RECORD).is_file():

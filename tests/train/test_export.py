@@ -58,6 +58,17 @@ def test_exporting_the_last_checkpoint_gives_the_trainers_export_and_passes_veri
     assert read_record(exported).trained == read_record(finished_run.layout.export).trained
 
 
+def test_a_folder_that_can_t_be_written_is_refused_before_anything_is_computed(
+    finished_run: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    told: list[object] = []
+    request = ExportRequest("last", merges=False, precision=None, folder=tmp_path / "file" / "model")
+    with pytest.raises(PrerequisiteError, match="can't write to"):
+        export_run(finished_run.layout, request, verify, told.append)
+    assert told == []
+
+
 def test_an_export_that_can_t_be_verified_for_want_of_memory_is_refused_before_it_is_written(
     finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,11 @@ def test_an_invalid_line_is_reported_with_file_and_line(line: bytes, message: st
         read_json_lines(path)
 
 
+def test_a_missing_file_is_not_blamed_on_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"prompts\.jsonl: No such file or directory\n.*check the path$"):
+        read_json_lines(tmp_path / "prompts.jsonl")
+
+
 def test_a_json_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "array.json"
     path.write_text('[\n{"a": 1}\n]')
