@@ -26,7 +26,12 @@ from ftkit.config.paths import is_address
 from ftkit.errors import RunFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
     from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
+    from ftkit.runs.repeat import Original
 
 
 @click.command(
@@ -88,9 +93,10 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
     from ftkit.launch.render import render_job
-    from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, repetition_record
+    from ftkit.launch.rerun import RerunArgs, plan_rerun, repetition_record
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.bundle import SIGNED_AS
+    from ftkit.runs.manifest import build_manifest
     from ftkit.runs.repeat import original_to_json, read_original
     from ftkit.runs.signing import verify_beside
 
@@ -107,15 +113,12 @@ def command(  # noqa: PLR0913 - one for each option
     plan = replace(plan, code=tuple(copy.plan for copy in copies))
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
     if dry_run:
+        _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
         terminal.data(render_job(plan))
         return
     environment = job_environment(hf_token_file)
     ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
-    differences = changed_inputs(original, ready.plan, ready.manifest)
-    check_inputs(differences, allowed)
-    for each in differences:
-        before, after = each.values
-        terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
+    _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
     ready = replace(
         ready,
         manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
@@ -125,6 +128,23 @@ def command(  # noqa: PLR0913 - one for each option
     report_submission(run, terminal, does_follow=follow)
     if follow:
         report_verdict(run.layout, terminal)
+
+
+def _list_changes(
+    original: Original, plan: RunPlan, manifest: Mapping[str, Any], allowed: Sequence[str], terminal: Terminal
+) -> None:
+    """List the differences between a planned run and its original.
+
+    Raises:
+        ConfigError: some of them are not allowed.
+    """
+    from ftkit.launch.rerun import changed_inputs, check_inputs
+
+    differences = changed_inputs(original, plan, manifest)
+    check_inputs(differences, allowed)
+    for each in differences:
+        before, after = each.values
+        terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
 
 
 def report_verdict(layout: RunLayout, terminal: Terminal) -> None:

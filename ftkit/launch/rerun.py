@@ -22,6 +22,7 @@ from ftkit.launch.resume import image_definition, open_values
 from ftkit.planning.plan import PlanError, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
+from ftkit.runs.manifest import trained_data
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,8 +131,8 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
 
 def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's entry for the original run: its id, its data, and the parts that may differ."""
-    starts = original.manifest.get("starts") or [{}]
-    return {"run": original.run.id, "data": starts[-1].get("data", {}), "allowed": list(allowed)}
+    data = dict(trained_data(original.manifest.get("starts")))
+    return {"run": original.run.id, "data": data, "allowed": list(allowed)}
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:

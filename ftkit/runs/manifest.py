@@ -237,8 +237,14 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
 
 def _has_other_data(layout: RunLayout, starts: Sequence[Any], found: Mapping[str, str]) -> bool:
     """Return whether the packs are not those of the last start, and there is a checkpoint to continue from."""
-    trained = [digests["train"] for each in starts if "train" in (digests := _mapping(_mapping(each).get("data")))]
-    return bool(trained) and found.get("train", trained[-1]) != trained[-1] and bool(layout.list_checkpoints())
+    trained = trained_data(starts).get("train")
+    return trained is not None and found.get("train", trained) != trained and bool(layout.list_checkpoints())
+
+
+def trained_data(starts: Any) -> Mapping[str, Any]:
+    """Return the digests of the data of a run's last start that had any: a start on other data is refused."""
+    digests = [_mapping(_mapping(each).get("data")) for each in (starts if isinstance(starts, list) else ())]
+    return next((each for each in reversed(digests) if each), {})
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -343,15 +349,13 @@ def explain_missing_digests(layout: RunLayout) -> list[str]:
     values = read_json_if_valid(layout.manifest, dict[str, Any])
     if values is None:
         return ["there is no manifest"]
-    starts = values.get("starts")
-    last = starts[-1] if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
     if "script" in values:
         inputs = "neither its data nor its weights have a digest: ftkit does not know what the script reads"
         return [inputs, *_doubts_about_code(values, has_changes=layout.code_changes.is_file())]
     return [
         *_doubts_about_model(values.get("model")),
         *_doubts_about_code(values, has_changes=layout.code_changes.is_file()),
-        *(_doubts_about_data(last.get("data")) if last else []),
+        *(_doubts_about_data(trained_data(values["starts"])) if values.get("starts") else []),
     ]
 
 

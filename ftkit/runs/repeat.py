@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.config.paths import is_address
 from ftkit.errors import NotFoundError, plural
-from ftkit.files import read_json, read_json_if_valid
+from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
@@ -109,6 +109,8 @@ def opened(place: str) -> Iterator[RunLayout]:
             unpack(path, folder)
         elif path.name == layout.manifest.name:
             layout = RunLayout(path.parent)
+        elif read_json_if_valid(path, dict[str, Any]) is None:
+            raise DamagedFileError(path, "it is neither a bundle nor the manifest of a run")
         else:
             folder.mkdir(parents=True)
             layout.manifest.write_bytes(path.read_bytes())

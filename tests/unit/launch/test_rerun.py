@@ -11,7 +11,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError
-from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun
+from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, repetition_record
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
@@ -90,3 +90,10 @@ def test_a_manifest_that_cannot_be_read_is_an_error(key: str, original: Original
     damaged = replace(original, manifest=original.manifest | {key: {"name": 3}})
     with pytest.raises(PlanError, match=f"the manifest's {key} can't be read"):
         rerun(damaged, workspace)
+
+
+def test_the_data_of_the_original_is_that_of_its_last_start_that_was_not_refused(original: Original) -> None:
+    starts = [{"data": {"train": "a"}}, {"data": {"train": "b"}}, {"data": {}}]
+    refused = replace(original, manifest=original.manifest | {"starts": starts})
+    assert repetition_record(refused, [])["data"] == {"train": "b"}
+    assert repetition_record(original, [])["data"] == {}

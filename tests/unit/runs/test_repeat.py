@@ -118,10 +118,11 @@ def test_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
         read_original(str(tmp_path / "missing.tar"))
     with pytest.raises(NotFoundError, match="has no manifest"):
         read_original(str(tmp_path))
-    damaged = tmp_path / "manifest.json"
-    damaged.write_text("{")
-    with pytest.raises(DamagedFileError):
-        read_original(str(damaged))
+    for name in ("manifest.json", "notes.tar"):
+        damaged = tmp_path / name
+        damaged.write_text("{")
+        with pytest.raises(DamagedFileError, match=name):
+            read_original(str(damaged))
 
 
 def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from ftkit.planning.plan import read_plan
+from ftkit.runs.manifest import build_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Result, RunMaker
+
+
+def test_a_dry_run_lists_the_differences_and_refuses_unknown_parts(
+    ftkit: Callable[..., Result], make_run: RunMaker, tmp_path: Path
+) -> None:
+    run = make_run(scheduler="local")
+    run.layout.manifest.write_text(json.dumps(build_manifest(read_plan(run.layout), ["ftkit"], tmp_path)))
+    done = ftkit("rerun", run.id, "--dry-run")
+    assert (done.code, done.out.startswith("#!")) == (0, True), done.err
+    assert "versions: ftkit is " in done.err  # another version than the original's
+    refused = ftkit("rerun", run.id, "--dry-run", "--allow", "dta")
+    assert (refused.code, refused.out) == (3, "")
+    assert "Choose from data, image, code" in refused.err
