@@ -190,10 +190,10 @@ def missing_package_error(names: Sequence[str], meaning: str = "") -> Prerequisi
 def as_user_error(error: Exception) -> Exception:
     """Return the error as one that the user can act on, if it is one of the machine; else as it is.
 
-    These are a full disk, a file that this user can't read or write, and a missing package. A full disk is also found
-    among the errors that led to it, a missing package only among its explicit causes: code that handles an
-    `ImportError` may fail later for another reason. So is the full disk of a `PrerequisiteError`, which has its own
-    reason otherwise.
+    These are a full disk, a file that this user can't read or write, a read-only file system, and a missing package. A
+    full disk is also found among the errors that led to it, a missing package only among its explicit causes: code that
+    handles an `ImportError` may fail later for another reason. So is the full disk of a `PrerequisiteError`, which has
+    its own reason otherwise.
     """
     if isinstance(error, DiskFullError):
         return error
@@ -203,6 +203,12 @@ def as_user_error(error: Exception) -> Exception:
             f"permission denied: {error.filename}",
             meaning="the file or its folder belongs to another user, who does not share it",
             fix="ask its owner ('ls -ld' shows who that is) for access, or choose another folder",
+        )
+    if isinstance(error, OSError) and error.errno == errno.EROFS and error.filename is not None:
+        return PrerequisiteError(
+            f"the file system is read-only: can't write {error.filename}",
+            meaning="it is mounted without write access on this machine, or was remounted after a disk error",
+            fix="choose another folder, or ask the machine's administrators",
         )
     for cause in _explicit_causes(error) if is_known else _causes(error):
         if _is_disk_full(cause):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from errno import EACCES, EDQUOT, ENOSPC
+from errno import EACCES, EDQUOT, ENOSPC, EROFS
 
 import pytest
 
@@ -81,6 +81,12 @@ def test_a_denied_permission_is_reported_with_the_file() -> None:
     found = as_user_error(PermissionError(EACCES, os.strerror(EACCES), "/runs/of another/plan.json"))
     assert isinstance(found, PrerequisiteError)
     assert found.what == "permission denied: /runs/of another/plan.json"
+
+
+def test_a_read_only_file_system_is_no_bug() -> None:
+    found = as_user_error(OSError(EROFS, os.strerror(EROFS), "/runs/x/sync.json"))
+    assert isinstance(found, PrerequisiteError)
+    assert found.what == "the file system is read-only: can't write /runs/x/sync.json"
 
 
 def test_other_errors_are_unchanged() -> None:
