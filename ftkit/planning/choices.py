@@ -222,9 +222,9 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     if lightest.device == "cpu":
         size = micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
         mode = "none" if is_mode_open else resolved.activation_checkpointing
-        return TrainingPlan.of(training, size, mode), ExecutionPlan(
-            chosen, f"at most {CPU_TOKENS:,} tokens per micro-batch and nothing recomputed, because there is no GPU"
-        )
+        reasons = {f"at most {CPU_TOKENS:,} tokens per micro-batch": is_size_open, "nothing recomputed": is_mode_open}
+        reason = " and ".join(text for text, applies in reasons.items() if applies)
+        return TrainingPlan.of(training, size, mode), ExecutionPlan(chosen, f"{reason}, because there is no GPU")
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]

@@ -354,6 +354,13 @@ def test_without_gpus_micro_batches_are_small_and_not_recomputed() -> None:
     assert (training.micro_batch_size, training.activation_checkpointing) == (4, "none")
 
 
+def test_the_reason_without_gpus_does_not_say_what_the_recipe_contradicts() -> None:
+    spec = load_recipe("demo", NOWHERE, ("training.activation_checkpointing=selective",))
+    setup = Setup(spec.model.architecture, least_memory(spec.training), device="cpu")
+    reason = choose_execution(spec.training, setup)[1].reason
+    assert reason == "at most 2,048 tokens per micro-batch, because there is no GPU"
+
+
 def test_minimal_memory_is_used_and_reported_if_nothing_fits() -> None:
     training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
