@@ -233,7 +233,7 @@ def parse_importable(text: str, folder: Path, key: str = "NAME:TAG|URI") -> Impo
     image = parse_image(text, folder, key=key)
     if isinstance(image, ImageFile):
         raise ConfigError(
-            [Problem("", key, f"{text} is already a file: there is nothing to import.",
+            [Problem("", key, f"{text} is the path of an image file, which needs no import.",
                      f"To run in it: ftkit run --image {text}")]
         )  # fmt: skip
     return parse_name(image.reference) if isinstance(image, NamedImage) else image
