@@ -153,8 +153,7 @@ def count_stored_values(folder: Path) -> list[int]:
 
 def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a model's weight files, from their headers; damaged files raise any error."""
-    stored = [_stored_tensors(folder / file) for file in _weights_files(folder)]
-    return {name: tensor.kind[1] for tensors in stored for name, tensor in tensors.items()}
+    return {name: tensor.kind[1] for name, tensor in _tensors_of_model(folder).items()}
 
 
 WRAPPED = "model.language_model."
@@ -243,6 +242,10 @@ class _StoredTensor:
         return True
 
 
+def _tensors_of_model(folder: Path) -> dict[str, _StoredTensor]:
+    return {name: tensor for file in _weights_files(folder) for name, tensor in _stored_tensors(folder / file).items()}
+
+
 def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -267,8 +270,7 @@ def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     text = config.get("text_config")
     declared = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
     try:
-        files = {folder / file for file in _weights_files(folder)}
-        tensors = {name: tensor for file in files for name, tensor in _stored_tensors(file).items()}
+        tensors = _tensors_of_model(folder)
     except UNREADABLE:
         return None  # not downloaded yet; or damaged, which is refused elsewhere
     embeddings, projections = (

@@ -21,7 +21,7 @@ EngineName = Literal["fsdp2", "zero3"]
 ActivationCheckpointing = Literal["none", "selective", "except_attention", "full"]
 ActivationCheckpointingChoice = Literal["auto", "none", "selective", "except_attention", "full"]
 RECOMPUTES_LAYERS: tuple[ActivationCheckpointing, ...] = ("except_attention", "full")
-"""Modes that recompute whole layers: what such a layer saves can be offloaded."""
+"""Modes that recompute whole layers."""
 Auto = Literal["auto"]
 AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
 EngineChoice = Literal["auto", "fsdp2", "zero3"]

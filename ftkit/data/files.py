@@ -45,8 +45,12 @@ def find_files(place: str, key: str) -> list[str]:
         DataError: some are compressed copies of others, or for other splits.
         PrerequisiteError: a package or credentials for the address are missing.
     """
-    if is_address(place):
-        return _find_remote(place, key)
+    found = _find_remote(place, key) if is_address(place) else _find_local(place, key)
+    _check_copies(found, place, key)
+    return found
+
+
+def _find_local(place: str, key: str) -> list[str]:
     path = Path(place)
     if is_pattern(place):
         found = sorted(file for file in glob(place, recursive=True) if Path(file).is_file())  # noqa: PTH207 - absolute patterns
@@ -60,7 +64,6 @@ def find_files(place: str, key: str) -> list[str]:
             meaning=f"looked for names that end in {', '.join(READERS)}, or these with {', '.join(COMPRESSIONS)}",
             fix="give a file, a folder of such files, or a pattern that matches some",
         )
-    _check_copies(found, place, key)
     return found
 
 
@@ -200,7 +203,6 @@ def _find_remote(place: str, key: str) -> list[str]:
         if scheme == "hf":  # which answers so for private datasets, too
             fix = f"check the address; if the dataset is private or gated: {ADVICE['hf']}"
         raise NotFoundError(f"{key}: there is nothing at {place}", fix=fix)
-    _check_copies(found, place, key)
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 
 

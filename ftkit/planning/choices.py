@@ -278,11 +278,22 @@ def possible_options(
             option = predict_option(most, gpu)
             yield option
             on_gpu = whole.with_training(offloaded_layers=numbers[0])
-            fits_on_gpu[mode] = predict_memory(with_sharding(on_gpu)).total <= room_gib
+            least_gib = option.total_gib if on_gpu == most else predict_memory(with_sharding(on_gpu)).total
+            fits_on_gpu[mode] = least_gib <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
-                for num in numbers:
-                    yield predict_option(with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib), gpu)
+                yield from _with_offloaded_layers(whole, gpu, numbers, room_gib)
+
+
+def _with_offloaded_layers(setup: Setup, gpu: Gpu, numbers: Sequence[int | None], room_gib: float) -> Iterator[Option]:
+    """Yield the options with each number of offloaded layers, until copies take longer than the GPU."""
+    previous: Option | None = None
+    for num in numbers:
+        option = predict_option(with_fewest_layers(setup.with_training(offloaded_layers=num), room_gib), gpu)
+        yield option
+        if previous is not None and option.step_seconds > previous.step_seconds:
+            return
+        previous = option
 
 
 def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:

@@ -128,7 +128,9 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     now = predict_option(setup, gpu).step_seconds
     best = _fastest(setup, gpu)
     offloading = setup.with_training(activation_offload=True)
-    if not setup.training.activation_offload and setup.engine == "fsdp2" and best is not None:
+    # Where nothing is recomputed, copies have nothing to save.
+    does_recompute = best is not None and best.training.activation_checkpointing != "none"
+    if best is not None and does_recompute and not setup.training.activation_offload and setup.engine == "fsdp2":
         other = _fastest(offloading, gpu)
         if other is not None and other.step_seconds * WORTHWHILE < best.step_seconds:
             best = other if fits_host(replace(setup, training=other.training), gpu) else best

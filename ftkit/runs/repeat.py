@@ -72,7 +72,7 @@ class Verdict:
     def __str__(self) -> str:
         if not self.num_common:
             return f"{self.original} has no losses to compare with"
-        records = f"{plural(self.num_common, 'record')}"
+        records = plural(self.num_common, "record")
         what = "repeated" if self.is_repeated else "not repeated" if self.beyond_step is not None else "so far repeated"
         if self.first_step is None:
             return f"{what}: the losses of {self.original}, bit for bit ({records})"

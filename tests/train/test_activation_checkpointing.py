@@ -113,6 +113,17 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     return counter
 
 
+@pytest.fixture
+def parked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of offloaded tensors, in their order."""
+    shapes: list[torch.Size] = []
+    park = ActivationOffload._offload
+    monkeypatch.setattr(
+        ActivationOffload, "_offload", lambda self, one, layer: shapes.append(one.shape) or park(self, one, layer)
+    )
+    return shapes
+
+
 def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -156,15 +167,10 @@ def test_selective_checkpointing_does_not_repeat_the_matmuls_of_experts() -> Non
 @pytest.mark.parametrize("method", ["full", "qlora"])
 @pytest.mark.parametrize("family", MEASURED)
 def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offloaded(
-    family: MeasuredFamily, method: Method, world: World, monkeypatch: pytest.MonkeyPatch
+    family: MeasuredFamily, method: Method, world: World, parked: list[torch.Size]
 ) -> None:
     spec = training(method=method, activation_checkpointing="full")
     expected = gradients(family, spec, world)
-    parked: list[torch.Size] = []
-    park = ActivationOffload._offload
-    monkeypatch.setattr(
-        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
-    )
     found = gradients(family, spec.model_copy(update={"activation_offload": True}), world)
     assert parked == LAYERS * [torch.Size([2, LENGTH, 32])]
     for name, value in found.items():
@@ -174,14 +180,9 @@ def test_gradients_equal_those_without_offload_and_only_layer_inputs_are_offload
 @pytest.mark.parametrize("compiled", ["none", "layers"])
 @pytest.mark.usefixtures("compiles")
 def test_gradients_are_the_same_with_some_checkpointed_layers(
-    compiled: str, world: World, monkeypatch: pytest.MonkeyPatch
+    compiled: str, world: World, parked: list[torch.Size]
 ) -> None:
     expected = gradients("llama", training(), world)
-    parked: list[torch.Size] = []
-    park = ActivationOffload._offload
-    monkeypatch.setattr(
-        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
-    )
     spec = training(
         activation_checkpointing="full", checkpointed_layers=1, activation_offload=True, offloaded_layers=0,
         compile=compiled,
@@ -206,14 +207,9 @@ def test_outputs_of_matmuls_of_some_compiled_layers_are_offloaded(
     num_offloaded: int,
     world: World,
     compiles: CompileCounterWithBackend,
-    monkeypatch: pytest.MonkeyPatch,
+    parked: list[torch.Size],
 ) -> None:
     expected = gradients("llama", training(), world)
-    parked: list[torch.Size] = []
-    park = ActivationOffload._offload
-    monkeypatch.setattr(
-        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
-    )
     for name, value in gradients(
         "llama", training(activation_offload=True, compile="layers", **changes), world
     ).items():
@@ -560,7 +556,7 @@ def test_flash_attention_gradients_match_sdpa_when_compiled_and_checkpointed(
     [{}, {"method": "lora", "lora": {"rank": 4, "dropout": 0.2}}, {"method": "qlora", "precision": "bf16"}, IN_8_BITS],
 )
 def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_all_else(
-    changes: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], world: World, parked: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward: list[torch.fx.Graph] = []
     backend = aot_autograd(
@@ -569,11 +565,6 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
         partition_fn=min_cut_rematerialization_partition,
     )
     monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
-    parked: list[torch.Size] = []
-    park = ActivationOffload._offload
-    monkeypatch.setattr(
-        ActivationOffload, "_offload", lambda self, one, layer: parked.append(one.shape) or park(self, one, layer)
-    )
     spec = training(activation_checkpointing="except_attention", activation_offload=True, compile="layers", **changes)
     model = build("llama", spec)
     model.set_attn_implementation(implementation_of("flash4"))

@@ -63,7 +63,7 @@ def predict_host_memory(setup: Setup) -> HostMemoryPlan | None:
         parameters=per_node * rounding * (whole.local_weights() - local.local_weights()) / GIB,
         gradients=per_node * rounding * (whole.local_gradients() - local.local_gradients()) / GIB,
         optimizer=per_node * (whole.local_states() - local.local_states()) / GIB,
-        activations=per_node * training.activation_offload * local.offloaded_activations() / GIB,
+        activations=per_node * local.offloaded_activations() / GIB,
         processes=per_node * PROCESS_GIB,
     )
 
