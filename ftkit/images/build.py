@@ -71,7 +71,8 @@ def build(
     moved_to = None
     with docker_engine.connect() as client:
         base = select_base(definition, request, report)
-        found = ensure_base(client, base.image, request.name or spec.base.reference, report)
+        written = (request.name or spec.base.reference).removeprefix("docker://")
+        found = ensure_base(client, base.image, written, report)
         pinned = base.image if base.image.digest else replace(base.image, digest=digest_of(found, base.image))
         key, name = context.digest(f"{found.id} {base.image.digest or ''}"), named.docker_name
         image = docker_engine.inspect(client, name)
@@ -208,6 +209,6 @@ def _advice(output: str) -> str:
         return "set PIP_CERT to your site's certificate bundle: the build copies it into the image"
     if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
         return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
-    if "python3: not found" in lower or "no module named pip" in lower:
-        return "the base needs python3 with pip: set another base with --base"
+    if any(text in lower for text in ("python3: not found", "no module named pip", 'exec: "/bin/sh"')):
+        return "the base needs python3 with pip, and /bin/sh: set another base with --base"
     return "see the lines above; --no-cache runs every step again"

@@ -72,14 +72,19 @@ def connect() -> Iterator[APIClient]:
         raise PrerequisiteError(
             "the Python package 'docker' is not installed", fix="pip install 'ftkit[images]'"
         ) from error
+    options = _options()
+    address = options["base_url"]
     try:
-        _require_listening()
-        client: APIClient = docker.from_env(timeout=_TIMEOUT_SECONDS).api
+        _require_listening(address)
+        client: APIClient = docker.APIClient(timeout=_TIMEOUT_SECONDS, **options)
     except (docker.errors.DockerException, OSError) as error:
+        fix = "check that 'docker info' works; DOCKER_HOST or 'docker context use' selects another engine"
+        if "paramiko" in str(error):
+            fix = "pip install 'docker[ssh]'"
         raise PrerequisiteError(
-            f"no docker engine answers at {_address()}: {_reason(error)}",
+            f"no docker engine answers at {address}: {_reason(error)}",
             meaning="docker is not installed or not started here, or you are not in the group 'docker'",
-            fix="check that 'docker info' works; DOCKER_HOST selects another engine",
+            fix=fix,
         ) from error
     try:
         yield client
@@ -87,16 +92,43 @@ def connect() -> Iterator[APIClient]:
         client.close()
 
 
-def _require_listening() -> None:
+def _options() -> dict[str, Any]:
+    """Return the engine's address and TLS settings, as docker's own client selects them.
+
+    These are DOCKER_HOST, or else those of the current context, which rootless installations set.
+
+    Raises:
+        PrerequisiteError: the context can't be read.
+    """
+    import docker  # noqa: PLC0415
+    from docker.context import ContextAPI  # noqa: PLC0415
+    from docker.context.config import get_current_context_name  # noqa: PLC0415
+
+    options: dict[str, Any] = docker.utils.kwargs_from_env()
+    if "base_url" in options:
+        return options
+    name = os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
+    try:
+        context, reason = ContextAPI.get_context(name), "it does not exist"
+    except Exception as error:  # noqa: BLE001 - the SDK raises this type itself
+        context, reason = None, one_line(error)
+    if context is None:
+        raise PrerequisiteError(
+            f"can't use docker's context '{name}': {reason}",
+            meaning="DOCKER_CONTEXT or docker's configuration selects it",
+            fix="choose another one: docker context ls, docker context use NAME",
+        )
+    options["base_url"] = context.Host or _DEFAULT_HOST
+    if context.TLSConfig is not None:
+        options["tls"] = context.TLSConfig
+    return options
+
+
+def _require_listening(address: str) -> None:
     """Raise OSError if nothing listens on the engine's socket: the SDK would leave its own socket open then."""
-    address = _address()
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.connect(address.removeprefix("unix://"))
-
-
-def _address() -> str:
-    return os.environ.get("DOCKER_HOST") or _DEFAULT_HOST
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:

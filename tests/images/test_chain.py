@@ -46,6 +46,17 @@ def test_a_build_yields_a_tagged_and_labeled_image(project: Project, bases: APIC
     assert labels["ftkit.source-date-epoch"].isdigit()
 
 
+def test_the_engine_of_dockers_current_context_is_used(project: Project, tmp_path: Path) -> None:
+    configuration = tmp_path / "docker-config"
+    (configuration / "config.json").write_text('{"currentContext": "rootless"}')
+    folder = configuration / "contexts" / "meta" / hashlib.sha256(b"rootless").hexdigest()
+    folder.mkdir(parents=True)
+    endpoints = {"docker": {"Host": project.environment["DOCKER_HOST"], "SkipTLSVerify": False}}
+    (folder / "meta.json").write_text(json.dumps({"Name": "rootless", "Metadata": {}, "Endpoints": endpoints}))
+    project.environment["DOCKER_HOST"] = ""
+    assert "built ftkit/tiny:1" in project.ok("build", "tiny:1", "--allow-unpinned").stderr
+
+
 def test_an_unchanged_definition_is_not_rebuilt(project: Project) -> None:
     first = project.ok("build", "tiny:1", "--allow-unpinned")
     second = project.ok("build", "tiny:1", "--allow-unpinned")
