@@ -240,7 +240,7 @@ def run_attached(args: Sequence[str]) -> int:
         PrerequisiteError: the program is not on PATH.
     """
     started = _start(args)
-    with started:
+    with _ending_with_this(started):
         return started.wait()
 
 
@@ -253,30 +253,45 @@ def run_asking(args: Sequence[str]) -> int:
         PrerequisiteError: the program is not on PATH.
     """
     started = _start(args, stdout=sys.stderr.fileno())
-    with started:
+    with _ending_with_this(started):
         return started.wait()
 
 
-def run_passing(args: Sequence[str], stdin: bytes, on_output: Callable[[bytes], None]) -> int:
+def run_passing(args: Sequence[str], stdin: bytes | None, on_output: Callable[[bytes], None]) -> int:
     """Run a program with `stdin`, and pass on its output immediately; return its exit status like `run_attached`.
 
-    Its stderr is this process's stderr.
+    With None, its stdin is this process's. Its stderr is this process's stderr.
 
     Raises:
         PrerequisiteError: the program is not on PATH.
     """
-    started = _start(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with started:
-        if started.stdin is None or started.stdout is None:
-            raise AssertionError("stdin and stdout are pipes")
-        with contextlib.suppress(BrokenPipeError):  # its exit status is more helpful
-            started.stdin.write(stdin)
-            started.stdin.flush()
-        with contextlib.suppress(BrokenPipeError):
-            started.stdin.close()
+    started = _start(args, stdin=None if stdin is None else subprocess.PIPE, stdout=subprocess.PIPE)
+    with _ending_with_this(started):
+        if started.stdout is None:
+            raise AssertionError("stdout is a pipe")
+        if started.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # its exit status is more helpful
+                started.stdin.write(stdin or b"")
+                started.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):
+                started.stdin.close()
         while chunk := os.read(started.stdout.fileno(), 2**16):
             on_output(chunk)
     return started.returncode
+
+
+@contextmanager
+def _ending_with_this(started: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Wait for a program at the end of the block; terminate it if the block raises, as SIGTERM and SIGHUP do.
+
+    Otherwise this process would wait for a program that does not know that it should end.
+    """
+    with started:
+        try:
+            yield
+        except BaseException:
+            started.terminate()
+            raise
 
 
 def start_detached(args: Sequence[str], *, log: Path, cwd: Path, environment: Mapping[str, str]) -> int:
@@ -332,3 +347,31 @@ def signal_group(pid: int, signal_number: int) -> None:
         os.killpg(pid, signal_number)
     except ProcessLookupError:
         return
+
+
+_SLURM_CLIENT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
+"""SLURM_* variables that configure Slurm's programs, rather than describe an enclosing job."""
+
+IGNORED_SBATCH_VARIABLES: Final = frozenset(
+    f"SBATCH_{name}"
+    for name in (
+        "ARRAY_INX", "ERROR", "INPUT", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "REQUEUE", "SIGNAL", "WAIT",
+    )
+)  # fmt: skip
+"""Variables that contradict how ftkit submits and follows a job: one job, with its log in the run's folder, that is
+told to stop and requeued."""
+
+
+def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for Slurm's programs.
+
+    It lacks the variables of an enclosing job and those that change what the programs do or print; times are printed as
+    epoch seconds.
+    """
+    kept = {
+        key: value
+        for key, value in environment.items()
+        if (not key.startswith(("SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")) or key in _SLURM_CLIENT_VARIABLES)
+        and key not in IGNORED_SBATCH_VARIABLES
+    }
+    return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}

@@ -199,14 +199,23 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
     Raises:
         NotFoundError: it has no job.
     """
-    run = folder.submitted
-    if run is None:
+    from ftkit.launch.jobs import adopt_job
+    from ftkit.runs.submission import SubmittedRun
+
+    if run := folder.submitted:
+        return run
+    submission, unasked = None, ""
+    try:
+        submission = adopt_job(folder.layout)
+    except FtkitError as error:
+        unasked = f"; Slurm can't be asked if it has a job of it: {error.what}"
+    if submission is None:
         raise NotFoundError(
             f"{folder.id} was never submitted",
-            meaning="the scheduler gave no clear answer to the submission, or the folder is damaged",
+            meaning=f"the scheduler gave no clear answer to the submission, or the folder is damaged{unasked}",
             fix=f"submit it with 'ftkit resume {folder.id}'",
         )
-    return run
+    return SubmittedRun(folder.layout, submission)
 
 
 def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Terminal) -> list[tuple[str, SpecT]]:

@@ -148,9 +148,10 @@ def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
     )
 
 
-def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...]:
-    """Return Slurm's partitions; none if there is no Slurm here, or it does not respond."""
-    return parse_partitions(_ask(_LIST_PARTITIONS, environment) or "")
+def list_partitions(environment: Mapping[str, str]) -> tuple[Partition, ...] | None:
+    """Return Slurm's partitions; empty if there is no Slurm here, None if it is installed but does not respond."""
+    output = _ask(_LIST_PARTITIONS, environment)
+    return None if output is None else parse_partitions(output)
 
 
 def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:

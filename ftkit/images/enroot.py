@@ -191,8 +191,9 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address
     command += [f"--output={str(log).replace('%', '%%')}", f"--wrap={script}"]
     try:
         done = process.run_stoppable(
-            command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment(address), stop=partial(_cancel, job)
-        )
+            command, timeout_seconds=_TIMEOUT_SECONDS, stop=partial(_cancel, job),
+            environment=process.slurm_environment(_environment(address)),
+        )  # fmt: skip
         job_output = log.read_text(errors="replace") if log.exists() else ""
         if done.returncode != 0 and job_output and _ENDED not in job_output:
             raise ImageError(
@@ -210,13 +211,13 @@ def _cancel(job: str) -> None:
 
     A canceled job is killed after KillWait, which can be too short to remove an unpacked image.
     """
-    name = f"--name={job}"
-    process.run(["scancel", "--state=PENDING", name])
-    process.run(["scancel", "--full", "--signal=TERM", name])
+    name, environment = f"--name={job}", process.slurm_environment(os.environ)
+    process.run(["scancel", "--state=PENDING", name], environment=environment)
+    process.run(["scancel", "--full", "--signal=TERM", name], environment=environment)
     deadline = time.monotonic() + _CLEAN_UP_SECONDS
-    while process.run(["squeue", "--noheader", name]).stdout.strip():
+    while process.run(["squeue", "--noheader", name], environment=environment).stdout.strip():
         if time.monotonic() > deadline:
-            process.run(["scancel", name])
+            process.run(["scancel", name], environment=environment)
             return
         time.sleep(1)
 

@@ -52,7 +52,7 @@ def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[s
     done = process.run_stoppable(
         [*salloc_command(checks, hosts), "bash", str(script)],
         timeout_seconds=_QUEUE_SECONDS,
-        environment={**environment, "LC_ALL": "C"},
+        environment=process.slurm_environment(environment),
     )
     verdicts = checks.folder / "bad-nodes"
     if not verdicts.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ftkit.launch.observe import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
+from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError, find_job
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
@@ -142,16 +143,18 @@ def resume(
     """
     layout, new = plan.layout, changed.plan if changed else plan
     submission = read_submission(layout)
+    holder = current_holder(layout) if submission is None else None
+    if holder:  # Slurm accepted the job, although its answer was unclear
+        raise SubmitError(
+            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
+            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
+        )
+    submission = submission or adopt_job(layout)
     reason = None
     if submission:
         reason = END_REASONS.get(_check_it_ended(SubmittedRun(layout, submission), new).state)
         if layout.disk_full.exists():
             reason = "a disk was full"
-    elif holder := current_holder(layout):  # Slurm accepted the job, although its answer was unclear
-        raise SubmitError(
-            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
-            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
-        )
     script = render_job(new, prepares=False) if changed else None
     needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
@@ -175,6 +178,25 @@ def resume(
         add_submission(new, command, changes, image_facts or {})
         has_preparation = needs_work and layout.preparation_script.is_file()
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+
+
+def adopt_job(layout: RunLayout) -> Submission | None:
+    """Record the job of a run that Slurm accepted, although its answer was lost; return None if there is none.
+
+    Raises:
+        FtkitError: Slurm did not respond.
+    """
+    try:
+        if read_job_plan(layout).cluster.scheduler != "slurm":
+            return None
+    except PlanError:
+        return None
+    job_id = find_job(layout, os.environ)
+    if job_id is None:
+        return None
+    submission = Submission("slurm", job_id, submitted=layout.plan.stat().st_mtime, host=socket.gethostname())
+    write_submission(layout, submission)
+    return submission
 
 
 @contextmanager
@@ -202,7 +224,7 @@ def _submit(
     earlier: Submission | None = None,
 ) -> SubmittedRun:
     scheduler = scheduler_for(plan.cluster.scheduler)
-    check_first = f"check with 'squeue --me'; if there is no job: ftkit resume {plan.id}"
+    check_first = f"check with 'ftkit status {plan.id}', which finds its job; if there is none: ftkit resume {plan.id}"
     try:
         submission = scheduler.submit(plan.layout, environment, has_preparation=has_preparation)
     except (UncertainSubmitError, ProgramTimeoutError) as error:
@@ -225,10 +247,10 @@ def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Observatio
     """
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
+        longer = f"train this one for longer: ftkit resume {run.id} {_override_for_more_steps(plan)}"
         raise SubmitError(
             f"{run.id} has completed: there is nothing left to do",
-            fix="start a new run, or train this one for longer: "
-            f"ftkit resume {run.id} {_override_for_more_steps(run.layout)}",
+            fix="start a new run" + (f", or {longer}" if isinstance(plan, RunPlan) else ""),
         )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
@@ -250,11 +272,13 @@ def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
     return end.early_stopping_patience is None or patience is None or patience > end.early_stopping_patience
 
 
-def _override_for_more_steps(layout: RunLayout) -> str:
+def _override_for_more_steps(plan: RunPlan | ScriptPlan) -> str:
     """Return the override with which a completed run takes more steps."""
-    end = read_last_record(layout.metrics)
-    was_early = isinstance(end, EndRecord) and end.early_stopping_patience is not None
-    return "evaluation.early_stopping_patience=null" if was_early else "training.max_steps=N"
+    end = read_last_record(plan.layout.metrics)
+    if isinstance(end, EndRecord) and end.early_stopping_patience is not None:
+        return "evaluation.early_stopping_patience=null"
+    counts_epochs = isinstance(plan, RunPlan) and plan.recipe.training.num_epochs is not None
+    return f"training.{'num_epochs' if counts_epochs else 'max_steps'}=N"
 
 
 def cancel(run: SubmittedRun) -> Observation | None:

@@ -90,9 +90,9 @@ def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findi
 def _warn_of_sbatch_variables(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
     if plan.cluster.scheduler != "slurm":
         return []
-    from ftkit.launch.slurm import sbatch_variables  # noqa: PLC0415 - a dry run needs no scheduler
+    from ftkit.launch.slurm import warn_of_variables  # noqa: PLC0415 - a dry run needs no scheduler
 
-    return [f"{one} in your environment overrides the job script" for one in sbatch_variables(environment)]
+    return warn_of_variables(environment)
 
 
 def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[[], list[str]]]:

@@ -108,16 +108,19 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """Refuse to train on a cluster's login node by accident.
 
     Raises:
-        ConfigError: no cluster is chosen, and Slurm answers on this machine.
+        ConfigError: no cluster is chosen, and this machine has Slurm, even if its controller does not respond now.
     """
     if ("cluster",) in loaded.layers.origins:
         return
     from ftkit.health.site import list_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
 
-    partitions = list(dict.fromkeys(each.name for each in list_partitions(ctx.environment)))
-    if partitions:
+    partitions = list_partitions(ctx.environment)
+    if partitions != ():
+        found = "its controller does not respond now"
+        if partitions is not None:
+            found = f"partitions {', '.join(dict.fromkeys(each.name for each in partitions))}"
         raise ConfigError(
-            [Problem("", "cluster", f"none is set, and this machine has Slurm (partitions {', '.join(partitions)}).",
+            [Problem("", "cluster", f"none is set, and this machine has Slurm ({found}).",
                      "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit clusters'); "
                      "--cluster local trains on this machine.")]
         )  # fmt: skip

@@ -9,22 +9,23 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
-from ftkit.runs.states import Observation, RunState
+from ftkit.launch.slurm_states import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
+from ftkit.runs.lease import current_holder
 from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.states import Observation
 
 _IDS_IN_A_QUERY = 400
-_CLIENT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER"}
-"""SLURM_* variables that configure the programs, rather than describe an enclosing job."""
 
 
 class SlurmScheduler:
@@ -41,7 +42,7 @@ class SlurmScheduler:
             after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
         requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
         try:
-            job_id, stderr = _sbatch([*after, *requeue, layout.script.name], layout, environment)
+            job_id, stderr = _sbatch_or_find([*after, *requeue, layout.script.name], layout, environment)
         except BaseException:
             if preparation_job_id:
                 _ask(["scancel", preparation_job_id], environment)
@@ -67,10 +68,10 @@ class SlurmScheduler:
         return states
 
     def cancel(self, run: SubmittedRun) -> None:
-        """Cancel the job with scancel."""
-        jobs = [run.submission.job_id]
-        if run.submission.preparation_job_id:
-            jobs.append(run.submission.preparation_job_id)  # scancel accepts jobs that have ended
+        """Cancel its jobs with scancel, which accepts those that have ended; also one that was submitted by hand."""
+        holder = current_holder(run.layout)
+        job_ids = (run.submission.job_id, run.submission.preparation_job_id, holder.job_id if holder else None)
+        jobs = dict.fromkeys(job_id for job_id in job_ids if job_id)
         answer = _ask(["scancel", *jobs], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
@@ -78,6 +79,37 @@ class SlurmScheduler:
                 meaning="the job belongs to another user, or Slurm can't be reached",
                 fix=f"check with: squeue -j {run.submission.job_id}",
             )
+
+
+def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the job id, and sbatch's other output. If Slurm's answer is lost, look for the job."""
+    try:
+        return _sbatch(args, layout, environment)
+    except (UncertainSubmitError, process.ProgramTimeoutError) as error:
+        job_id = None
+        with suppress(FtkitError):
+            job_id = find_job(layout, environment)
+        if job_id is None:
+            raise
+        return job_id, f"{error.what}; but Slurm has accepted the job"
+
+
+def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
+    """Return this user's pending or running job of a run's script; None if there is none.
+
+    Raises:
+        FtkitError: Slurm did not respond.
+    """
+    states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
+    words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
+    answer = _ask(words, environment)
+    if answer.returncode != 0:
+        raise _no_states(answer.stderr)
+    jobs = [line.partition("|")[::2] for line in answer.stdout.splitlines()]
+    suffix = f"/{layout.root.name}/{layout.script.name}"
+    return max(
+        (job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)), key=int, default=None
+    )
 
 
 def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) -> str:
@@ -113,14 +145,24 @@ def _expedites_requeues(environment: Mapping[str, str]) -> bool:
     return re.search(r"^SlurmctldParameters *=.*\benable_expedited_requeue\b", configuration, re.MULTILINE) is not None
 
 
-def sbatch_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the SBATCH_* variables of the environment, which override the script's #SBATCH lines."""
-    return sorted(f"{key}={value}" for key, value in environment.items() if key.startswith("SBATCH_") and value)
+def warn_of_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return warnings about SBATCH_* variables: they override the script's #SBATCH lines, or are ignored."""
+    warnings = []
+    for key, value in sorted(environment.items()):
+        if not key.startswith("SBATCH_") or not value:
+            continue
+        effect = "overrides the job script"
+        if key in process.IGNORED_SBATCH_VARIABLES:
+            effect = "is ignored: ftkit sets this itself"
+        elif key == "SBATCH_EXPORT" and "ALL" not in value.split(","):
+            effect += ": the job gets no other variables of this shell or of .env, such as HF_TOKEN"
+        warnings.append(f"{key}={value} in your environment {effect}")
+    return warnings
 
 
 def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
     try:
-        return process.run(args, cwd=cwd, environment=_environment(environment))
+        return process.run(args, cwd=cwd, environment=process.slurm_environment(environment))
     except PrerequisiteError as error:
         raise PrerequisiteError(
             f"'{args[0]}' was not found: this machine can't talk to Slurm",
@@ -129,26 +171,20 @@ def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = 
         ) from error
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Remove variables of an enclosing job and of the user's output formats; have times printed as epoch seconds."""
-    kept = {
-        key: value
-        for key, value in environment.items()
-        if not key.startswith(("SLURM_", "SQUEUE_", "SACCT_")) or key in _CLIENT_VARIABLES
-    }
-    return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
-
-
 def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     jobs = ",".join(run.submission.job_id for run in runs)
     answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
-        raise SubmitError(
-            f"Slurm did not report job states: {clean_stderr(answer.stderr)}",
-            meaning="its controller is busy, restarting, or not reachable from this machine",
-            fix="try again in a minute; the runs themselves continue",
-        )
+        raise _no_states(answer.stderr)
     return read_squeue(answer.stdout, runs)
+
+
+def _no_states(stderr: str) -> SubmitError:
+    return SubmitError(
+        f"Slurm did not report job states: {clean_stderr(stderr)}",
+        meaning="its controller is busy, restarting, or not reachable from this machine",
+        fix="try again in a minute; the runs themselves continue",
+    )
 
 
 def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
@@ -159,141 +195,6 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     except (PrerequisiteError, process.ProgramTimeoutError):
         return {}
     return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}
-
-
-# --- Output of squeue and sacct ---------------------------------------------------------------
-# Both also print each job's folder: job ids start again at 1 when a cluster is reinstalled, and another cluster on the
-# same file system has its own. A job in another folder than the run's is not the run's.
-
-# The folder comes last, because only it may contain the separator.
-SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
-SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
-
-_ACTIVE = {
-    "COMPLETING": RunState.RUNNING,
-    "CONFIGURING": RunState.PENDING,
-    "EXPEDITING": RunState.PENDING,
-    "PENDING": RunState.PENDING,
-    "REQUEUED": RunState.PENDING,
-    "REQUEUE_FED": RunState.PENDING,
-    "REQUEUE_HOLD": RunState.PENDING,
-    "RESIZING": RunState.RUNNING,
-    "RESV_DEL_HOLD": RunState.PENDING,
-    "RUNNING": RunState.RUNNING,
-    "SIGNALING": RunState.RUNNING,
-    "SPECIAL_EXIT": RunState.PENDING,
-    "STAGE_OUT": RunState.RUNNING,
-    "STOPPED": RunState.RUNNING,
-    "SUSPENDED": RunState.RUNNING,
-}
-_FINAL = {
-    "BOOT_FAIL": RunState.NODE_FAILURE,
-    "CANCELLED": RunState.CANCELED,
-    "COMPLETED": RunState.COMPLETED,
-    "DEADLINE": RunState.TIMED_OUT,
-    "FAILED": RunState.FAILED,
-    "LAUNCH_FAILED": RunState.FAILED,
-    "NODE_FAIL": RunState.NODE_FAILURE,
-    "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
-    "PREEMPTED": RunState.PREEMPTED,
-    "RECONFIG_FAIL": RunState.NODE_FAILURE,
-    "REVOKED": RunState.CANCELED,
-    "TIMEOUT": RunState.TIMED_OUT,
-}
-_REASONS = {
-    "BeginTime": "its start is delayed; after a requeue Slurm waits about two minutes",
-    "Dependency": "it waits for the job that prepares its data and weights",
-    "DependencyNeverSatisfied": "the job that prepares its data and weights failed: it will never start",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "it is held; to release it: scontrol release JOB",
-    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
-        "its nodes are down or reserved"
-    ),
-    "PartitionDown": "the partition is down",
-    "PartitionNodeLimit": "more nodes than the partition allows: it will never start",
-    "PartitionTimeLimit": "a longer time limit than the partition allows: it will never start",
-    "Priority": "other jobs are ahead of it",
-    "ReqNodeNotAvail": "its nodes are down or reserved",
-    "Resources": "it waits for free nodes",
-}
-
-
-def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Parse squeue's output: the state of each run."""
-    states = {}
-    for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
-        seen = _observation(state, reason, start, end, nodes)
-        if seen:
-            states[run.id] = seen
-    return states
-
-
-def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Parse sacct's output: the final state of each run.
-
-    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
-    once pending.
-    """
-    states = {}
-    for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
-        seen = _observation(state, "", start, end, nodes, _exit_code(exit_code))
-        if seen and seen.is_final:
-            states[run.id] = seen
-    return states
-
-
-def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
-    by_job = {run.submission.job_id: run for run in runs}
-    for line in text.splitlines():
-        job_id, *values = line.split("|", num_fields - 1)
-        run = by_job.get(job_id)
-        if run and len(values) == num_fields - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
-            yield run, values
-
-
-def _observation(
-    state: str, reason: str, start: str, end: str, nodes: str, exit_code: int | None = None
-) -> Observation | None:
-    word = state.split(maxsplit=1)[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
-    known = _ACTIVE.get(word) or _FINAL.get(word)
-    if known is None:
-        return None
-    is_final = word in _FINAL
-    return Observation(
-        state=known,
-        is_final=is_final,
-        reason=_explain(word, reason),
-        exit_code=exit_code,
-        nodes="" if nodes in ("None assigned", "(null)") else nodes,
-        started=_time(start),
-        ended=_time(end) if is_final else None,
-    )
-
-
-def _explain(word: str, reason: str) -> str:
-    if word == "CONFIGURING":
-        return "its nodes are starting"
-    if word == "EXPEDITING":
-        return "Slurm restarts it before all other jobs"
-    if word in ("SUSPENDED", "STOPPED"):
-        return "Slurm has suspended it"
-    code = reason.strip("()").partition(", UnavailableNodes")[0]
-    if code in ("", "None", "null", "NonZeroExitCode"):  # the state and the exit code say more
-        return ""
-    meaning = _REASONS.get(code)
-    return f"{code}: {meaning}" if meaning else code
-
-
-def _time(text: str) -> float | None:
-    return float(text) if text.isdigit() else None
-
-
-def _exit_code(text: str) -> int | None:
-    """Convert Slurm's `code:signal` to the exit code that a shell reports."""
-    code, _, signal_number = text.partition(":")
-    if not code.isdigit():
-        return None
-    return 128 + int(signal_number) if signal_number.isdigit() and int(signal_number) else int(code)
 
 
 # --- Why sbatch refuses a job -------------------------------------------------------------------
@@ -308,6 +209,11 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
         "invalid partition",
         "the cluster has no partition of that name",
         "list them with 'sinfo -s' and set 'partition:' in the cluster's profile",
+    ),
+    (
+        "partition not available",
+        "the partition is closed, or takes no new jobs at present",
+        "see 'sinfo -s'; try again later, or set 'partition:' in the cluster's profile",
     ),
     (
         "invalid account",

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.health import site
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,6 +35,33 @@ def test_a_run_does_not_train_on_the_login_node_by_mistake(ftkit: Callable[..., 
     assert refused.code == 3
     assert "ftkit init" in refused.err
     assert ftkit("run", "demo", "--dry-run", "--cluster", "local").code == 0
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code"),
+    [
+        ("slurm_load_partitions: Unable to contact slurm controller (connect failure)", 3),
+        ("sinfo: fatal: Could not establish a configuration source", 0),  # a machine of no cluster
+    ],
+)
+def test_a_run_does_not_train_on_the_login_node_while_slurm_does_not_respond(
+    stderr: str, code: int, ftkit: Callable[..., Result], login_node: FakePrograms
+) -> None:
+    login_node.answer("sinfo", stderr=stderr, code=1)
+    done = ftkit("run", "demo", "--dry-run")
+    assert done.code == code
+    assert ("this machine has Slurm (its controller does not respond now)" in done.err) == bool(code)
+    assert ftkit("run", "demo", "--dry-run", "--cluster", "local").code == 0
+
+
+def test_a_run_does_not_train_on_the_login_node_of_a_slow_slurm(
+    ftkit: Callable[..., Result], login_node: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "_TIMEOUT_SECONDS", 0.1)
+    login_node.add("sinfo", "sleep 600")
+    done = ftkit("run", "demo", "--dry-run")
+    assert done.code == 3
+    assert "its controller does not respond now" in done.err
 
 
 @pytest.mark.usefixtures("login_node")

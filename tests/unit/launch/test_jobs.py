@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ftkit.errors import PrerequisiteError, SubmitError
+from ftkit.files import write_json
 from ftkit.launch.jobs import cancel, resume, submit
 from ftkit.launch.observe import observe
 from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
+from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
 from ftkit.runs.progress import list_restarts
 from ftkit.runs.states import RunState
@@ -70,7 +72,44 @@ def test_a_run_that_slurm_may_have_accepted_stays_and_can_be_resubmitted(
         submit(slurm_plan, "", {}, os.environ)
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     programs.answer("sbatch", "5\n")
+    programs.answer("squeue")
     assert resume(slurm_plan, os.environ).submission.job_id == "5"
+
+
+@pytest.fixture
+def accepted(slurm_plan: RunPlan) -> str:
+    """Return what squeue lists after Slurm has accepted the run's jobs as 7 and 8."""
+    folder = slurm_plan.layout.root
+    return f"3|/elsewhere/job.sbatch\n7|{folder}/prepare.sbatch\n8|{folder}/job.sbatch\n"
+
+
+def test_a_job_that_slurm_accepted_without_an_answer_is_found(
+    slurm_plan: RunPlan, programs: FakePrograms, accepted: str
+) -> None:
+    programs.add(
+        "sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "sbatch: error: Socket timed out" >&2; exit 1;; esac'
+    )
+    programs.answer("squeue", accepted)
+    run = submit(slurm_plan, "", {}, os.environ, preparation="#!/bin/sh\n")
+    assert (run.submission.job_id, run.submission.preparation_job_id) == ("8", "7")
+    assert "Slurm has accepted the job" in run.submission.messages
+    assert not programs.calls("scancel")
+
+
+def test_a_run_whose_job_slurm_accepted_while_it_did_not_respond_is_not_submitted_twice(
+    slurm_plan: RunPlan, programs: FakePrograms, accepted: str
+) -> None:
+    programs.answer("sbatch", stderr="sbatch: error: Socket timed out\n", code=1)
+    programs.answer("squeue", stderr="slurm_load_jobs error: Socket timed out\n", code=1)
+    with pytest.raises(UncertainSubmitError):
+        submit(slurm_plan, "", {}, os.environ)
+    running = f"8|RUNNING|None|1767323100|1767326700|n1|{slurm_plan.layout.root}"
+    programs.add("squeue", f'case "$*" in *--user*) echo "{accepted}";; *) echo "{running}";; esac')
+    with pytest.raises(SubmitError, match="is running"):
+        resume(slurm_plan, os.environ)
+    submission = read_submission(slurm_plan.layout)
+    assert submission is not None
+    assert submission.job_id == "8"
 
 
 def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
@@ -197,8 +236,14 @@ def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any)
     run = make_run()
     records.write(run, records.end())
     run.layout.exit_code.write_text("0")
-    with pytest.raises(SubmitError, match="nothing left to do"):
-        resume(read_plan(run.layout), os.environ)
+    plan = read_plan(run.layout)
+    with pytest.raises(SubmitError, match="nothing left to do") as caught:
+        resume(plan, os.environ)
+    assert "training.max_steps=N" in caught.value.fix
+    training = plan.recipe.training.model_copy(update={"max_steps": None, "num_epochs": 2})
+    with pytest.raises(SubmitError, match="nothing left to do") as caught:
+        resume(replace(plan, recipe=plan.recipe.model_copy(update={"training": training})), os.environ)
+    assert "training.num_epochs=N" in caught.value.fix
 
 
 def test_a_run_on_another_machine_is_not_resumed_here(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +261,19 @@ def test_cancellation_is_recorded_before_slurm_ends_the_job(
     programs.add("scancel", f'test -e "{run.layout.canceled}"')
     assert cancel(run) is None
     assert programs.calls("scancel") == ["scancel 77"]
+
+
+def test_canceling_a_run_also_ends_a_job_that_was_submitted_by_hand(
+    make_run: RunMaker, programs: FakePrograms, sacct_line: Callable[..., str]
+) -> None:
+    run = make_run(job_id="77")
+    run.layout.leases.mkdir()
+    write_json(run.layout.leases / "000001.json", asdict(Holder("n7", "another machine", 4711, "1", "99", 0.0)))
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED"))
+    programs.answer("scancel")
+    assert cancel(run) is None
+    assert programs.calls("scancel") == ["scancel 77 99"]
 
 
 def test_a_job_that_could_not_be_canceled_is_not_marked_canceled(

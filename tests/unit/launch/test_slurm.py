@@ -10,10 +10,9 @@ from ftkit.launch.slurm import (
     SlurmScheduler,
     UncertainSubmitError,
     explain_refusal,
-    read_sacct,
-    read_squeue,
-    sbatch_variables,
+    warn_of_variables,
 )
+from ftkit.launch.slurm_states import read_sacct, read_squeue
 from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -59,13 +58,33 @@ def test_variables_of_an_enclosing_job_do_not_reach_the_job(
     assert not [line for line in environment if line.startswith("SLURM_MEM_PER_CPU")]
     assert "SLURM_CONF=/etc/other.conf" in environment
     assert "SBATCH_ACCOUNT=physics" in environment
-    assert sbatch_variables({"SBATCH_ACCOUNT": "physics", "HOME": "/"}) == ["SBATCH_ACCOUNT=physics"]
+    warnings = warn_of_variables({"SBATCH_ACCOUNT": "physics", "HOME": "/"})
+    assert warnings == ["SBATCH_ACCOUNT=physics in your environment overrides the job script"]
+
+
+@pytest.mark.parametrize("variable", ["SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_OUTPUT", "SBATCH_NO_REQUEUE"])
+def test_a_variable_that_would_change_how_a_job_is_followed_is_ignored_with_a_warning(
+    slurm: SlurmScheduler, programs: FakePrograms, make_run: RunMaker, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    programs.add("sbatch", 'env >"$0.env"; echo 1')
+    slurm.submit(make_run().layout, os.environ)
+    environment = (programs.folder / "sbatch.env").read_text().splitlines()
+    assert f"{variable}=1" not in environment
+    assert [one for one in warn_of_variables(os.environ) if one.startswith(f"{variable}=1") and "is ignored" in one]
+
+
+@pytest.mark.parametrize(("value", "loses"), [("NONE", True), ("MODE", True), ("ALL,MODE=1", False)])
+def test_a_job_that_gets_no_secrets_is_announced(value: str, loses: bool) -> None:
+    (warning,) = warn_of_variables({"SBATCH_EXPORT": value})
+    assert ("HF_TOKEN" in warning) is loses
 
 
 @pytest.mark.parametrize(
     ("message", "hint"),
     [
         ("invalid partition specified: nope", "partition:"),
+        ("Batch job submission failed: Required partition not available (inactive or drain)", "sinfo -s"),
         ("Batch job submission failed: Invalid account or account/partition combination specified", "account:"),
         ("Batch job submission failed: Invalid qos specification", "qos:"),
         ("Batch job submission failed: Requested node configuration is not available", "gpus_per_node:"),
@@ -231,6 +250,41 @@ def test_squeue_states_are_mapped(
     run = make_run()
     seen = read_squeue(squeue_line(run, word), [run])[run.id]
     assert (seen.state, seen.is_final, seen.nodes) == (state, is_final, "n[1-2]")
+
+
+@pytest.mark.parametrize(
+    ("printed", "explained"),
+    [
+        ("Resources", "Resources: it waits for free nodes"),
+        ("JobHeldUser", "JobHeldUser: it is held; to release it: scontrol release 77"),
+        (
+            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "its nodes are down or reserved",
+        ),
+        ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail: its nodes are down or reserved"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-4]", "ReqNodeNotAvail: its nodes are down or reserved"),
+        (
+            "job requeued in held state",
+            "job_requeued_in_held_state: it was requeued and is held; to release it: scontrol release 77",
+        ),
+        ("QOSMaxGRESPerUser", "QOSMaxGRESPerUser: a limit of your account or its quality of service"),
+        ("Dependency", "Dependency: it waits for another job"),
+        ("NewInTheNextRelease, with details", "NewInTheNextRelease, with details"),
+        ("None", ""),
+    ],
+)
+def test_the_reason_of_a_pending_job_is_explained(
+    make_run: RunMaker, squeue_line: Callable[..., str], printed: str, explained: str
+) -> None:
+    run = make_run(job_id="77")
+    assert read_squeue(squeue_line(run, "PENDING", printed), [run])[run.id].reason == explained
+
+
+def test_a_canceled_job_is_not_shown_with_the_reason_for_which_it_was_pending(
+    make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run()
+    assert read_squeue(squeue_line(run, "CANCELLED", "Resources"), [run])[run.id].reason == ""
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0:0", 0), ("3:0", 3), ("0:9", 137), ("", None)])

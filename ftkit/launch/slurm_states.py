@@ -1,0 +1,180 @@
+"""The states of jobs, as squeue and sacct print them.
+
+Both programs also print each job's folder: job ids start again at 1 when a cluster is reinstalled, and another cluster
+on the same file system has its own. A job in another folder than the run's is not the run's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ftkit.runs.states import Observation, RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.runs.submission import Submission, SubmittedRun
+
+# The folder comes last, because only it may contain the separator.
+SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
+SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
+
+_ACTIVE = {
+    "COMPLETING": RunState.RUNNING,
+    "CONFIGURING": RunState.PENDING,
+    "EXPEDITING": RunState.PENDING,
+    "PENDING": RunState.PENDING,
+    "REQUEUED": RunState.PENDING,
+    "REQUEUE_FED": RunState.PENDING,
+    "REQUEUE_HOLD": RunState.PENDING,
+    "RESIZING": RunState.RUNNING,
+    "RESV_DEL_HOLD": RunState.PENDING,
+    "RUNNING": RunState.RUNNING,
+    "SIGNALING": RunState.RUNNING,
+    "SPECIAL_EXIT": RunState.PENDING,
+    "STAGE_OUT": RunState.RUNNING,
+    "STOPPED": RunState.RUNNING,
+    "SUSPENDED": RunState.RUNNING,
+}
+_FINAL = {
+    "BOOT_FAIL": RunState.NODE_FAILURE,
+    "CANCELLED": RunState.CANCELED,
+    "COMPLETED": RunState.COMPLETED,
+    "DEADLINE": RunState.TIMED_OUT,
+    "FAILED": RunState.FAILED,
+    "LAUNCH_FAILED": RunState.FAILED,
+    "NODE_FAIL": RunState.NODE_FAILURE,
+    "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
+    "PREEMPTED": RunState.PREEMPTED,
+    "RECONFIG_FAIL": RunState.NODE_FAILURE,
+    "REVOKED": RunState.CANCELED,
+    "TIMEOUT": RunState.TIMED_OUT,
+}
+_REASONS = {
+    "BadConstraints": "no node has what it requests: it will never start",
+    "BeginTime": "its start is delayed; after a requeue Slurm waits about two minutes",
+    "Cleaning": "its former nodes still end what it ran",
+    "InvalidAccount": "its account may no longer be used: it will never start",
+    "InvalidQOS": "its quality of service may no longer be used: it will never start",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "it is held; to release it: scontrol release {job}",
+    "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",
+    "Licenses": "it waits for a license",
+    "NodeDown": "a node that it needs is down",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
+        "its nodes are down or reserved"
+    ),
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition starts no jobs at present",
+    "PartitionNodeLimit": "more nodes than the partition allows: it will never start",
+    "PartitionTimeLimit": "a longer time limit than the partition allows: it will never start",
+    "Priority": "other jobs are ahead of it",
+    "Prolog": "its nodes run the site's preparations",
+    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "Reservation": "its reservation has not begun, or is full",
+    "ReservationDeleted": "its reservation no longer exists: it will never start",
+    "Resources": "it waits for free nodes",
+    "job_requeued_in_held_state": "it was requeued and is held; to release it: scontrol release {job}",
+    "launch_failed_requeued_held": (
+        "a node could not start it, and Slurm holds it; to let it start again: scontrol release {job}"
+    ),
+}
+_LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
+"""Reasons like QOSMaxGRESPerUser and AssocGrpCpuLimit, of which Slurm has more than a hundred."""
+_OVER_LIMIT = "a limit of your account or its quality of service"
+
+
+def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    """Parse squeue's output: the state of each run."""
+    states = {}
+    for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
+        seen = _observation(state, _explain(state, reason, run.submission), start, end, nodes)
+        if seen:
+            states[run.id] = seen
+    return states
+
+
+def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    """Parse sacct's output: the final state of each run.
+
+    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
+    once pending.
+    """
+    states = {}
+    for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
+        seen = _observation(state, "", start, end, nodes, _exit_code(exit_code))
+        if seen and seen.is_final:
+            states[run.id] = seen
+    return states
+
+
+def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
+    by_job = {run.submission.job_id: run for run in runs}
+    for line in text.splitlines():
+        job_id, *values = line.split("|", num_fields - 1)
+        run = by_job.get(job_id)
+        if run and len(values) == num_fields - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
+            yield run, values
+
+
+def _observation(
+    state: str, reason: str, start: str, end: str, nodes: str, exit_code: int | None = None
+) -> Observation | None:
+    word = _word(state)
+    known = _ACTIVE.get(word) or _FINAL.get(word)
+    if known is None:
+        return None
+    is_final = word in _FINAL
+    return Observation(
+        state=known,
+        is_final=is_final,
+        reason=reason,
+        exit_code=exit_code,
+        nodes="" if nodes in ("None assigned", "(null)") else nodes,
+        started=_time(start),
+        ended=_time(end) if is_final else None,
+    )
+
+
+def _word(state: str) -> str:
+    return state.split(maxsplit=1)[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
+
+
+def _explain(state: str, reason: str, submission: Submission) -> str:
+    """Return squeue's reason with its meaning. It prints some reasons in words, others with details after a comma."""
+    word = _word(state)
+    if word == "CONFIGURING":
+        return "its nodes are starting"
+    if word == "EXPEDITING":
+        return "Slurm restarts it before all other jobs"
+    if word in ("SUSPENDED", "STOPPED"):
+        return "Slurm has suspended it"
+    printed = reason.strip("()")
+    code = printed if printed.replace(" ", "_") in _REASONS else printed.partition(",")[0]
+    code = code.replace(" ", "_")
+    if code in ("", "None", "null", "NonZeroExitCode") or word == "CANCELLED":  # then it is why the job was pending
+        return ""
+    meaning = _waits_for(code, submission) or _REASONS.get(code, _OVER_LIMIT if _LIMIT.match(code) else None)
+    if meaning is None:
+        return printed
+    return meaning.format(job=submission.job_id) if "," in code else f"{code}: {meaning.format(job=submission.job_id)}"
+
+
+def _waits_for(code: str, submission: Submission) -> str | None:
+    job = "the job that prepares its data and weights" if submission.preparation_job_id else "a job that it waits for"
+    if code == "Dependency":
+        return f"it waits for {job if submission.preparation_job_id else 'another job'}"
+    return f"{job} failed: it will never start" if code == "DependencyNeverSatisfied" else None
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdigit() else None
+
+
+def _exit_code(text: str) -> int | None:
+    """Convert Slurm's `code:signal` to the exit code that a shell reports."""
+    code, _, signal_number = text.partition(":")
+    if not code.isdigit():
+        return None
+    return 128 + int(signal_number) if signal_number.isdigit() and int(signal_number) else int(code)
