@@ -8,14 +8,15 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import contextmanager, suppress
+import tempfile
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from pydantic import TypeAdapter, ValidationError
 
@@ -51,6 +52,25 @@ def atomic_file(path: Path) -> Iterator[Path]:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path like `atomic_file`, for a path that a user gave: links, pipes and devices are kept.
+
+    A link's target is written, as a shell's `>` does. What is written to a pipe or a device, such as `/dev/stdout`, is
+    copied there at the end of the block: renaming a file to its name would remove it.
+    """
+    target = path.resolve() if path.is_symlink() else path
+    if not path.exists() or path.is_file():
+        with atomic_file(target) as temporary:
+            yield temporary
+        return
+    with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
+        temporary = Path(folder, path.name)
+        yield temporary
+        with temporary.open("rb") as content, path.open("wb") as device:
+            shutil.copyfileobj(content, device)
 
 
 @contextmanager
@@ -99,6 +119,37 @@ def _replace_folder(temporary: Path, path: Path) -> None:
         former.rename(path)
         raise
     remove(former)
+
+
+@contextmanager
+def file_lock(path: Path, on_wait: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold the exclusive lock of a file (flock), which is created; call `on_wait` before waiting for it.
+
+    Raises:
+        OSError: the file can't be created, or its file system has no locks.
+    """
+    import fcntl  # noqa: PLC0415
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if on_wait:
+                on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def file_lock_if_supported(path: Path, on_wait: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold the lock of a file like `file_lock`; without a lock where the file can't be created or locked."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(file_lock(path, on_wait))
+        yield
 
 
 def sync(path: Path) -> None:
@@ -280,9 +331,19 @@ def read_small(path: Path) -> bytes:
     Raises:
         OSError: it can't be read, is larger, or is a pipe or device, which might never end.
     """
+    num_bytes = check_regular(path).st_size
+    if num_bytes > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has {num_bytes:,} bytes")
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """Return the status of a regular file.
+
+    Raises:
+        OSError: it is something else, such as a pipe or device, which might never end; or there is none.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    if status.st_size > _MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes")
-    return path.read_bytes()
+    return status

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import shutil
 import sys
@@ -18,7 +17,8 @@ from click.exceptions import NoArgsIsHelpError
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color
-from ftkit.config.context import Context
+from ftkit.cli.streams import open_standard_streams
+from ftkit.config.context import Context, set_home
 from ftkit.config.dotenv import load_dotenv
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
 
@@ -141,10 +141,8 @@ def main(args: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     # Otherwise pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    _open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a locale without `×` must not make the command fail
+    open_standard_streams()
+    set_home(os.environ)
     if COMPLETE_VARIABLE in os.environ:
         cli.main(words, prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE)
     try:
@@ -160,19 +158,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - reported
         return _report(error, words)
     return code
-
-
-def _open_standard_streams() -> None:
-    """Connect standard streams that the caller closed (`>&-`) to /dev/null.
-
-    The next files to be opened would get their descriptors, and what programs print would end up in them.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
-        os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keyword
-    os.close(descriptor)
-    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8")
-    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8")
-    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8")
 
 
 def _report(error: Exception, words: list[str]) -> int:

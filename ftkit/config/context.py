@@ -7,7 +7,8 @@ module imports no pydantic, because shell completion must be fast.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import pwd
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,26 @@ class Context:
             raise NotFoundError(
                 "the current folder no longer exists", meaning="it was removed or moved", fix="cd to another folder"
             ) from error
-        inside = [folder for folder in (current, *current.parents) if (folder / PROJECT_FILE).is_file()]
+        inside = [folder for folder in (current, *current.parents) if os.path.lexists(folder / PROJECT_FILE)]
         xdg = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
         user = Path(xdg).expanduser() / "ftkit"
         return cls(inside[0] if inside else current, user, os.environ)
+
+
+def set_home(environment: MutableMapping[str, str]) -> None:
+    """Set HOME if it is unset or empty: to the account's home folder, or to `/`, as containers do, without an account.
+
+    Python and libraries end with an error if neither HOME nor an account tells them.
+    """
+    if not environment.get("HOME"):
+        environment["HOME"] = _account_home() or "/"
+
+
+def _account_home() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -54,14 +71,19 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 def list_names(kind: str, ctx: Context) -> list[str]:
     """Return the names of all recipes or clusters (`kind`), those of the project first."""
-    names = [path.stem for folder in search_folders(kind, ctx) for path in sorted(folder.glob("*.yaml"))]
+    names = [path.stem for folder in search_folders(kind, ctx) for path in _files(folder, "*.yaml")]
     return list(dict.fromkeys(names))
 
 
 def list_images(ctx: Context) -> list[str]:
     """Return `NAME:TAG` of every defined image."""
-    paths = [path for folder in search_folders("image", ctx) for path in sorted(folder.glob("*/*/image.yaml"))]
+    paths = [path for folder in search_folders("image", ctx) for path in _files(folder, "*/*/image.yaml")]
     return list(dict.fromkeys(f"{path.parts[-3]}:{path.parts[-2]}" for path in paths))
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files that match a pattern, without links to files that are not there."""
+    return [path for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def search_folders(kind: str, ctx: Context) -> list[Path]:
@@ -83,7 +105,7 @@ def read_settings_layers(ctx: Context, keys: Iterable[str], options: Layers | No
     """
     layers = Layers()
     for path in settings_files(ctx):
-        if path.is_file():
+        if os.path.lexists(path):
             from ftkit.config.yaml_files import read_yaml  # noqa: PLC0415 - slow to import for shell completion, and few users have such a file
 
             layers = read_yaml(path).over(layers)

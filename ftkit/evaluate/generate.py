@@ -46,15 +46,19 @@ class Decoding:
 
 
 def read_inputs(given: str) -> list[Row]:
-    """Return the rows of a JSON Lines file, or one row for a text.
+    """Return the rows of a JSON Lines file or pipe (`<(zcat prompts.gz)`, `/dev/stdin`), or one row for a text.
 
     Raises:
         DataError: the file can't be read.
     """
     path = Path(given).expanduser() if len(given) < 1000 and "\n" not in given else None  # noqa: PLR2004 - of a path
-    if path is not None and (path.suffix in _FILE_ENDINGS or path.is_file()):
+    if path is not None and (path.suffix in _FILE_ENDINGS or _is_readable(path)):
         return read_json_lines(path)
     return [Row({"prompt": given}, "--input")]
+
+
+def _is_readable(path: Path) -> bool:
+    return path.is_file() or path.is_fifo() or path == Path("/dev/stdin")
 
 
 def generate_rows(

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError, one_line
-from ftkit.files import mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
+from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,21 +114,8 @@ class ImageStore:
     @contextmanager
     def locked(self, name: str, wait_note: Any = None) -> Iterator[None]:
         """Hold the lock of one image, so that concurrent imports do the work once; call `wait_note` before waiting."""
-        import fcntl  # noqa: PLC0415
-
-        descriptor = os.open(
-            self.root / f".{name.replace(':', '+')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-        )
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if wait_note:
-                    wait_note()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with file_lock(self.root / f".{name.replace(':', '+')}.lock", wait_note):
             yield
-        finally:
-            os.close(descriptor)
 
     @contextmanager
     def partial(self, final: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ import base64
 import json
 import shlex
 import socket
+import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -31,6 +32,8 @@ OTHER_CODE: Final = 191
 """Exit status of the login side: its code differs from this machine's."""
 CODE_FOLDER: Final = "code"
 """Name of the folder for sent code, in ftkit's folder there: it has a folder for each archive, named by digest."""
+_BEGINNING: Final = "ftkit-output-begins-here"
+"""Line before the output of a request: the login shell's start-up files may print too."""
 _SSH_FAILED: Final = 255
 _NOT_FOUND: Final = (126, 127)
 
@@ -120,17 +123,57 @@ def call(login: Login, request: Request, *, terminal: bool) -> int:
         PrerequisiteError: ftkit is not set up there.
     """
     argument = base64.b64encode(to_json(request).encode()).decode()
-    return _checked(login, process.run_attached(login.ssh(_command(login, argument), terminal=terminal)))
+    if terminal:
+        return _checked(login, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
+    return _run_quietly(login, argument, None, _write_stdout)
 
 
 def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
     """Make a request on standard input; return its exit status. Raises as `call`."""
-    return _checked(login, process.run_passing(login.ssh(_command(login, "-")), to_json(request).encode(), on_output))
+    return _run_quietly(login, "-", to_json(request).encode(), on_output)
+
+
+def _write_stdout(chunk: bytes) -> None:
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def _run_quietly(login: Login, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]) -> int:
+    """Make a request, and pass on its own output; what start-up files of the login shell print goes to stderr."""
+    received, has_begun = bytearray(), False
+
+    def receive(chunk: bytes) -> None:
+        nonlocal has_begun
+        if has_begun:
+            on_output(chunk)
+            return
+        received.extend(chunk)
+        noise, line, output = bytes(received).partition(f"{_BEGINNING}\n".encode())
+        if line:
+            has_begun = True
+            _write_stderr(noise)
+            if output:
+                on_output(output)
+
+    code = process.run_passing(login.ssh(_quiet_command(login, argument)), stdin, receive)
+    if not has_begun:
+        _write_stderr(received)
+    return _checked(login, code)
+
+
+def _write_stderr(noise: bytes | bytearray) -> None:
+    sys.stderr.write(noise.decode(errors="replace"))
+    sys.stderr.flush()
 
 
 def _command(login: Login, argument: str) -> str:
     """Return a shell command that works in every login shell; `bash -l` reads the site's profile, with Slurm's PATH."""
     return f"bash -lc 'exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
+
+
+def _quiet_command(login: Login, argument: str) -> str:
+    """Return a command like `_command` that prints `_BEGINNING` before its output."""
+    return _command(login, argument).replace("'exec ", f"'echo {_BEGINNING}; exec ", 1)
 
 
 def _checked(login: Login, code: int) -> int:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.files import read_json_if_valid, write_json
+from ftkit.files import file_lock_if_supported, read_json_if_valid, write_json
 from ftkit.remote.login import Login
 
 if TYPE_CHECKING:
@@ -73,10 +73,11 @@ class Records:
     def add(self, output: str, login: Login, project: Path) -> list[str]:
         """Record the runs whose ids a submission printed, one per line; return them."""
         ids = [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
-        kept = [run for run in self.runs() if run.id not in ids]
         self.folder.mkdir(parents=True, exist_ok=True)
-        runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
-        write_json(self._file, _Records(runs[-_NUM_KEPT:]))
+        with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
+            kept = [run for run in self.runs() if run.id not in ids]
+            runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
+            write_json(self._file, _Records(runs[-_NUM_KEPT:]))
         return ids
 
     @contextmanager

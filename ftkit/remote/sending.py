@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _OF_THIS_MACHINE: Final = ("login", "ssh_options", "login_folder", "send_limit_gib")
 """Keys of a profile that are removed for the login node, where the cluster is local."""
+_RSYNC_PROTOCOL: Final = 2
+"""Exit status of rsync if the other side does not speak its protocol, as when the login shell's files print."""
 _MAX_PROJECT_BYTES: Final = 2**20
 _WITH_PATHS: Final = ("data", "model", "image")
 """Keys of a recipe with paths."""
@@ -230,20 +232,9 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
         PrerequisiteError: they could not be sent.
     """
     target = f"{login.folder}/files"
-    if with_rsync:
-        with tempfile.NamedTemporaryFile() as listed:
-            listed.write("\0".join(paths).encode())
-            listed.flush()
-            ssh = shlex.join(["ssh", *login.options])
-            options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
-            lines: list[str] = []
-            code = process.run_lines(
-                ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], lines.append, cwd=Path("/")
-            )
-            output = "\n".join(lines)
-    else:
-        command = login.ssh(f"tar -x -p -C {target} -f -")
-        done = process.run_with_input(command, lambda stdin: _write_tar(stdin, paths))
+    code, output = _send_with_rsync(login, paths, target) if with_rsync else (_RSYNC_PROTOCOL, "")
+    if code == _RSYNC_PROTOCOL:
+        done = process.run_with_input(login.ssh(f"tar -x -p -C {target} -f -"), lambda stdin: _write_tar(stdin, paths))
         code, output = done.returncode, done.stderr
     if code:
         raise PrerequisiteError(
@@ -251,6 +242,20 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
             meaning="the connection was lost, or there is no disk space there; nothing was submitted",
             fix="repeat the command: files that have arrived are not sent again",
         )
+
+
+def _send_with_rsync(login: Login, paths: Sequence[str], target: str) -> tuple[int, str]:
+    """Return rsync's exit status and output."""
+    with tempfile.NamedTemporaryFile() as listed:
+        listed.write("\0".join(paths).encode())
+        listed.flush()
+        ssh = shlex.join(["ssh", *login.options])
+        options = ["--times", "--perms", "--copy-links", "--partial", "--from0", f"--files-from={listed.name}"]
+        lines: list[str] = []
+        code = process.run_lines(
+            ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], lines.append, cwd=Path("/")
+        )
+    return code, "\n".join(lines)
 
 
 def _write_tar(stdin: IO[bytes], paths: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.files import DamagedFileError, atomic_file, read_json, to_json
+from ftkit.files import DamagedFileError, output_file, read_json, to_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
         for name, file in ((_DATA_MANIFEST, data.manifest), (_LOCK, lock)):
             if file and file.is_file():
                 contents[name] = file.read_bytes()
-        with atomic_file(path) as temporary, tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
+        with output_file(path) as temporary, tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
             for name in sorted(contents):
                 member = tarfile.TarInfo(f"{layout.root.name}/{name}")
                 member.size, member.mode = len(contents[name]), 0o644

@@ -106,6 +106,8 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    for name in (".bash_profile", ".bashrc"):  # as the sites of many clusters have it
+        (folder / "home" / name).write_text("echo Welcome to the cluster\n")
     (folder / "sshd_config").write_text(_SSHD.format(port=port, folder=folder))
     (folder / "bin/ssh").write_text(_CUTTING_SSH.format(folder=folder, ssh=ssh))
     (folder / "bin/ssh").chmod(0o755)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import PATIENCE_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from conftest import Laptop
@@ -53,11 +57,13 @@ def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections
     ready.cut_when(f"{ready.there}/submissions/*/process.json")
     done = ready.ftkit("run", "mine", "--cluster", "far", "--no-follow", "--name", "cut", "training.seed=3")
     assert "no connection to" in done.stderr
+    assert "Welcome to the cluster" in done.stderr
     run = done.stdout.strip()
+    assert "Welcome" not in run
     listed = json.loads(ready.ftkit("--cluster", "far", "runs", "--json").stdout)
     assert [each["id"] for each in listed] == [run]
 
-    ready.cut_when("40")
+    ready.cut_when("160")  # after what the login shell prints
     log = ready.ftkit("logs", "cut", "-f").stdout
     there = next(ready.there.glob(f"projects/*/work/runs/{run}"))
     assert log == (there / "logs/job.log").read_text()
@@ -100,3 +106,19 @@ def test_a_local_script_and_package_are_sent_and_run_on_the_cluster(ready: Lapto
     (code / "mine/large.bin").write_bytes(random.Random(0).randbytes(2 << 20))
     refused = ready.ftkit(*words, *place, expect=3)
     assert "MiB of code would be sent" in refused.stderr
+
+
+def test_a_terminated_command_does_not_wait_for_the_login_node(ready: Laptop) -> None:
+    ssh = ready.folder / "bin/ssh"
+    kept = ssh.read_text()
+    ssh.write_text("#!/bin/sh\ntouch waiting\nexec sleep 600\n")
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "ftkit", "--cluster", "far", "runs"],
+            cwd=ready.project, env=ready.environment, stdout=subprocess.DEVNULL,
+        ) as started:  # fmt: skip
+            wait_until((ready.project / "waiting").exists)
+            started.terminate()
+            assert started.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    finally:
+        ssh.write_text(kept)

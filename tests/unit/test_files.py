@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ftkit.files import (
     InvalidJsonError,
     atomic_file,
     atomic_folder,
+    output_file,
     parse_json,
     publish,
     read_json,
@@ -191,3 +193,24 @@ def test_everything_in_a_folder_is_synced_before_the_rename(tmp_path: Path, monk
     monkeypatch.setattr("ftkit.files.sync", note)
     publish(folder, final)
     assert sorted(synced) == sorted(["inner", "file", "temporary", tmp_path.name])
+
+
+def test_an_output_file_keeps_a_pipe_and_writes_through_a_link(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader.start()
+    with output_file(pipe) as temporary:
+        temporary.write_bytes(b"content")
+    reader.join()
+    assert received == [b"content"]
+    assert pipe.is_fifo()
+
+    link.symlink_to(file)  # its target is not there yet
+    for content in (b"first", b"second"):
+        with output_file(link) as temporary:
+            temporary.write_bytes(content)
+        assert link.is_symlink()
+        assert file.read_bytes() == content
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]

@@ -24,8 +24,8 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
     cls=ExamplesCommand,
     short_help="Create a cluster, or a VM with a GPU.",
     examples=(
-        "ftkit cluster create small --kind gcp-vm-l4 project=my-project zone=us-central1-a --dry-run",
-        "ftkit cluster create train1 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
+        "ftkit cluster create vm --kind gcp-vm-l4 project=p1 zone=us-east1-b --dry-run",
+        "ftkit cluster create a4 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
     ),
 )
 @click.argument("name")

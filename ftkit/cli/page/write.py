@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import __version__
 from ftkit.errors import PrerequisiteError, one_line
-from ftkit.files import write_file
+from ftkit.files import output_file
 
 if TYPE_CHECKING:
     from ftkit.cli.page.comparison import ComparisonReport
@@ -37,7 +37,8 @@ def save_page(page: str, path: Path) -> None:
         PrerequisiteError: it can't be written there.
     """
     try:
-        write_file(path, page.encode())
+        with output_file(path) as temporary:
+            temporary.write_bytes(page.encode())
     except OSError as error:
         raise PrerequisiteError(
             f"can't write {path}: {one_line(error)}",

@@ -72,7 +72,7 @@ def short_path(path: Path) -> str:
     here, home = Path.cwd(), Path.home()
     if path.is_relative_to(here):
         return str(path.relative_to(here))
-    if path.is_relative_to(home):
+    if path.is_relative_to(home) and home != home.parent:  # `/` is the home of users without an account
         return str("~" / path.relative_to(home))
     return str(path)
 

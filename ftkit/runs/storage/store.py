@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
+import time
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,8 @@ _PARTS_AT_ONCE = 4
 """Parts that s3fs uploads at the same time; it reports none before all of them are there."""
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
+_LEFTOVER_SECONDS = 3600.0
+"""Age of a partial file that a killed copy left: a living one writes to it at least every minute."""
 
 
 class Store:
@@ -72,20 +77,21 @@ class Store:
         return {str(path)[start:]: int(info["size"]) for path, info in found.items() if len(str(path)) > start}
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file; it appears under its name once it is complete."""
+        """Upload a file; it appears under its name once it is complete.
+
+        Raises:
+            FileNotFoundError: the local file no longer exists.
+        """
         place = self._place(name)
 
         def write(progress: Progress) -> None:
             if self._scheme != "file":
                 self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=progress.callback())
                 return
-            partial = Path(place).with_name(f".{Path(place).name}.partial")
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            _copy(path, partial, progress)
-            partial.replace(place)
+            _copy_atomically(path, Path(place), progress)
 
         unseen = min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES)
-        with self._errors("write to"):
+        with self._errors("write to", path):
             call_patiently(write, unseen)
 
     def get(self, name: str, path: Path) -> None:
@@ -108,8 +114,11 @@ class Store:
         """Return whether the stored file has the content of a local file.
 
         Compares the store's digest if it can be computed here; otherwise reads the file back.
+
+        Raises:
+            FileNotFoundError: the local file no longer exists.
         """
-        with self._errors("read"):
+        with self._errors("read", path):
             try:
                 info = call_patiently(lambda _: self._system.info(self._place(name)))
             except FileNotFoundError:
@@ -137,8 +146,8 @@ class Store:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _errors(self, verb: str) -> Iterator[None]:
-        """Convert an error of any driver, whose classes differ."""
+    def _errors(self, verb: str, local: Path | None = None) -> Iterator[None]:
+        """Convert an error of any driver, whose classes differ; but not that a local file no longer exists."""
         try:
             yield
         except FtkitError:
@@ -150,6 +159,8 @@ class Store:
                 fix="check whether other machines reach it; then repeat the command: copied files are not copied again",
             ) from error
         except FileNotFoundError as error:
+            if local is not None and not local.exists():
+                raise
             raise NotFoundError(
                 f"there is nothing at {self.address}: {one_line(error)}", fix="check the address"
             ) from error
@@ -161,6 +172,21 @@ class Store:
                 else "the disk is full, not mounted, or not writable",
                 fix=ADVICE.get(self._scheme, "check the folder"),
             ) from error
+
+
+def _copy_atomically(source: Path, target: Path, progress: Progress) -> None:
+    """Copy a file under a name of this copy's own, and rename it: another process may copy it to the same place."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in target.parent.glob(f".{escape(target.name)}.*.partial"):
+        with suppress(OSError):  # its copy has just ended
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
+                leftover.unlink()
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        _copy(source, partial, progress)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _copy(source: Path, target: Path, progress: Progress) -> None:

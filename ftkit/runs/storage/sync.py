@@ -6,14 +6,17 @@ copied checkpoint with its marker is complete. Nothing is deleted from the copy.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, PrerequisiteError, one_line, redact
-from ftkit.files import read_json_if_valid, write_json
+from ftkit.files import file_lock_if_supported, read_json_if_valid, write_json
 from ftkit.model_folder import EXPORT_RECORD
 from ftkit.runs.checkpoints import MARKER
 from ftkit.runs.storage.store import Store
@@ -21,7 +24,7 @@ from ftkit.runs.storage.upload import upload
 from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
@@ -70,6 +73,9 @@ class RunCopy:
         self._layout = layout
         self._address = f"{destination.rstrip('/')}/{layout.root.name}"
         self._report = report
+        digest = hashlib.sha256(self._address.encode()).hexdigest()
+        self.lock = layout.root / f".sync-{digest[:12]}.lock"
+        """Held by the process that copies the run to this destination."""
         self._done: set[str] = set()
         self._versions: dict[str, tuple[int, float]] = {}
 
@@ -77,9 +83,10 @@ class RunCopy:
         """Copy new files; record the progress, or the error."""
         error = None
         try:
-            self._copy(Store(self._address))
+            with self._lock():
+                self._copy(Store(self._address))
         except (FtkitError, OSError) as problem:
-            error = redact(problem.what if isinstance(problem, FtkitError) else one_line(problem), os.environ)
+            error = redact(_reason(problem), os.environ)
         waiting = [name for name in self._folders() if name not in self._done]
         done = tuple(sorted(self._done))
         status = SyncStatus(self._address, time.time(), socket.gethostname(), done, tuple(waiting), error)
@@ -103,6 +110,16 @@ class RunCopy:
                 return status
             pause = min(2 * pause, _MAX_PAUSE_SECONDS) if status.error else POLL_SECONDS
             wait(pause)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Let one process at a time copy the run to this destination: another one waits, and finds the files there.
+
+        Without locks in the file system, both copy the same files, which is slower.
+        """
+        waits = partial(self._report, f"another 'ftkit sync' or the run itself copies it to {self._address}: waiting")
+        with file_lock_if_supported(self.lock, waits):
+            yield
 
     def _folders(self) -> dict[str, Path]:
         """Return checkpoints, the newest first, and exports, by their names in the copy."""
@@ -157,3 +174,10 @@ def check_destination(destination: str) -> None:
         Store(destination).check_writable()
     except FtkitError as error:
         raise PrerequisiteError(f"sync: {error.what}", meaning=error.meaning, fix=error.fix) from error
+
+
+def _reason(problem: FtkitError | OSError) -> str:
+    """Return why a copy failed and what to do, such as the package to install or the credentials to set."""
+    if isinstance(problem, FtkitError):
+        return "; ".join(part for part in (problem.what, problem.fix) if part)
+    return one_line(problem)

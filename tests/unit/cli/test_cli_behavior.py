@@ -307,6 +307,55 @@ def test_closed_streams_are_not_an_error_and_files_do_not_get_their_descriptors(
     assert subprocess.run(["bash", "-c", script], env=environment, check=False).returncode == 0
 
 
+def test_messages_that_stderr_can_not_take_are_dropped_and_the_command_completes(tmp_path: Path) -> None:
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
+    command = f'"{sys.executable}" -m ftkit run demo --dry-run --cluster slurm --image x.sqsh'
+    for redirected in ("2>/dev/full", "2> >(exec true)", "2</dev/null"):
+        script = f"exec {command} {redirected}"
+        done = subprocess.run(["bash", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 0, redirected
+        assert done.stdout.startswith("#!/"), redirected
+
+
+def test_a_user_without_home_and_account_has_the_home_of_a_container(
+    ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31)
+    result = ftkit("config")
+    assert (result.code, os.environ["HOME"]) == (0, "/")
+    assert "/.config/ftkit/config.yaml" in result.out
+    assert "~" not in result.out
+
+
+def test_settings_that_can_not_be_read_are_an_error_and_links_to_nowhere_are_not_listed(
+    ftkit: Callable[..., Result],
+) -> None:
+    Path("recipes").mkdir()
+    Path("recipes/gone.yaml").symlink_to("nowhere")
+    result = ftkit("plan", "gone")
+    assert result.code == 4
+    assert "did you mean" not in result.err
+    settings = Path("ftkit.yaml")
+    settings.symlink_to("nowhere")
+    assert "can't read" in ftkit("config").err
+    settings.unlink()
+    os.mkfifo(settings)
+    result = ftkit("runs")
+    assert result.code == 4
+    assert "ftkit.yaml: it is not a regular file" in result.err
+
+
+def test_a_copy_that_needs_a_missing_package_says_what_to_install(
+    ftkit: Callable[..., Result], make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run()
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    result = ftkit("sync", "last", "s3://bucket/runs")
+    assert result.code == 5
+    assert "pip install 'ftkit[storage]'" in result.err
+
+
 def test_a_removed_current_folder_is_an_error_with_a_fix(ftkit: Callable[..., Result]) -> None:
     Path.cwd().rmdir()
     result = ftkit("recipes")

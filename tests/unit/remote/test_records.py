@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftkit.files import file_lock, write_json
+from ftkit.remote.login import Login
+from ftkit.remote.records import Records
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+LOGIN = Login("cluster", "login", (), "/work")
+
+
+def test_runs_are_recorded_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    class OtherProcessWaitsError(Exception):
+        pass
+
+    def write(path: Path, content: Any) -> None:
+        def on_wait() -> None:
+            waits.append(path.name)
+            raise OtherProcessWaitsError
+
+        try:
+            with file_lock(tmp_path / ".runs.lock", on_wait):
+                pass
+        except OtherProcessWaitsError:
+            write_json(path, content)
+
+    monkeypatch.setattr("ftkit.remote.records.write_json", write)
+    records = Records(tmp_path)
+    for run in ("a-20261123T100000Z-1111", "b-20261123T100000Z-2222"):
+        records.add(f"{run}\n", LOGIN, tmp_path)
+    assert waits == ["runs.json", "runs.json"]
+    assert [run.id for run in records.runs()] == ["a-20261123T100000Z-1111", "b-20261123T100000Z-2222"]
