@@ -51,6 +51,15 @@ class PromptCompletionFormat(Spec):
         """The columns that it uses."""
         return [name for text in (self.system, self.prompt, self.completion) if text for name in columns_of(text)]
 
+    @model_validator(mode="after")
+    def _names_columns(self) -> Self:
+        """Refuse a column's name without braces: each example would be trained on that word."""
+        for key, text in (("prompt", self.prompt), ("completion", self.completion)):
+            if not columns_of(text) and (key == "completion" or text.isidentifier()):
+                raise ValueError(f"{key} names no column: it is the text {text!r} for each example; "
+                                 "a column's name is written in braces, as in '{answer}'")  # fmt: skip
+        return self
+
 
 class JinjaFormat(Spec):
     """Jinja templates over an example's columns: one user turn, one assistant turn."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import Conversation, Message, PlainText
-from ftkit.data.formats import read_example
+from ftkit.data.formats import check_split, read_example
 from ftkit.data.rendering import ChatRenderer, Rendering
 from ftkit.data.rows import errors_at
 from ftkit.data.typed_tokens import special_tokens_of, token_pattern
@@ -106,12 +106,7 @@ class RowEncoder:
                 meaning="the model would never learn to end a completion, and would generate up to the token limit",
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
             )
-        if data.too_long == "split" and form.kind != "text":
-            raise DataError(
-                "data.too_long is 'split', but the rows are conversations",
-                meaning="later parts would lack the turns before them",
-                fix="set it to 'truncate', which cuts after a turn that fits, or 'drop'",
-            )
+        check_split(data, form)
         tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files set them
         tokenizer.backend_tokenizer.no_padding()
         encode = tokenizer.backend_tokenizer.encode

@@ -8,13 +8,24 @@ import io
 import lzma
 import os
 import re
+import stat
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ftkit.config.paths import is_address, is_pattern
-from ftkit.data.readers import COMPRESSIONS, READERS, arrow_errors, cut_error, read_lines, suffix_of
+from ftkit.data.file_kinds import START_BYTES, check_kind
+from ftkit.data.readers import (
+    COMPRESSIONS,
+    FORMATS,
+    JSON_LINES,
+    READERS,
+    arrow_errors,
+    cut_error,
+    read_lines,
+    suffix_of,
+)
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 from ftkit.runs.storage.drivers import ADVICE, open_driver
 
@@ -243,6 +254,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
     read = READERS.get(suffix_of(path), read_lines)
     try:
         with _open(path, key) as file:
+            check_kind(file.peek(START_BYTES), path, *FORMATS.get(suffix_of(path), (JSON_LINES, ())))
             yield from read(file, path)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise cut_error(path, error) from error
@@ -268,25 +280,45 @@ def count_rows(path: str, key: str = "data.source") -> int:
     return sum(1 for _ in read_file(path, key))
 
 
+def _check_regular(path: str) -> None:
+    """Refuse pipes and devices: opening a pipe waits for its writer, and rows are read several times.
+
+    Raises:
+        DataError: it is one.
+    """
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+        raise DataError(
+            f"{path} is {kind}, not a file",
+            meaning="ftkit reads data several times: for the plan, for its identity, and for each preparation",
+            fix="write it to a file, compressed if it is large",
+        )
+
+
 @contextmanager
-def _open(path: str, key: str) -> Iterator[IO[bytes]]:
+def _open(path: str, key: str) -> Iterator[io.BufferedReader]:
     opened: Any
     if is_address(path):
         with _remote_errors(path, key):
             # A driver's own file reads lines slowly, and without a limit.
             opened = io.BufferedReader(_file_system(path, key).open(path, "rb"), _BUFFER)
     else:
+        _check_regular(path)
         opened = Path(path).open("rb", buffering=_BUFFER)  # noqa: SIM115 - entered below
     with opened as file:
         if file.peek(len(_GIT_LFS)).startswith(_GIT_LFS):
             raise DataError(f"{path} is only a Git LFS pointer", fix="download the file itself: git lfs pull")
-        match Path(path).suffix.lower():
+        suffix = Path(path).suffix.lower()
+        if suffix in COMPRESSIONS:
+            check_kind(file.peek(START_BYTES), path, f"a {suffix} file", (suffix,))
+        match suffix:
             case ".gz":
-                yield cast("IO[bytes]", gzip.GzipFile(fileobj=file))
+                yield cast("io.BufferedReader", gzip.GzipFile(fileobj=file))
             case ".bz2":
-                yield cast("IO[bytes]", bz2.BZ2File(file))
+                yield cast("io.BufferedReader", bz2.BZ2File(file))
             case ".xz":
-                yield cast("IO[bytes]", lzma.LZMAFile(file))  # noqa: SIM115 - of an open file
+                yield cast("io.BufferedReader", lzma.LZMAFile(file))  # noqa: SIM115 - of an open file
             case ".zst":
                 import pyarrow as pa  # noqa: PLC0415 - heavy
 

@@ -84,6 +84,20 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     )
 
 
+def check_split(data: DataSpec, form: Format) -> None:
+    """Check that documents of this format can be split, if the recipe splits long ones.
+
+    Raises:
+        DataError: they are conversations.
+    """
+    if data.too_long == "split" and form.kind != "text":
+        raise DataError(
+            "data.too_long is 'split', but the rows are conversations",
+            meaning="later parts would lack the turns before them",
+            fix="set it to 'truncate', which cuts after a turn that fits, or 'drop'",
+        )
+
+
 def _refuse_tokenized(row: Row) -> None:
     if "input_ids" in row.columns:
         raise DataError(

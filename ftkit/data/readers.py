@@ -311,12 +311,12 @@ def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
     for batch in batches:
         try:
             rows = batch.to_pylist()
-        except UnicodeDecodeError:  # one by one, to find the bad row
+        except (ValueError, OverflowError):  # one by one, to find the bad row
             rows = [_only_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
         for content in rows:
             number += 1
-            error = _not_utf8(content, path, number)
-            yield RawRow(path, ", row ", number, error or without_nulls(content))
+            bad = isinstance(content, Exception)
+            yield RawRow(path, ", row ", number, _bad_cell(content, path, number) if bad else without_nulls(content))
 
 
 def without_nulls(columns: Columns) -> Columns:
@@ -333,20 +333,24 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _not_utf8(content: object, path: str, number: int) -> DataError | None:
-    if not isinstance(content, UnicodeDecodeError):
-        return None
+def _bad_cell(error: Exception, path: str, number: int) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(
+            f"{path}, row {number}: not UTF-8: {one_line(error)}",
+            meaning="a text column has bytes of another encoding",
+            fix="convert them to UTF-8 in the program that writes the file",
+        )
     return DataError(
-        f"{path}, row {number}: not UTF-8: {one_line(content)}",
-        meaning="a text column has bytes of another encoding",
-        fix="convert them to UTF-8 in the program that writes the file",
+        f"{path}, row {number}: a value has no form in Python: {one_line(error)}",
+        meaning="it is a time beyond the year 9999 or before the year 1, or finer than a microsecond",
+        fix="write the column as text, or leave it out, in the program that writes the file",
     )
 
 
 def _only_row(batch: Any) -> Any:
     try:
         return batch.to_pylist()[0]
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:
         return error
 
 
@@ -372,3 +376,13 @@ READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[RawRow]]] = {
     ".feather": _read_arrow,
 }
 """Readers by suffix; files with any other suffix are JSON Lines."""
+JSON_LINES: Final = "JSON Lines"
+FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    ".json": ("JSON", ()),
+    ".csv": ("CSV", ()),
+    ".tsv": ("TSV", ()),
+    ".parquet": ("Parquet", (".parquet",)),
+    ".arrow": ("Arrow", (".arrow",)),
+    ".feather": ("Arrow", (".arrow",)),
+}
+"""Name of the format that a suffix stands for, and the kinds of binary files that have it; others are JSON Lines."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_fields import LONG_TEXT, PROBE, content_probes, fields_of, probes
+from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
@@ -60,6 +60,7 @@ class ChatRenderer:
         variables: special tokens and options that it may use.
         special_tokens: tokens that stay text if the data contains them, longest first.
         needs_short_ids: whether it requires tool call ids of nine letters or digits.
+        needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
         dropped: fields of turns that it silently omits, found by rendering small conversations.
     """
 
@@ -68,17 +69,21 @@ class ChatRenderer:
     variables: Mapping[str, Any]
     special_tokens: tuple[str, ...]
     needs_short_ids: bool = False
+    needs_parts: bool = False
     dropped: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tokenizer: Any, options: Mapping[str, Any]) -> ChatRenderer:
         """Inspect a tokenizer's template: find which fields of turns it omits."""
-        renderer = cls(
-            template=tokenizer.get_chat_template(),
-            tool_template=tokenizer.get_chat_template(tools=[{}]),
-            variables={**tokenizer.special_tokens_map, **options},
-            special_tokens=special_tokens_of(tokenizer),
-        )
+        inspected: dict[str, Any] = {
+            "template": tokenizer.get_chat_template(),
+            "tool_template": tokenizer.get_chat_template(tools=[{}]),
+            "variables": {**tokenizer.special_tokens_map, **options},
+            "special_tokens": special_tokens_of(tokenizer),
+        }
+        renderer, in_parts = cls(**inspected), cls(**inspected, needs_parts=True)
+        if not renderer._writes_contents() and in_parts._writes_contents():
+            renderer = cls(**inspected, needs_parts=True)
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
         needs_short_ids = not renderer._accepts(call) and renderer._accepts(_with_short_ids(call))
         return replace(renderer, needs_short_ids=needs_short_ids, dropped=frozenset(_dropped(renderer)))
@@ -90,6 +95,12 @@ class ChatRenderer:
             return False
         return True
 
+    def _writes_contents(self) -> bool:
+        try:
+            return self.render(CONTENTS).count(PROBE) == len(CONTENTS.messages)
+        except DataError:
+            return False
+
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
         """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn.
 
@@ -98,8 +109,11 @@ class ChatRenderer:
         """
         if self.needs_short_ids:
             conversation = _with_short_ids(conversation)
-        turns = [_for_template(message) for message in conversation.messages]
+        turns = self._turns_of(conversation)
         return self._render(turns, conversation.tools, open_turn=open_turn)[0]
+
+    def _turns_of(self, conversation: Conversation) -> list[_Turn]:
+        return [_for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
 
     def render_to_end_of_turn(self, conversation: Conversation) -> str:
         """Return the text of a conversation to the token that ends its last turn. Raises as `render` does."""
@@ -129,7 +143,7 @@ class ChatRenderer:
             DataError: the template rejects the conversation or drops part of it, or nothing is trained.
         """
         conversation, has_cuts = self._prepared(conversation)
-        turns = [_for_template(message) for message in conversation.messages]
+        turns = self._turns_of(conversation)
         if data.train_on == "all":
             text, _ = self._render(turns, conversation.tools, open_turn=False)
             found = [Rendering(text, ((0, len(text)),))]
@@ -248,7 +262,8 @@ class ChatRenderer:
         context, _ = self._render(turns[:turn], tools, open_turn=False)
         if turns[turn - 1]["role"] == "assistant" and not text.startswith(self._to_end_of_turn(context)):
             return None  # the template merges the two turns, so the completion would repeat the first
-        other, _ = self._render([*turns[:turn], {"role": "assistant", "content": "ftkit"}], tools, open_turn=False)
+        another = _for_template(Message("assistant", "ftkit"), in_parts=self.needs_parts)
+        other, _ = self._render([*turns[:turn], another], tools, open_turn=False)
         opening = _EMPTY_THINKING.sub("", before[len(context) :]) if before.startswith(context) else ""
         start = _common_prefix(text, other).rfind(opening) if opening else -1
         return None if start < 0 else before + text[start + len(opening) :]
@@ -311,9 +326,10 @@ def _context(turns: list[_Turn], end: int) -> list[_Turn]:
     return [*system, *recent[first_user:]]
 
 
-def _for_template(message: Message) -> _Turn:
+def _for_template(message: Message, *, in_parts: bool) -> _Turn:
     """Return a turn as templates expect it, without keys that have no value, since some templates test for keys."""
-    turn: _Turn = {"role": message.role, "content": message.content}
+    parts = [{"type": "text", "text": message.content}] if message.content else []
+    turn: _Turn = {"role": message.role, "content": parts if in_parts else message.content}
     if message.reasoning is not None:
         turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.reasoning)
     if message.tool_calls:

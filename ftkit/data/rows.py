@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.data.file_kinds import START_BYTES, check_kind
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,18 +26,12 @@ _EXCERPT = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NUL = "\0"
 NUL_BYTES = "the file is UTF-16, or was damaged when it was copied or a disk was full"
-_MAGIC = {
-    b"\x1f\x8b": ("compressed by gzip", ".gz"),
-    b"BZh": ("compressed by bzip2", ".bz2"),
-    b"\xfd7zXZ": ("compressed by xz", ".xz"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", ".zst"),
-    b"PK\x03\x04": ("a ZIP archive", ""),
-    b"PAR1": ("a Parquet file", ".parquet"),
-    b"ARROW1": ("an Arrow file", ".arrow"),
-}
-"""Magic numbers of files that are not JSON Lines."""
 _TEXT_SUFFIXES = (".txt", ".md")
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ENCODINGS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)  # fmt: skip
+"""Byte-order marks; that of UTF-32 begins with that of UTF-16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +62,7 @@ def read_json_lines(path: Path) -> list[Row]:
     """
     try:
         with path.open("rb") as file:
+            check_kind(file.peek(START_BYTES), str(path), "JSON Lines")
             return list(_parse(file, path))
     except OSError as error:
         fix = "check the path" if isinstance(error, FileNotFoundError) else "ask its owner for read permission"
@@ -102,26 +98,15 @@ def parse_row(content: bytes, file: str, where: str, *, is_first: bool) -> Row |
     """
     if is_first:
         content = content.removeprefix(codecs.BOM_UTF8)
-        _check_kind(content, file)
     text = _decode(content, file, where)
     return Row(_parse_object(text, file, where, is_first=is_first), where) if text.strip() else None
-
-
-def _check_kind(content: bytes, file: str) -> None:
-    kind, ending = next((about for magic, about in _MAGIC.items() if content.startswith(magic)), ("", ""))
-    if kind:
-        raise DataError(
-            f"{file} is {kind}, not JSON Lines",
-            meaning="the suffix of a file selects its reader",
-            fix=f"rename it with the suffix {ending}" if ending else "unpack it; save a spreadsheet as .csv",
-        )
 
 
 def _decode(line: bytes, file: str, where: str) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        likely = "UTF-16" if line.startswith(_UTF16) else "ISO-8859-1"
+        likely = next((name for mark, name in _ENCODINGS if line.startswith(mark)), "ISO-8859-1")
         raise DataError(
             f"{where}: not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line",
             meaning=f"the file has another encoding, probably {likely}",

@@ -17,6 +17,8 @@ LONG_TEXT: Final = "\n".join(
     f"{number}. Été <b>&</b> \"a\" 'b' {{c}} [d] (e) \\ $f #g\n\n\tftkitprobe  AbC;" for number in range(400)
 )
 """A text of about 20,000 characters, with those that a template might escape or replace."""
+CONTENTS: Final = Conversation((Message("user", PROBE), Message("assistant", PROBE)))
+"""A conversation with `PROBE` as the content of each turn."""
 _LATE_SYSTEM = "system turns after the first turn"
 
 
@@ -39,6 +41,8 @@ def _fields_of_turn(message: Message) -> Iterator[str]:
         yield "names of speakers"
     if message.role in ("system", "developer", "tool"):
         yield f"{message.role} turns"
+    else:
+        yield f"contents of {message.role} turns"
     if message.tool_calls:
         yield "tool calls"
         if message.content:
@@ -64,6 +68,8 @@ def probes() -> dict[str, Conversation]:
     call, plain = ToolCall("f", {"a": PROBE}), ToolCall("f", {"a": "b"})
     user, answer = Message("user", "hi"), Message("assistant", "ok")
     return {
+        "contents of user turns": Conversation((Message("user", PROBE), answer)),
+        "contents of assistant turns": Conversation((user, Message("assistant", PROBE))),
         "system turns": Conversation((Message("system", PROBE), user, answer)),
         _LATE_SYSTEM: Conversation((user, answer, Message("system", PROBE), user, answer)),
         "developer turns": Conversation((Message("developer", PROBE), user, answer)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
-from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
+from ftkit.data.formats import DETECTION_ROWS, check_split, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
@@ -26,6 +26,7 @@ from ftkit.errors import (
     NotFoundError,
     PrerequisiteError,
     missing_package_error,
+    plural,
 )
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import find_tokenizer
@@ -36,7 +37,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
@@ -180,6 +181,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
     rows = peek_rows(recipe.data)  # of all files, the validation file included
     num_bad = 0
     for row, form in _with_formats(recipe.data, rows):
+        check_split(recipe.data, form)
         try:
             with errors_at(row):
                 read_example(row.columns, recipe.data, form)
@@ -192,7 +194,20 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
 
         with errors_at(rows[-1]):  # from the validation file, if there is one
             read_question(rows[-1].columns)
-    return []
+    return _unused_metrics(recipe, rows)
+
+
+def _unused_metrics(recipe: RecipeSpec, rows: Sequence[Row]) -> list[str]:
+    """Return warnings about metrics of the recipe that have no score for any of these rows."""
+    generation = recipe.evaluation.generation
+    if not rows or generation is None or "sql" not in generation.metrics:
+        return []
+    from ftkit.data.tasks.metrics import SQL_COLUMNS  # noqa: PLC0415 - only these recipes need it
+
+    if any(row.columns.keys() >= SQL_COLUMNS for row in rows):
+        return []
+    columns, seen = ", ".join(sorted(SQL_COLUMNS)), f"the first {plural(len(rows), 'row')}"
+    return [f"evaluation.generation.metrics: sql has no score without {columns}, which none of {seen} has"]
 
 
 def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:

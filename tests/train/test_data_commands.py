@@ -122,6 +122,7 @@ def test_statistics_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 0
     assert "rows        4; 1 skipped as bad" in out
     assert "duplicates  2" in out
+    assert "epoch       less than a step, which takes " in out
     assert max(map(len, out.splitlines())) <= 80
 
 

@@ -220,6 +220,28 @@ def test_roles_that_a_template_drops_are_rejected(
         encode(chatml, talk)
 
 
+def test_a_template_that_writes_only_lists_of_parts_gets_contents_as_parts(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [list(document.tokens) for document in encode(chatml, TALK)]
+    parts = "{% for part in turn.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    template = (
+        f"{{% for turn in messages %}}<|im_start|>{{{{ turn.role }}}}\n{parts}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with_template(chatml, template, monkeypatch)
+    assert [list(document.tokens) for document in encode(chatml, TALK)] == expected
+
+
+def test_a_template_without_the_contents_of_turns_is_rejected(
+    chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(chatml, "{% for turn in messages %}<|im_start|>{{ turn.role }}<|im_end|>\n{% endfor %}"
+                  "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}", monkeypatch)  # fmt: skip
+    with pytest.raises(DataError, match="the chat template drops contents of assistant turns, contents of user turns"):
+        encode(chatml, TALK[1:3])
+
+
 def test_a_turn_that_the_template_merges_with_the_turn_before_it_is_rejected(
     chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

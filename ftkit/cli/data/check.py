@@ -42,7 +42,7 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
         num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
         num_too_long += encoded.num_too_long.total()
         for error in (*encoded.bad, *encoded.refused):
-            where, reason = error.what.split(": ", 1)
+            where, _, reason = error.what.partition(": ")
             fixes.add(error.fix)
             if as_json:
                 listed.append({"where": where, "reason": reason, "fix": error.fix})

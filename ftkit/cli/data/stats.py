@@ -71,7 +71,9 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
             for source, share in zip(stats.sources, shares, strict=True)
         ]
     epoch = _epoch(stats, plan)
-    text = plural(epoch["steps"], "step")
+    batch = plan.batch.global_batch_size
+    is_short = stats.num_packs < batch
+    text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
     if epoch["seconds"] is not None:
         text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
         text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"

@@ -18,7 +18,8 @@ from ftkit.errors import DataError, NotFoundError, one_line
 
 _NGRAM = 4
 _VERDICT = re.compile(r"\bverdict\W+(\w+)", re.IGNORECASE)
-_SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
+SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
+"""The columns that the metric `sql` needs."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def exact_match(_: Case, completion: Completion) -> float | None:
 
 def sql(case: Case, completion: Completion) -> float | None:
     """Execute the completion and the reference on the question's tables, and compare the rows."""
-    if any(case.columns.get(name) is None for name in _SQL_COLUMNS):
+    if any(case.columns.get(name) is None for name in SQL_COLUMNS):
         return None
     return float(execution_match(read_question(case.columns), completion.text).matched)
 
@@ -149,7 +150,7 @@ def choose_metrics(requested: Sequence[str], cases: Sequence[Case]) -> list[Metr
 
 def _task_of(cases: Sequence[Case]) -> list[str]:
     found = []
-    if any(case.columns.keys() >= _SQL_COLUMNS for case in cases):
+    if any(case.columns.keys() >= SQL_COLUMNS for case in cases):
         found.append("sql")
     if any(case.has_tools and case.message is not None for case in cases):
         found.append("calls")

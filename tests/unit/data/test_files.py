@@ -5,6 +5,8 @@ import csv
 import gzip
 import json
 import lzma
+import os
+import pickle
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -161,6 +163,54 @@ def test_a_damaged_file_is_reported_with_the_location(name: str, content: bytes,
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.zip", b"PK\x03\x04 one row" + lines(ROWS), r"a\.zip is a ZIP archive, not JSON Lines\n.*unpack it"),
+        (
+            "a.tar.gz",
+            gzip.compress(b"rows.jsonl".ljust(257, b"\0") + b"ustar\0" + lines(ROWS)),
+            "is a tar archive, not",
+        ),
+        ("a.json.gz", b"<!DOCTYPE html><html>sign in", r"a\.json\.gz is a web page, not a \.gz file\n.*download it"),
+        ("a.csv", b"\xef\xbb\xbf\n<HTML>\n<p>\n", r"a\.csv is a web page, not CSV"),
+        ("a.parquet", b"<html>", r"a\.parquet is a web page, not Parquet"),
+        (
+            "a.parquet",
+            b"ARROW1\0\0",
+            r"a\.parquet is an Arrow file, not Parquet\n(?s:.*)rename it with the suffix \.arrow",
+        ),
+        ("a.arrow", b"PAR1", r"a\.arrow is a Parquet file, not Arrow\n(?s:.*)rename it with the suffix \.parquet"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18", r"is compressed by lz4, not JSON Lines\n.*lz4 -d"),
+        ("a.db", b"SQLite format 3\0", r"a\.db is an SQLite database, not JSON Lines\n.*JSON Lines or Parquet"),
+        ("a.pkl", pickle.dumps(ROWS[:2]), r"a\.pkl is a Python pickle, not JSON Lines"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_as_a_whole_rather_than_row_by_row(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        next(read_file(str(tmp_path / name)))
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"rows\.jsonl is a pipe, not a file"):
+        next(read_file(str(tmp_path / "rows.jsonl")))
+    with pytest.raises(DataError, match="/dev/null is a device or a socket, not a file"):
+        next(read_file("/dev/null"))
+
+
+def test_a_table_with_a_time_that_python_cannot_represent_has_one_bad_row(tmp_path: Path) -> None:
+    times = pa.array([0, 2**62], pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["a", "b"], "time": times}), tmp_path / "a.parquet")
+    good, bad = read_file(str(tmp_path / "a.parquet"))
+    assert good.parse()
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: a value has no form in Python"):
+        bad.parse()
 
 
 def test_a_later_row_with_another_schema_is_reported_with_its_line(tmp_path: Path) -> None:

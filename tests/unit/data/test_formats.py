@@ -442,3 +442,13 @@ REFERENCE_ROWS: list[tuple[object, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("form", "columns", "roles"), REFERENCE_ROWS, ids=["R1", "R2", "R3", "R4"])
 def test_rows_of_the_reference_systems_data_are_read(form: Format, columns: dict[str, Any], roles: list[str]) -> None:
     assert [role for role, _ in turns_of(columns, form)] == roles
+
+
+@pytest.mark.parametrize("texts", [{"completion": "answer"}, {"prompt": "question"}, {"completion": "Yes, it is."}])
+def test_a_columns_name_without_braces_is_refused(texts: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"names no column: it is the text .*as in '\{answer\}'"):
+        PromptCompletionFormat.model_validate(texts)
+
+
+def test_a_prompt_may_be_the_same_for_each_example() -> None:
+    assert PromptCompletionFormat(prompt="Write a poem.", completion="{poem}").columns == ["poem"]

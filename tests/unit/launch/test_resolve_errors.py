@@ -257,6 +257,26 @@ def test_a_missing_template_is_reported_for_a_detected_format(plan: RunPlan, tmp
                 check_sources(here, {})
 
 
+def test_conversations_that_would_be_split_stop_a_run_before_submission(plan: RunPlan, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl}}"
+    overrides = [source, "data.format=auto", "data.too_long=split", "evaluation.sql_execution=null"]
+    with pytest.raises(DataError, match=r"data\.too_long is 'split', but the rows are conversations"):
+        check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
+
+
+def test_a_metric_whose_columns_are_missing_from_the_data_is_a_warning(plan: RunPlan, tmp_path: Path) -> None:
+    other = '{"question": "q", "answer": "a"}\n'
+    for row, prompt, completion in ((other, "question", "answer"), (QUESTION, "sql_prompt", "sql")):
+        (tmp_path / "rows.jsonl").write_text(5 * row)
+        source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
+        form = f"data.format={{kind: prompt-completion, prompt: '{{{prompt}}}', completion: '{{{completion}}}'}}"
+        metrics = "evaluation={sql_execution: null, generation: {metrics: [sql]}}"
+        overrides = [source, form, metrics, "data.ignore_columns=[sql_context]"]
+        found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
+        assert [warning.partition(":")[0] for warning in found] == ["evaluation.generation.metrics"] * (row == other)
+
+
 def test_columns_missing_from_a_generator_stop_a_run_before_submission(plan: RunPlan) -> None:
     recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
     with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):

@@ -537,7 +537,7 @@ def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> 
 
 def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layers() -> None:
     full, number = "training.activation_checkpointing=full", "training.checkpointed_layers="
-    assert plan(demo(full, number + "1")).recipe.training.checkpointing_label(2) == "'full' in 1 of 2 layers"
+    assert plan(demo(full, number + "1")).recipe.training.checkpointing_label(2, "zero3") == "'full' in 1 of 2 layers"
     assert "more than the model's 2 decoder layers" in problems(demo(full, number + "3"))
     for mode in ("auto", "none"):
         with pytest.raises(ConfigError, match="number of layers with activation_checkpointing"):
@@ -547,7 +547,12 @@ def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layer
 def test_a_number_of_offloaded_layers_belongs_to_offload_and_to_existing_layers() -> None:
     offloaded = "training.activation_checkpointing=selective", "training.activation_offload=true"
     training = TrainingPlan.of(demo(*offloaded, "training.offloaded_layers=1").training, 1, "selective")
-    assert training.checkpointing_label(2) == "'selective', 1 of the 'selective' ones offloaded"
+    assert training.checkpointing_label(2, "fsdp2") == "'selective', 1 layer offloaded"
+    part = training.model_copy(update={"activation_checkpointing": "full", "checkpointed_layers": 2})
+    assert (
+        part.checkpointing_label(6, "fsdp2")
+        == "'full' in 2 of 6 layers, 'selective' in 4 of 6 layers, 3 layers offloaded"
+    )
     assert "more than the model's 2 decoder layers" in problems(demo(*offloaded, "training.offloaded_layers=3"))
     with pytest.raises(ConfigError, match="no effect without activation_offload"):
         demo("training.offloaded_layers=1")
@@ -727,6 +732,13 @@ def test_steps_follow_from_epochs_once_the_packs_are_known() -> None:
     assert count_steps(training, None) is None
     assert count_steps(training, 100) == 19
     assert count_steps(DEMO.training, None) == DEMO.training.max_steps
+
+
+def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
+    recipe = demo("training.global_batch_size=16")
+    for num_packs, is_noted in ((3, True), (16, False), (None, False)):
+        notes = plan_run(recipe, LOCAL, None, replace(REQUEST, num_packs=num_packs), ftkit_version="0").notes
+        assert any("the data fills 3 packs, fewer than the 16 of a step" in note for note in notes) == is_noted
 
 
 def test_the_fingerprint_changes_only_with_inputs_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
