@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shlex
 import socket
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError
+from ftkit.model_layouts import adapters_in_bin, incomplete, model_and_adapters, not_a_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -52,55 +53,46 @@ def check_folder(folder: Path) -> None:
         NotFoundError: it is missing, incomplete, or in another format.
     """
     if folder.is_file():
-        raise NotFoundError(
-            f"model.weights: {folder} is a file",
-            meaning="a model is a folder in Hugging Face's layout: config.json, tokenizer, and weights as safetensors",
-            fix=f"give the folder: model.weights={folder.parent}",
-        )
+        raise not_a_folder(folder)
     if not folder.is_dir():
         raise NotFoundError(
             f"model.weights: there is no folder {folder} on {socket.gethostname()}",
             meaning="the path is wrong, or its file system is not mounted there",
             fix="give the right path: model.weights=PATH",
         )
-    missing = missing_files(folder)
-    if missing and any(folder.glob("pytorch_model*.bin")):
-        raise NotFoundError(
-            f"model.weights: {folder} has its weights only as pytorch_model.bin",
-            meaning="ftkit reads safetensors, from which each process loads its part, and which can't run code",
-            fix="convert them: python -c 'from transformers import AutoModelForCausalLM as M; "
-            f'M.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")\'',
-        )
-    if missing and (merge := _merge_command(folder)) is not None:
-        raise NotFoundError(
-            f"model.weights: {folder} is a checkpoint whose weights are in the shards of a trainer",
-            meaning="ftkit reads whole tensors from safetensors",
-            fix=f"merge the shards on a machine that you trust them on: {merge}",
-        )
-    if missing:
-        raise NotFoundError(
-            f"model.weights: {folder} has no {' and no '.join(missing)}",
-            meaning="its weights have another format, or a copy was interrupted",
-            fix="give a folder in Hugging Face's layout, with weights as safetensors",
-        )
+    if missing := missing_files(folder):
+        raise incomplete(folder, missing)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise model_and_adapters(folder)
     read_model_type(folder)
-    damaged = [file for file in _weights_files(folder) if not _is_complete(folder / file)]
-    if damaged:
+    _check_complete(folder, _weights_files(folder))
+    _check_tensors(folder)
+
+
+def check_adapters(folder: Path) -> None:
+    """Check that a folder of peft's adapters has their weights, as safetensors that are not truncated.
+
+    Raises:
+        NotFoundError: they are missing, incomplete, or in another format.
+    """
+    if not (folder / ADAPTER_FILE).is_file():
+        if (folder / "adapter_model.bin").is_file():
+            raise adapters_in_bin(folder)
+        raise NotFoundError(
+            f"model.weights: {folder} has no {ADAPTER_FILE}",
+            meaning="a copy was interrupted, or the training that writes it",
+            fix="copy the adapters again, or give a folder that has them",
+        )
+    _check_complete(folder, [ADAPTER_FILE])
+
+
+def _check_complete(folder: Path, files: Sequence[str]) -> None:
+    if damaged := [file for file in files if not _is_complete(folder / file)]:
         raise NotFoundError(
             f"model.weights: {folder} has an incomplete {' and an incomplete '.join(damaged)}",
             meaning="a copy was interrupted, it contains only a Git LFS pointer, or this user has no read permission",
             fix="copy or download it again",
         )
-    _check_tensors(folder)
-
-
-def _merge_command(folder: Path) -> str | None:
-    """Return the command that merges the shards of accelerate's FSDP or DeepSpeed's ZeRO; None if there are none."""
-    if shards := next(folder.glob("pytorch_model_fsdp_*/.metadata"), None):
-        return shlex.join(["accelerate", "merge-weights", str(shards.parent), str(folder)])
-    if (script := folder / "zero_to_fp32.py").is_file():
-        return shlex.join(["python", str(script), str(folder), str(folder), "--safe_serialization"])
-    return None
 
 
 def _check_tensors(folder: Path) -> None:
@@ -131,8 +123,9 @@ _SCALED = ("F8_E4M3",)
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Return whether a folder has adapters without a model."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file()
+    """Return whether a folder has adapters without a model; some programs save the model's config.json with them."""
+    has_model = any((folder / name).is_file() for name in (WEIGHTS_FILE, WEIGHTS_INDEX))
+    return (folder / ADAPTER_CONFIG).is_file() and not has_model
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -246,7 +239,14 @@ def _tensors_of_model(folder: Path) -> dict[str, _StoredTensor]:
     return {name: tensor for file in _weights_files(folder) for name, tensor in _stored_tensors(folder / file).items()}
 
 
-def _stored_tensors(path: Path) -> dict[str, _StoredTensor]:
+def _stored_tensors(path: Path) -> Mapping[str, _StoredTensor]:
+    """Return the tensors of a file of safetensors, from its header, which is read again only if the file changed."""
+    seen = path.stat()
+    return _read_header(path, (seen.st_ino, seen.st_size, seen.st_mtime_ns))
+
+
+@lru_cache(maxsize=256)  # files of the largest models
+def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, _StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))

@@ -33,7 +33,7 @@ from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.padding import pad_documents
-from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
+from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, implementation_of
 from ftkit.train.model.build import TextConfig, build_empty
@@ -43,6 +43,7 @@ from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_exp
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import choose_packing
+from ftkit.train.param_count import count_method
 from ftkit.train.world import World
 
 if TYPE_CHECKING:
@@ -285,13 +286,16 @@ class _Family:
         choose_token_mixers(model, self.world)
         lora = _adapters(model, use_dora=self.use_dora) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})
+        expected = count_method(model, training)
         prepare_method(model, training, self.world.device)
 
         def initialize(sharded: nn.Module) -> None:
             load_weights(sharded, self.folder)
             init_adapters(sharded, 0)
 
-        return Fsdp2Engine(model, training, self.world, initialize), training
+        engine = Fsdp2Engine(model, training, self.world, initialize)
+        verify_sharding(engine.sharding_stats(), training, expected)
+        return engine, training
 
 
 def _adapters(model: Any, *, use_dora: bool) -> LoraSpec:

@@ -37,6 +37,8 @@ _EQUAL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
 )  # fmt: skip
+_PER_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Sizes that some configurations list for each layer, as Gemma 3n's; the shape has the largest."""
 FULL, WINDOWED, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Types of layers."""
 
@@ -127,6 +129,9 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     family = family_of(str(text.get("model_type")))
     stored = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}
     filled: dict[str, Any] = {**family.defaults, **stored}
+    for key in _PER_LAYER:
+        if isinstance(values := filled.get(key), list) and values and all(map(_is_count, values)):
+            filled[key] = max(values)
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
     if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
@@ -277,7 +282,7 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
     stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
     found = {
-        key: f"{given[key]} in the recipe, {stored[key]} in the weights"
+        key: f"{_in_yaml(given[key])} in the recipe, {_in_yaml(stored[key])} in the weights"
         for key in _EQUAL
         if key in stored and key in given and given[key] != stored[key]
     }
@@ -335,7 +340,12 @@ def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, 
                 "full_attention_every": f"{shape.full_attention_every} in the recipe, in the weights layers "
                 f"{', '.join(full) or '(none)'} have full attention"
             }
-    return {"sliding_window": f"{planned} in the recipe, {window} in the weights"} if is_other else {}
+    values = f"{_in_yaml(planned)} in the recipe, {_in_yaml(window)} in the weights"
+    return {"sliding_window": values} if is_other else {}
+
+
+def _in_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def shipped_config(weights: str) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PROGRAM = "ftkit.train.count"
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """To be increased when the counting program returns other counts for the same configuration."""
 
 

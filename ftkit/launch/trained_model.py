@@ -11,7 +11,7 @@ from ftkit.config.model import ArchitectureFields, ModelPlan, ModelSpec, Tokeniz
 from ftkit.config.strict import RUN
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, stored_names
+from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters, stored_names
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
@@ -224,13 +224,14 @@ def check_adapter(recipe: RecipePlan) -> None:
 
     Raises:
         ConfigError: they differ.
-        NotFoundError: their configuration can't be read.
+        NotFoundError: their configuration can't be read, or their weights are missing or incomplete.
     """
     lora, folder = recipe.training.adapters, recipe.model.adapter
     if folder is None or lora is None:
         return
     if Path(folder).is_dir():
         there = _read_adapter_config(Path(folder))
+        check_adapters(Path(folder))
     else:  # a checkpoint, which is exported when the data is prepared
         there = _as_peft(read_plan(RunLayout(Path(folder).parents[1])).recipe.training.adapters)
     where, fix = str(recipe.model.source), "Set the values that the adapters were trained with."

@@ -20,7 +20,7 @@ from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec
 from ftkit.config.model_config import fill_config, text_part
 from ftkit.errors import TrainingError
 from ftkit.planning.estimates.parameters import count_attention
-from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.build import find_decoder_layers, make_config, shape_fields
 from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.linears import linear_sizes, linears_in_layers
 
@@ -98,8 +98,8 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
     """
     base = sum(parameter.numel() for parameter in model.parameters())
     lora = training.adapters
-    if lora is None:
-        return ParameterCounts(total=base, trained=base)
+    if lora is None:  # classes freeze some, such as the biases of AFMoE's routers
+        return ParameterCounts(base, sum(each.numel() for each in model.parameters() if each.requires_grad))
     targeted = find_targets(model, lora.targets)
     adapters = sum(adapter_size(lora, *sizes) for sizes in targeted)
     adapters += sum(each.count * expert_adapter_size(lora, each) for each in expert_matrices(model))
@@ -150,6 +150,21 @@ def _count_quantized(model: nn.Module, training: TrainingPlan) -> int:
     )
 
 
+_WITHOUT_ATTENTION = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
+"""Heads of a class that has none, such as Mamba's: a shape needs some, and the counts have no attention."""
+_UNLIMITED = {"max_position_embeddings": 1 << 20}
+"""Positions of a class whose configuration has no limit: it computes biases of distances, or states along the row."""
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a raw configuration with the floats that JSON lacks, which transformers 5 saves as objects."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def print_counts(text: str) -> None:
     """Print the configuration and the `ModelCounts` of a model without weights.
 
@@ -162,7 +177,7 @@ def print_counts(text: str) -> None:
     if family not in CONFIG_MAPPING:
         sys.exit(UNKNOWN_FAMILY)
     if raw:
-        config: Any = CONFIG_MAPPING[family].from_dict(raw).get_text_config(decoder=True)
+        config: Any = CONFIG_MAPPING[family].from_dict(_with_floats(raw)).get_text_config(decoder=True)
     else:
         no_tokens = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         config = make_config(ArchitectureSpec.model_validate(request["architecture"]), cast("Any", no_tokens))
@@ -175,7 +190,9 @@ def print_counts(text: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     saved = json.loads(config.to_json_string(use_diff=False))
-    filled = _with_heads({name: saved.get(own) for name, own in config.attribute_map.items()} | saved)
+    filled = fill_config({name: saved.get(own) for name, own in config.attribute_map.items()} | saved)
+    filled = _with_heads({key: value for key, value in shape_fields(config).items() if value is not None} | filled)
+    filled = _WITHOUT_ATTENTION | _UNLIMITED | filled
     width = filled.get("intermediate_size") or 0
     if not width and read_experts(fill_config(filled)) is None:
         width = filled["intermediate_size"] = _widest(model)

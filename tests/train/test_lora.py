@@ -38,7 +38,7 @@ def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
 @pytest.mark.oldest
 def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
     (proof,) = adapted.records(VerificationRecord)
-    assert proof.checks["trainable parameters"] == "8,192"
+    assert proof.checks["trainable parameters"] == 8_192
     before, after = adapted.records(EvaluationRecord)
     assert after.loss < before.loss
     kept = FileSystemReader(adapted.layout.checkpoint(20)).read_metadata().state_dict_metadata

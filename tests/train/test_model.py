@@ -132,8 +132,8 @@ def test_every_family_passes_the_checks(
         assert expected == method_counts(architecture(family), training)
     engine = Fsdp2Engine(model, training, world)
     checks = verify_sharding(engine.sharding_stats(), training, expected)
-    assert checks["units"] == "5"
-    assert checks[f"layers with checkpointing '{checkpointing}'"] == "4"
+    assert checks["units"] == 5
+    assert checks[f"layers with checkpointing '{checkpointing}'"] == 4
     probe = run_probe(engine, world, 320, micro_batch_size=2, sequence_length=60)
     assert verify_isolation(probe)["documents isolated"].startswith("difference ")
     assert verify_isolation(probe, shares_scales=True)["documents isolated"] == "gradient 0"
@@ -151,6 +151,17 @@ def test_experts_of_sizes_unsupported_by_grouped_mm_are_trained(
     }
     torch.func.functional_call(model, real, kwargs={"input_ids": torch.arange(8)[None]}).logits.sum().backward()
     assert all(weight.grad is not None for weight in real.values())
+
+
+def test_settings_of_inference_in_a_published_configuration_have_no_effect(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    config = make_config(architecture("llama"), tokenizer)
+    config.update({"return_dict": False, "output_hidden_states": True, "use_cache": True})
+    ids = torch.tensor([[1, 2, 3]])
+    output = build_empty(config, "sdpa").to_empty(device="cpu")(input_ids=ids)
+    assert output.logits.shape[:2] == ids.shape
+    assert (output.hidden_states, output.past_key_values) == (None, None)
 
 
 def test_a_tied_table_is_sharded_once(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -178,19 +189,20 @@ GOOD = ShardingStats(
     [
         ({"num_units": 1}, "units: found 1, expected 65"),
         ({"checkpointed_layers": {"full": 64}}, "layers with checkpointing 'none': found 0, expected 64"),
+        ({"offloaded_layers": 3}, "offloaded layers: found 3, expected 0"),
         ({"local_elements": 1000}, "parameters on this rank: found 1,000, expected at most 130"),
         ({"trainable_elements": 7}, "trainable parameters: found 7, expected 1,000"),
         ({"total_elements": 999, "trainable_elements": 999}, "parameters: found 999, expected 1,000"),
     ],
 )
 def test_each_check_reports_the_actual_and_the_expected_value(changes: dict[str, Any], message: str) -> None:
-    assert verify_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == "65"
+    assert verify_sharding(GOOD, TRAINING, ParameterCounts(1000, 1000))["units"] == 65
     with pytest.raises(TrainingError, match=message):
         verify_sharding(ShardingStats(**(vars(GOOD) | changes)), TRAINING, ParameterCounts(1000, 1000))
 
 
 def test_packs_without_a_target_are_rejected_by_number() -> None:
-    assert verify_targets(np.array([3, 7])) == {"fewest targets in a pack": "3"}
+    assert verify_targets(np.array([3, 7])) == {"fewest targets in a pack": 3}
     with pytest.raises(TrainingError, match="no target token in 2 of 4 packs, the first is number 1"):
         verify_targets(np.array([3, 0, 7, 0]))
 

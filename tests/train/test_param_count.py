@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from family_matrix import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit import assets
@@ -21,12 +22,16 @@ from ftkit.config.training_plan import TrainingPlan
 from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.families import FAMILIES, MEASURED
-from ftkit.launch.model import resolve_model
+from ftkit.files import parse_json
+from ftkit.launch.model import CountedModel, resolve_model
 from ftkit.model_folder import read_model_config
 from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.layout import Workspace
+from ftkit.planning.planner import plan_model
 from ftkit.runs.records import StartRecord, VerificationRecord
+from ftkit.train.model.build import read_config
 from ftkit.train.param_count import count_method, count_modules, print_counts
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,11 +190,33 @@ def test_random_weights_of_a_family_that_transformers_lacks_are_not_counted(fami
     assert ended.value.code == code
 
 
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="families of transformers 5")
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [
+        ("bloom", 1 << 20),  # no limit of positions
+        ("gemma3n_text", 512),  # a width for each layer
+        ("longcat_flash", 512),  # a computed number of layers
+        ("mamba2", 1 << 20),  # no heads, and a float that JSON lacks
+    ],
+)
+def test_a_configuration_without_the_usual_keys_is_planned_and_trained(
+    family: str, positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
+    print_counts(json.dumps({"config": config}))
+    counted = parse_json(capsys.readouterr().out, CountedModel)
+    shape = plan_model(ModelSpec(weights=str(tmp_path)), counted.config, counted.counts).architecture
+    assert shape.max_position_embeddings == positions
+    read_config(tmp_path, shape)  # the trainer compares the plan's shape with the file
+
+
 def test_a_run_uses_the_param_count_of_the_model_class(make_run: Callable[..., Any]) -> None:
     family = "model.architecture.family=starcoder2"  # the estimate ignores its biases
     run = make_run("counted", family, "training.max_steps=1", "evaluation.sql_execution=null")
     printed = run.train()
     (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)
-    assert proof.checks["parameters"] == f"{start.num_parameters:,}"
+    assert proof.checks["parameters"] == start.num_parameters
     estimate = f"(the plan's estimate was {run.plan.num_parameters:,})"
     assert f"the model has {start.num_parameters:,} parameters {estimate}" in printed

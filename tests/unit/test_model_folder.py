@@ -1,18 +1,27 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from ftkit.errors import NotFoundError
-from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from ftkit.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    check_adapters,
+    check_folder,
+    holds_adapters,
+    read_model_config,
+    read_stored_shapes,
+    stored_dtypes,
+)
 
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
@@ -147,3 +156,81 @@ def test_missing_or_unexpectedly_quantized_weights_are_rejected(tmp_path: Path) 
     assert "save_pretrained" in str(caught.value.fix)
     with pytest.raises(NotFoundError, match="is a file"):
         check_folder(tmp_path / CONFIG_FILE)
+
+
+def test_the_header_of_a_weight_file_is_read_once_as_long_as_the_file_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    real_open = Path.open
+
+    def count(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path.name)
+        return real_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", count)
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    file = tmp_path / WEIGHTS_FILE
+    file.write_bytes(safetensors.numpy.save({"model.embed_tokens.weight": np.zeros((4, 2), np.float32)}))
+    opened.clear()
+    for _ in range(2):
+        check_folder(tmp_path)
+        read_model_config(tmp_path)
+        assert read_stored_shapes(tmp_path) == {"model.embed_tokens.weight": (4, 2)}
+        assert stored_dtypes(file) == {"F32"}
+    assert opened.count(WEIGHTS_FILE) == 1
+    file.write_bytes(safetensors.numpy.save({"model.embed_tokens.weight": np.zeros((5, 2), np.float32)}))
+    assert read_stored_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2)}
+
+
+def test_a_model_in_gguf_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for place in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(
+            NotFoundError, match=r"model\.gguf is a model in GGUF.*\n.*\ngive the model that it was made"
+        ):
+            check_folder(place)
+
+
+def test_a_file_that_belongs_to_no_model_suggests_no_folder(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS_FILE).write_bytes(NO_TENSORS)
+    with pytest.raises(NotFoundError, match=r"is a file\n.*\ngive a folder that has these files"):
+        check_folder(tmp_path / WEIGHTS_FILE)
+    (tmp_path / CONFIG_FILE).touch()
+    with pytest.raises(NotFoundError, match=f"give the folder: model.weights={tmp_path}"):
+        check_folder(tmp_path / WEIGHTS_FILE)
+
+
+def test_the_output_folder_of_a_trainer_suggests_its_newest_checkpoint(tmp_path: Path) -> None:
+    for name in ("checkpoint-90", "checkpoint-1000", "logs"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-90", "checkpoint-1000"):
+        (tmp_path / name / ADAPTER_CONFIG).touch()
+    with pytest.raises(
+        NotFoundError, match="has no model, but folders with models: checkpoint-90, checkpoint-1000"
+    ) as e:
+        check_folder(tmp_path)
+    assert e.value.fix == f"give one of them: model.weights={tmp_path / 'checkpoint-1000'}"
+
+
+def test_adapters_with_the_models_configuration_are_adapters_and_with_its_weights_ambiguous(tmp_path: Path) -> None:
+    (tmp_path / ADAPTER_CONFIG).write_text("{}")
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    assert holds_adapters(tmp_path)
+    (tmp_path / WEIGHTS_FILE).write_bytes(NO_TENSORS)
+    assert not holds_adapters(tmp_path)
+    with pytest.raises(NotFoundError, match=r"has a model, and adapters as well \(adapter_config\.json\)"):
+        check_folder(tmp_path)
+
+
+def test_the_weights_of_adapters_must_be_complete_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"has no adapter_model\.safetensors"):
+        check_adapters(tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(NotFoundError, match=r"only as adapter_model\.bin\n.*\nconvert them: python -c "):
+        check_adapters(tmp_path)
+    (tmp_path / ADAPTER_FILE).write_bytes(NO_TENSORS[:-1])
+    with pytest.raises(NotFoundError, match=r"an incomplete adapter_model\.safetensors"):
+        check_adapters(tmp_path)
+    (tmp_path / ADAPTER_FILE).write_bytes(NO_TENSORS)
+    check_adapters(tmp_path)

@@ -101,7 +101,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
     _check_quantization(stored, folder)
     of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
-    found = find_contradictions(of_files, _shape_fields(config))
+    found = find_contradictions(of_files, shape_fields(config))
     wrong = [f"{key}: {values}" for key, values in found.items()]
     if wrong:
         raise TrainingError(
@@ -116,7 +116,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     return TextConfig(config, is_wrapped=config is not stored)
 
 
-def _shape_fields(config: PretrainedConfig) -> dict[str, Any]:
+def shape_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a configuration about the shape, by their public names.
 
     They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
@@ -286,6 +286,9 @@ def has_recurrent_layers(config: Any) -> bool:
 def _prepared(model: Any) -> nn.Module:
     # With a cache, transformers ignores where packed documents end: they would attend to each other.
     model.config.use_cache = False
+    # Some published configurations ask for tuples, or for what each layer computes.
+    model.config.return_dict = True
+    model.config.output_hidden_states = model.config.output_attentions = False
     result: nn.Module = model.train()
     return result
 

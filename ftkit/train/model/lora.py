@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
-from ftkit.model_folder import ADAPTER_FILE
+from ftkit.model_folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
@@ -297,8 +297,10 @@ def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> 
         is_wrapped: whether the model is part of a multimodal one, whose names exported adapters have.
 
     Raises:
+        NotFoundError: their file is missing or incomplete.
         TrainingError: they differ from the model's adapters.
     """
+    check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     own_names = {exported: name for name, exported in peft_names(model, parameters, is_wrapped=is_wrapped).items()}
     own_names |= {_peft_name(name): name for name in parameters if not is_of_experts(name)}

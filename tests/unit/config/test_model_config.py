@@ -62,7 +62,7 @@ def test_shipped_shapes_match_the_published_configurations(
     [
         ({"rope_theta": 10_000.0}, "rope_theta", "10000.0 in the recipe, 500000.0 in the weights"),
         ({"num_key_value_heads": 32}, "num_key_value_heads", "32 in the recipe, 8 in the weights"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings", "True in the recipe, False in the weights"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings", "true in the recipe, false in the weights"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps", "1e-06 in the recipe, 1e-05 in the weights"),
         ({"vocab_size": 128000}, "vocab_size", "128000 in the recipe, 128256 in the weights"),
         ({"head_dim": 64}, "head_dim", "64 in the recipe, 128 in the weights"),
@@ -73,7 +73,7 @@ def test_shipped_shapes_match_the_published_configurations(
         ),
         ({"family": "qwen3"}, "family", "qwen3 in the recipe, llama in the weights"),
         ({"initializer_range": 0.01}, "initializer_range", "0.01 has no effect on pretrained weights"),
-        ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, None in the weights"),
+        ({"sliding_window": 4096}, "sliding_window", "4096 in the recipe, null in the weights"),
     ],
 )
 def test_each_field_that_contradicts_the_weights_is_reported_with_both_values(

@@ -168,6 +168,7 @@ def test_a_file_or_an_incomplete_folder_as_model_is_reported_as_such(tmp_path: P
     with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors"):
         resolve_model(ModelSpec(weights=str(weights.parent)), {}, Workspace(tmp_path))
     weights.touch()
+    (weights.parent / "config.json").touch()
     with pytest.raises(NotFoundError, match="is a file") as caught:
         resolve_model(ModelSpec(weights=str(weights)), {}, Workspace(tmp_path))
     assert f"model.weights={weights.parent}" in caught.value.fix
