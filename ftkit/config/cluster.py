@@ -18,6 +18,7 @@ from ftkit.config.strict import (
     PositiveFloat,
     PositiveInt,
     Spec,
+    TimeLimit,
     VariableName,
 )
 
@@ -56,7 +57,7 @@ class PreparationSpec(Spec):
     """CPUs to request, with one tokenizing process each."""
     memory_gib: PositiveInt | None = None
     """Memory to request. The site's default if null."""
-    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    time_limit: TimeLimit | None = None
     """Time limit. The partition's if null."""
 
 
@@ -105,9 +106,9 @@ class ClusterProfile(Spec):
     """Slurm quality of service."""
     reservation: OneLine | None = None
     """Slurm reservation."""
-    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    time_limit: TimeLimit | None = None
     """Time limit if the recipe sets none."""
-    max_time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
+    max_time_limit: TimeLimit | None = None
     """Longest time limit of the partition. A recipe that sets more gets this limit, and continues in another job."""
     exclusive: bool = True
     """Request whole nodes."""

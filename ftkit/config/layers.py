@@ -24,7 +24,8 @@ class Layers:
         """Merge this into `below`: mappings are merged recursively, other values replace.
 
         A mapping with another `kind` replaces the old one, without mixing their other keys. A mapping keeps its origin
-        if the command line overrides only some of its keys.
+        if the command line overrides only some of its keys; these have the command line's, so that a relative path in
+        them is relative to the current folder.
         """
         values = dict(below.values)
         merged: set[KeyPath] = {()}
@@ -33,7 +34,8 @@ class Layers:
         kept = {path: place for path, place in below.origins.items() if not _is_within(path, replaced)}
         typed_through = {path for path in merged if path in kept and self.origins.get(path) == COMMAND_LINE}
         own = {path: place for path, place in self.origins.items() if path not in typed_through}
-        return Layers(values, kept | own)
+        new = {path: self.origin(path) for path in replaced}
+        return Layers(values, kept | new | own)
 
     def value(self, path: KeyPath) -> Any:
         """Return the value at `path`; None if there is none."""

@@ -46,7 +46,7 @@ _SENTENCES: Final = {
     "string_type": ("must be text", "Put it in quotes."),
     "too_long": ("must have at most {max_length} values", ""),
     "too_short": ("must have at least {min_length}", "Give one, or omit the key."),
-    "tuple_type": ("must be a list", "Put it in brackets: [a, b]."),
+    "tuple_type": ("must be a list", "Put it in brackets."),
 }
 """Messages for pydantic's error types in the terms of YAML, with fixes."""
 _KEYS_OF_OTHER_TOOLS: Final = {
@@ -121,11 +121,10 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     where = layers.origin(path)
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(
-            where, key, "unknown key.", _fix_for_unknown_key(path[-1], list(owner.model_fields) if owner else [])
-        )
+        known = list(owner.model_fields) if owner else []
+        return Problem(where, key, "unknown key.", _fix_for_unknown_key(path[-1], known))
     if kind == "missing" and isinstance(detail["loc"][-1], int):
-        return Problem(where, key, f"has too few values, got {_shown(given)}.")
+        return Problem(where, key.rpartition("[")[0], f"has too few values, got {_shown(given)}.")
     if kind == "missing":
         return Problem(where, key, "required, but not given.", f"Add '{path[-1]}:'.")
     if kind == "union_tag_not_found":
@@ -136,10 +135,11 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         if kind == "union_tag_invalid":
             where, key = layers.origin((*path, "kind")), f"{key}.kind"
         choices = str(context.get("expected") or context.get("expected_tags"))
-        word = str(context.get("tag", _shown(given).strip("'")))[:_LONGEST_VALUE]
+        word = str(context.get("tag", given if isinstance(given, str) else _shown(given)))[:_LONGEST_VALUE]
         words = [choice.strip(" '") for choice in choices.replace(" or ", ", ").split(",")]
         fix = _suggestion(word, words, listing=False) or _description(owner, path)
-        return Problem(where, key, f"{word!r} is none of {choices}.", fix)
+        shown = word if given is None or isinstance(given, bool) else repr(word)
+        return Problem(where, key, f"{shown} is none of {choices}.", fix)
     if kind == "value_error" and isinstance(given, dict):
         return Problem(
             _origin_of_check(layers, path, given, _validator_message(detail)), key, f"{_validator_message(detail)}."
@@ -161,6 +161,8 @@ def _wrong_value(where: str, path: KeyPath, key: str, owner: type[BaseModel] | N
         fix = f"Text that begins with a brace also needs quotes for YAML: {key}='\"{{column}}\"'."
     elif kind in _MAPPING_EXPECTED and (keys := _keys(owner, path)):
         fix = f"Its keys are {', '.join(keys)}."
+    elif kind == "tuple_type" and isinstance(given, str) and "," not in given:
+        fix = f"Put it in brackets: [{given[:_LONGEST_VALUE]}]."
     elif given is None or not fix:
         fix = "" if isinstance(given, dict) else _description(owner, path)
     return Problem(where, key, f"{message.format_map(detail.get('ctx', {}))}, got {_shown(given)}.", fix)
@@ -187,6 +189,9 @@ def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
 def _fix_for_unknown_key(word: str, known: list[str]) -> str:
     if word == "trust_remote_code":
         return _NO_REMOTE_CODE
+    name, colon, value = word.partition(":")
+    if colon and value and name in known:
+        return f"Put a space after the colon: '{name}: {value}'."
     here = _KEYS_OF_OTHER_TOOLS.get(word)
     return f"Here it is {here}." if here else _suggestion(word, known)
 
@@ -204,7 +209,7 @@ def _validator_message(detail: ErrorDetails) -> str:
 
 def _shown(value: object) -> str:
     """Format a value in YAML's spelling, shortened if it is long."""
-    words = {None: "nothing", True: "true", False: "false"}
+    words = {None: "null", True: "true", False: "false"}
     shown = words[value] if value is None or isinstance(value, bool) else repr(value)
     return shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}…"
 

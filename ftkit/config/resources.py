@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ftkit.config.strict import WHOLE_NUMBER, OneLine, PositiveInt, Spec
+from ftkit.config.strict import WHOLE_NUMBER, PositiveInt, Spec, TimeLimit
 
 
 class ResourcesSpec(Spec):
@@ -29,6 +29,6 @@ class ResourcesSpec(Spec):
     preflight: bool | None = None
     """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
     nodes."""
-    time_limit: OneLine | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
-    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`. The profile's
-    if null."""
+    time_limit: TimeLimit | None = None
+    """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; `4:00` is four
+    minutes, as in Slurm. The profile's if null."""

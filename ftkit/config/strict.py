@@ -147,6 +147,20 @@ PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT), WHOLE_NUMBER]
 """Counts, bounded so that arithmetic does not overflow and loops end."""
 
+_TIME_LIMIT = r"^(\d+-)?\d+(:\d{1,2}){0,2}$"
+
+
+def _minutes_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+TimeLimit = Annotated[
+    OneLine,
+    Field(pattern=_TIME_LIMIT),
+    BeforeValidator(_minutes_as_text, json_schema_input_type=Annotated[str, Field(pattern=_TIME_LIMIT)] | int),
+]
+"""A time limit in Slurm's format. YAML reads one of minutes alone as a number."""
+
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]

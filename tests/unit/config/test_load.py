@@ -243,6 +243,28 @@ def test_relative_paths_are_relative_to_their_file(ctx: Context, monkeypatch: py
     assert recipe.data.source.dataset == str(elsewhere / "set")  # type: ignore[union-attr]
 
 
+def test_a_typed_path_is_relative_to_the_current_folder_also_in_a_short_form(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = ctx.project / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (ctx.project / "recipes" / "mine.yaml").write_text("extends: demo\ndata: {source: mine.jsonl, format: auto}\n")
+    for override in ("data.source=./typed.jsonl", "data.source={kind: files, train: typed.jsonl}"):
+        recipe = load_recipe("mine", ctx, [override, "evaluation.sql_execution=null"])
+        assert recipe.data.files == [("data.source.train", str(elsewhere / "typed.jsonl"))]
+
+
+def test_a_time_limit_may_be_a_number_of_minutes(ctx: Context) -> None:
+    (ctx.project / "recipes" / "mine.yaml").write_text("extends: demo\nresources: {time_limit: 90}\n")
+    (ctx.project / "clusters" / "ours.yaml").write_text("extends: slurm\nname: ours\ntime_limit: 120\n")
+    assert load_recipe("mine", ctx).resources.time_limit == "90"
+    assert load_recipe("demo", ctx, ["resources.time_limit=30"]).resources.time_limit == "30"
+    assert load_cluster("ours", ctx).time_limit == "120"
+    assert "time_limit: must be text, got true" in problems(ctx, "resources.time_limit=true")[0]
+    assert "'-5' does not have the required form" in problems(ctx, "resources.time_limit=-5")[0]
+
+
 def test_an_invalid_format_string_is_rejected_with_file_and_line(ctx: Context) -> None:
     path = ctx.project / "recipes" / "mine.yaml"
     path.write_text("extends: demo\nname: mine\ndata:\n  format:\n    prompt: '{question!q}'\n")
@@ -364,6 +386,12 @@ def test_true_and_false_are_not_numbers(ctx: Context, override: str, message: st
         ("data.train_on=[]", "data.train_on: write assistant, last, completion, all, or a list of roles: ["),
         ("data.template_options={a: [1]}", "data.template_options.a: an option of a template is text, a number, true"),
         ("data.format=openai", "'openai' is not a format: write auto, messages, sharegpt, alpaca"),
+        ("training.method=null", "training.method: null is none of 'full', 'lora' or 'qlora'."),
+        ("training.compile=true", "training.compile: true is none of 'auto', 'layers' or 'none'."),
+        ("training.seed=null", "training.seed: must be a whole number, got null."),
+        ("training.betas=[0.9]", "training.betas: has too few values, got [0.9]."),
+        ("training.lora={rank:8}", "training.lora.rank:8: unknown key. Put a space after the colon: 'rank: 8'."),
+        ("tracking.sinks=wandb", "tracking.sinks: must be a list, got 'wandb'. Put it in brackets: [wandb]."),
         ("training.lr=1", "training.lr: unknown key. Here it is training.learning_rate."),
         ("model.trust_remote_code=true", "unknown key. ftkit never runs code that comes with a model: choose one"),
     ],
