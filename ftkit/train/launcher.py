@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit import process
+from ftkit.data.imports import keep_bytecode
 from ftkit.errors import FtkitError, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
@@ -30,7 +31,7 @@ from ftkit.runs.lease import revoke_if_dead
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord
-from ftkit.train.imports import faster_imports, keep_bytecode
+from ftkit.train.imports import faster_imports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +71,8 @@ def main(arguments: list[str]) -> int:
     cache = os.environ.get("FTKIT_CACHE_DIR")
     if cache is not None:
         _stage_weights(layout, Path(cache))
-        if folder := keep_bytecode(Path(cache)):
-            sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
+    if folder := keep_bytecode():
+        sys.stderr.write(f"ftkit: torch was installed without bytecode: it is kept in {folder}\n")
     with faster_imports():  # after the mask: their threads inherit it
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
         from torch.distributed.run import main as torchrun  # noqa: PLC0415

@@ -19,6 +19,7 @@ unset VIRTUAL_ENV "${!CONDA_@}"
 export ENROOT_LOGIN_SHELL=no
 
 export PYTHONUNBUFFERED=1
+unset PYTHONOPTIMIZE # transformers reads docstrings
 export OMP_NUM_THREADS=1
 
 # Caches of compiled kernels: on each node's own disk, kept between jobs.

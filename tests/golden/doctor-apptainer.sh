@@ -17,6 +17,7 @@ unset BASH_ENV LD_LIBRARY_PATH LD_PRELOAD PYTHONHOME PYTHONPATH PYTHONSTARTUP PY
 unset VIRTUAL_ENV "${!CONDA_@}"
 
 export PYTHONUNBUFFERED=1
+unset PYTHONOPTIMIZE # transformers reads docstrings
 export OMP_NUM_THREADS=1
 
 # Caches of compiled kernels: on each node's own disk, kept between jobs.

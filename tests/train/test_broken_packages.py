@@ -70,3 +70,9 @@ def test_parameters_are_counted_and_models_adapted_beside_broken_packages(
     command = [sys.executable, *arguments, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert expected in done.stdout, done.stderr
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    command = [sys.executable, "-OO", "-c", "from ftkit.data.imports import *; import_transformers()"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "PrerequisiteError: Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO)" in done.stderr

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 IMPORTS_TORCH = """
 import subprocess, sys
-from pathlib import Path
-from ftkit.train.imports import keep_bytecode
-keep_bytecode(Path(sys.argv[1]))
+from ftkit.data.imports import keep_bytecode
+keep_bytecode()
 import torch
 subprocess.run([sys.executable, "-c", "import torch.part"], check=True)
 """
@@ -63,7 +62,8 @@ def test_ranks_keep_bytecode_of_packages_that_have_none(tmp_path: Path, *, has_b
     if has_bytecode:
         py_compile.compile(str(package / "__init__.py"))
     environment = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["FTKIT_CACHE_DIR"] = str(cache)
     environment.pop("PYTHONPYCACHEPREFIX", None)
-    subprocess.run([sys.executable, "-c", IMPORTS_TORCH, cache], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", IMPORTS_TORCH], check=True, env=environment)
     kept = {path.name.partition(".")[0] for path in cache.rglob("torch/*.pyc")}
     assert kept == (set() if has_bytecode else {"__init__", "part"})
