@@ -32,6 +32,7 @@ from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
+from ftkit.train.memory.compile import compiles
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import GatheredScales
 from ftkit.train.model.local_shard import local_tensor, with_ordinary_shard
@@ -375,11 +376,6 @@ def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> Mi
     if training.adapters is not None:
         return MixedPrecisionPolicy(reduce_dtype=None if is_reduced_by_ftkit else reduced)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute if is_reduced_by_ftkit else reduced)
-
-
-def compiles(training: TrainingPlan, device: torch.device) -> bool:
-    """Return whether layers are compiled: on GPUs unless the recipe disables it, on CPUs only if it enables it."""
-    return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
 
 
 def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import os
+import shlex
+import sys
+import tempfile
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +22,9 @@ from ftkit.train.private_apis.torch import compile_failures, tag_compile_caches
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-from ftkit.errors import one_line
+    from ftkit.config.training_plan import TrainingPlan
+
+from ftkit.errors import PrerequisiteError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,44 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def compiles(training: TrainingPlan, device: torch.device) -> bool:
+    """Return whether layers are compiled: on GPUs unless the recipe disables it, on CPUs only if it enables it.
+
+    Raises:
+        PrerequisiteError: torch can't compile for CPUs here.
+    """
+    if training.compile == "layers" and device.type == "cpu":
+        _check_cpu_compiler_paths()
+    return training.compile == "layers" or (training.compile == "auto" and device.type == "cuda")
+
+
+def _check_cpu_compiler_paths() -> None:
+    """Check that torch can compile for CPUs here: it does not quote all paths in the command line of the C++ compiler.
+
+    Raises:
+        PrerequisiteError: a path has spaces, or other characters of the shell.
+    """
+    caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    for path, fix in (
+        (str(Path(torch.__file__).parent), "move the virtual environment to a path without spaces"),
+        (sys.base_prefix, "use a Python in a path without spaces"),
+        (caches, "set TORCHINDUCTOR_CACHE_DIR to a folder without spaces in its path"),
+    ):
+        if not _is_one_word(path):
+            raise PrerequisiteError(
+                f"training.compile=layers can't compile for CPUs: a path has spaces or special characters: {path}",
+                meaning="torch passes it to the C++ compiler without quotes, so the compiler finds nothing there",
+                fix=f"set training.compile=auto, which compiles on GPUs only; or {fix}",
+            )
+
+
+def _is_one_word(path: str) -> bool:
+    try:
+        return shlex.split(path) == [path]
+    except ValueError:  # a quote without its other half
+        return False
 
 
 @cache
