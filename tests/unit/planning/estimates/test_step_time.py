@@ -98,6 +98,25 @@ def test_small_micro_batches_are_host_bound(architecture: Shapes, training: Spec
     assert predict_step_time(Setup(architecture("gemma3-1b"), spec), H200).bound == "host"
 
 
+def test_the_host_needs_longer_for_frozen_weights_in_fp8(architecture: Shapes, training: Specs) -> None:
+    spec = training(method="lora", base_precision="fp8", sequence_length=2048, global_batch_size=1)
+    speed = predict_step_time(Setup(architecture("gemma3-12b"), spec), H200)
+    assert speed.bound == "host"
+    assert speed.tokens_per_second == pytest.approx(8_651, rel=0.05)  # docs/reference/benchmarks.md
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "changes", "measured"),  # docs/reference/benchmarks.md
+    [("llama3-8b", 32, {"method": "lora"}, 13_601), ("olmo3-7b", 8, {"precision": "fp8"}, 40_638)],
+)
+def test_the_speed_on_an_h100_is_close_to_the_measurement(
+    model: str, layers: int, changes: dict[str, str], measured: float, architecture: Shapes, training: Specs
+) -> None:
+    shape = architecture(model).model_copy(update={"num_hidden_layers": layers})
+    speed = predict_step_time(Setup(shape, training(global_batch_size=1, **changes)), GPUS["h100-80gb"])
+    assert speed.tokens_per_second == pytest.approx(measured, rel=0.05)
+
+
 def test_recomputing_layers_costs_a_quarter_to_a_third(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     none, full = (
@@ -212,6 +231,16 @@ def test_frozen_experts_are_slower_than_dense_layers_of_their_size_and_their_ada
     [
         ({"activation_checkpointing": "selective", "offloaded_layers": 32, "base_precision": "fp8"}, 2_323),
         ({"activation_checkpointing": "full", "checkpointed_layers": 18, "offloaded_layers": 40}, 1_503),
+        ({"activation_checkpointing": "full", "checkpointed_layers": 16, "offloaded_layers": 40}, 1_509),
+        (
+            {
+                "activation_checkpointing": "except_attention",
+                "checkpointed_layers": 7,
+                "offloaded_layers": 25,
+                "base_precision": "fp8",
+            },
+            2_396,
+        ),
     ],
 )
 def test_offloaded_outputs_of_matmuls_cost_what_was_measured(
