@@ -65,6 +65,11 @@ def command(references: tuple[str, ...], *, output: Path | None, live: bool, por
     if live:
         _serve(lambda: render(refresh_seconds=_REFRESH_SECONDS), port)
         return
+    from ftkit.runs.metrics_file import find_damage
+
+    for folder in folders:
+        if problem := find_damage(folder.layout.metrics):
+            Terminal().warn(f"{folder.id}: {problem}")
     path = output or (folders[0].layout.report if len(folders) == 1 else Path("comparison.html"))
     save_page(render(), path)
     Terminal().data(f"{short_path(path.absolute())}\n")

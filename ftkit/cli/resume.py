@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit sync') brings the run here first.
 
     With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
-    data, global batch and seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a value of the
-    recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result needs
-    '--allow KEY'.
+    data, global batch and training.data_seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a
+    value of the recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result
+    needs '--allow KEY'.
     """,
 )
 @run_argument

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.code import CodeCopy  # noqa: TC004
+    from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import RunPlan  # noqa: TC004
     from ftkit.planning.script import StopSignal
     from ftkit.runs.metrics_file import RecordTail
@@ -87,13 +88,8 @@ def command(  # noqa: PLR0913 - one for each option
     arguments, in which {run} is the run's folder.
     """
     from ftkit.cli.run_script import copy_selected_code, run_script, split_script_args
-    from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
-    from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.render import render_job
-    from ftkit.launch.resolve import resolve
-    from ftkit.launch.sweep import expand, plan_sweep
 
-    terminal, ctx = Terminal(), current_context()
+    terminal = Terminal()
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
     request = SubmitRequest(["ftkit", *typed], job_environment(hf_token_file), copies, where, does_import=does_import)
     if script is not None:
@@ -106,13 +102,25 @@ def command(  # noqa: PLR0913 - one for each option
             report_submission(run, terminal, does_follow=follow)
         return
     args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
+    run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow)
+
+
+def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool) -> None:
+    """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
+    from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
+    from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.launch.render import render_job
+    from ftkit.launch.resolve import resolve
+    from ftkit.launch.sweep import expand, plan_sweep
+
+    ctx = current_context()
     trials = expand(args, ctx)
     is_sweep = len(trials) > 1
     plans = plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)]
-    scripts = [render_job(plan, prepares=where == "with-training") for plan in plans]
+    scripts = [render_job(plan, prepares=request.where == "with-training") for plan in plans]
     if is_sweep:
         show_plans(plans, terminal, is_data=False)
-        check_can_follow(plans, follow=follow or dry_run)
+        check_can_follow(plans, follow=does_follow or dry_run)
     else:
         terminal.facts(plan_facts(plans[0]), is_data=False)
     if dry_run:
@@ -122,7 +130,7 @@ def command(  # noqa: PLR0913 - one for each option
     if is_sweep:
         submit_sweep(ready, terminal)
     else:
-        report_submission(submit_ready(ready[0]), terminal, does_follow=follow)
+        report_submission(submit_ready(ready[0]), terminal, does_follow=does_follow)
 
 
 @dataclass(frozen=True)

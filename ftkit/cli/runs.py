@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StepRecord  # noqa: TC004
     from ftkit.runs.states import Observation  # noqa: TC004
 
+_TAIL_BYTES = 4_096
+"""Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
 _COLUMNS = (
     Column("NAME", can_shrink=True),
     Column("ID"),
@@ -37,6 +39,8 @@ class _Row:
     entry: RunEntry
     seen: Observation
     step: StepRecord | None
+    metrics_problem: str
+    """Which of the newest records can't be read, and why; empty if all can."""
 
     @property
     def num_steps(self) -> int | None:
@@ -108,15 +112,21 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
     """Read the states of runs, with one query per scheduler; warn about runs that can't be read."""
     from ftkit.launch.observe import observe_all
-    from ftkit.runs.metrics_file import read_last_step
+    from ftkit.runs.metrics_file import find_damage, read_last_step
 
     overview = observe_all([entry.run for entry in entries if entry.run])
     damaged = [
         f"{entry.folder.id} is {overview.state_of(entry).state}: {entry.damage}" for entry in entries if entry.damage
     ]
+    rows = []
+    for entry in entries:
+        metrics = entry.folder.layout.metrics
+        problem = "" if entry.is_private else find_damage(metrics, tail_bytes=_TAIL_BYTES)
+        damaged += [f"{entry.folder.id}: {problem}"] if problem else []
+        rows.append(_Row(entry, overview.state_of(entry), read_last_step(metrics), problem))
     for warning in (*overview.warnings, *damaged):
         terminal.warn(warning)
-    return [_Row(entry, overview.state_of(entry), read_last_step(entry.folder.layout.metrics)) for entry in entries]
+    return rows
 
 
 def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
@@ -127,8 +137,8 @@ def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
         folder.name,
         folder.id if is_roomy else folder.suffix,
         Styled(row.seen.state, STATE_STYLES[row.seen.state]),
-        f"{row.step.step if row.step else 0}/{row.num_steps or '?'}",
-        f"{row.step.loss:.4f}" if row.step else "-",
+        f"{row.step.step if row.step else '?' if row.metrics_problem else 0}/{row.num_steps or '?'}",
+        f"{row.step.loss:.4f}" if row.step else "?" if row.metrics_problem else "-",
         plan.cluster.name if plan else "?",
         row.job_id or "-",
         age(time.time() - folder.created.timestamp()),
@@ -143,9 +153,10 @@ def _as_json(row: _Row) -> dict[str, Any]:
         "state": row.seen.state,
         "is_final": row.seen.is_final,
         "reason": row.seen.reason,
-        "step": step.step if step else 0,
+        "step": step.step if step else None if row.metrics_problem else 0,
         "num_steps": row.num_steps,
         "loss": step.loss if step and math.isfinite(step.loss) else None,
+        "metrics_problem": row.metrics_problem or None,
         "cluster": plan.cluster.name if plan else None,
         "scheduler": plan.cluster.scheduler if plan else None,
         "job_id": row.job_id,

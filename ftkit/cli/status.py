@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import click
 
-from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, get_submitted_run, json_option, run_argument
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    current_workspace,
+    get_run,
+    get_submission,
+    get_submitted_run,
+    json_option,
+    run_argument,
+)
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.errors import NotFoundError
+from ftkit.errors import FtkitError, NotFoundError
 
 
 @click.command(
@@ -44,6 +54,8 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
         return
     from ftkit.cli.terminal.status_view import read_run_status, run_status_as_json, show_run_status
 
+    with suppress(FtkitError, OSError):  # shown as damaged, or as never submitted
+        get_submission(folder)
     status = read_run_status(folder)
     if as_json:
         terminal.json(run_status_as_json(status))

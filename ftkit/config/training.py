@@ -1,5 +1,6 @@
 """Training settings."""
 
+from functools import lru_cache
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -112,7 +113,7 @@ class TrainingSpec(Spec):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this norm."""
+    """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack; 0: without
     it. If null, what trainers on transformers do: the weight in the model's config.json if `output_router_logits` is
@@ -173,15 +174,21 @@ class TrainingSpec(Spec):
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0
-    """Seed of the initial weights and of the order of the data."""
+    """Seed of the initial weights, of dropout, and of the order of the data."""
+    data_seed: Seed | None = None
+    """Seed of the order of the data. `seed` if null."""
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of the data."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def adapters(self) -> LoraSpec | None:
         """The adapters that are trained, by default on Llama's linear layers; None if all weights are trained."""
         if self.method == "full":
             return None
-        lora = self.lora or LoraSpec.model_construct()
-        return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
+        return _with_default_targets(self.lora or LoraSpec.model_construct())
 
     def with_targets(self, targets: tuple[str, ...]) -> Self:
         """Return the settings with these targets of adapters, if there are adapters and the recipe sets no targets."""
@@ -376,3 +383,9 @@ class TrainingSpec(Spec):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {list(self.betas)}")
         return self
+
+
+@lru_cache(maxsize=16)
+def _with_default_targets(lora: LoraSpec) -> LoraSpec:
+    """Return adapters with targets; cached, since a plan asks for them thousands of times."""
+    return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})

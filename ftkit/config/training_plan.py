@@ -1,7 +1,10 @@
 """Training settings with all `auto` values resolved, and what they mean for each decoder layer."""
 
+from functools import lru_cache
+
 from ftkit.config.strict import PositiveInt
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingSpec
+from ftkit.errors import plural
 
 
 class TrainingPlan(TrainingSpec):
@@ -42,13 +45,18 @@ class TrainingPlan(TrainingSpec):
         recomputes_layers = self.activation_checkpointing in RECOMPUTES_LAYERS
         return "selective" if recomputes_layers and engine == "fsdp2" else "none"
 
-    def checkpointing_label(self, num_layers: int) -> str:
+    def checkpointing_label(self, num_layers: int, engine: EngineName) -> str:
         """Return the activation checkpointing in words."""
-        part = "" if self.checkpointed_layers is None else f" in {self.checkpointed_layers} of {num_layers} layers"
-        offload = f", {self.offloaded_layers} of the 'selective' ones offloaded" if self.offloaded_layers else ""
-        return f"'{self.activation_checkpointing}'{part}{offload}"
+        modes = self.checkpointing_of_layers(num_layers, engine)
+        counts = {mode: modes.count(mode) for mode in dict.fromkeys([self.activation_checkpointing, *modes])}
+        parts = [f"'{mode}'" + (f" in {number} of {num_layers} layers" if number < num_layers else "")
+                 for mode, number in counts.items() if mode != "none" or number == num_layers]  # fmt: skip
+        if num_offloaded := sum(self.offloaded_of_layers(num_layers, engine)):
+            parts.append(f"{plural(num_offloaded, 'layer')} offloaded")
+        return ", ".join(parts)
 
 
-def _spread(num: int, total: int) -> list[bool]:
+@lru_cache
+def _spread(num: int, total: int) -> tuple[bool, ...]:
     """Choose `num` of `total` items, spread evenly."""
-    return [index * num % total < num for index in range(total)]
+    return tuple(index * num % total < num for index in range(total))

@@ -1,11 +1,13 @@
 """Plan the continuation of a run: on other nodes, on another cluster, or with other values of its recipe.
 
-Model, data, and the format of the checkpoints stay. The order of the data follows from the seed and the global batch,
-so a run that keeps both reads the same packs in the same order with any number of processes.
+Model, data, and the format of the checkpoints stay. The order of the data follows from `training.data_seed` (or else
+`training.seed`) and the global batch, so a run that keeps both reads the same packs in the same order with any number
+of processes. Another `training.seed` does not change the order.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length
 """Keys with whose changed values no checkpoint of the run can be loaded."""
 _GLOBAL_BATCH = "training.global_batch_size"
 """The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
+_SEED, _DATA_SEED = "training.seed", "training.data_seed"
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS = (
     "evaluation.*",
@@ -59,6 +62,8 @@ _HARMLESS = (
             "offloaded_layers",
             "on_nonfinite",
             "reshard_after_forward",
+            "shard_degree",
+            "sync_gradients",
             "tensor_parallel",
         )
     ),
@@ -119,7 +124,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         NotFoundError: there is no such cluster.
     """
     _check_sections(args)
-    known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
+    known = _known_values(plan, args)
     loaded = override_recipe(known, args.overrides)
     recipe = loaded.spec
     changes = [
@@ -134,6 +139,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))
     _check_changes([change for change in changes if change.before != change.after], args)
+    _check_length(plan, recipe.training.max_steps)
     stays = args.cluster in (None, plan.cluster.name)
     request = RunRequest(
         name=plan.name,
@@ -149,7 +155,10 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
         model=plan.recipe.model,
         origins=Origins(recipe=loaded.layers, cluster=origins),
     )
-    new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
+    try:
+        new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
+    except ConfigError as error:
+        raise ConfigError([_with_fixed_batch(problem) for problem in error.problems]) from error
     new = replace(
         new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep, code=plan.code
     )  # prepared data is not prepared again
@@ -161,6 +170,14 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     changes += _placement_changes(plan, new)
     kept = tuple(change for change in changes if change.before != change.after)
     return ResumedPlan(new, kept, tuple(_warnings(kept, new)))
+
+
+def _known_values(plan: RunPlan, args: ResumeArgs) -> dict[str, Any]:
+    """Return the values that changes apply to. A changed seed keeps the order of the data, which has its own seed."""
+    known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
+    if {_SEED, _DATA_SEED} & {*_typed_keys(args)}:
+        known["training"]["data_seed"] = plan.recipe.training.order_seed
+    return known
 
 
 def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
@@ -207,6 +224,24 @@ def _check_sections(args: ResumeArgs) -> None:
         for key in _typed_keys(args)
         if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED) or key == _GLOBAL_BATCH
     )  # fmt: skip
+
+
+def _check_length(plan: RunPlan, max_steps: int | None) -> None:
+    """Refuse a run that would end before its newest checkpoint, as the trainer would once the job has started."""
+    with suppress(OSError):  # the trainer explains it
+        newest = max((step for step, _ in plan.layout.list_checkpoints()), default=0)
+        if max_steps is not None and newest > max_steps:
+            what = f"{max_steps} is less than the {newest} steps that are trained already."
+            fix = f"Use {newest} or more; or use the checkpoint as it is: ftkit export {plan.id}"
+            raise ConfigError([Problem(COMMAND_LINE, "training.max_steps", what, fix)])
+
+
+def _with_fixed_batch(problem: Problem) -> Problem:
+    """Return a problem of a new plan without the advice to change the global batch, which a resumed run keeps."""
+    if problem.key != _GLOBAL_BATCH:
+        return problem
+    fix = "A resumed run keeps its global batch: use a number of GPUs, or a training.micro_batch_size, that divides it."
+    return replace(problem, fix=fix)
 
 
 def _reason(key: str) -> str:
@@ -276,6 +311,16 @@ def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
             yield (
                 f"{change.key} changes from {change.before} to {change.after}: the {training.schedule} schedule of the "
                 "learning rate is stretched over all steps, so its next value is higher than its last one"
+            )
+        elif change.key == _SEED:
+            yield (
+                f"{_SEED} changes from {change.before} to {change.after}: dropout changes, and this run can't be "
+                f"repeated as one run; the order of the data stays that of seed {training.order_seed}"
+            )
+        elif change.key == _DATA_SEED:
+            yield (
+                f"{_DATA_SEED} changes from {change.before} to {change.after}: the data is in another order from here "
+                "on, so this epoch trains on some examples twice, and on others not at all"
             )
         elif change.key == "image" or (change.key.startswith("training.") and not _is_harmless(change)):
             yield f"{change.key} changes from {change.before} to {change.after}: this run can't be repeated as one run"

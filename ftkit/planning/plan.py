@@ -105,6 +105,12 @@ class RunPlan(JobPlan):
         )
 
     @property
+    def checkpointing_label(self) -> str:
+        """The activation checkpointing of the decoder layers, in words."""
+        num_layers = self.recipe.model.architecture.num_hidden_layers
+        return self.recipe.training.checkpointing_label(num_layers, self.engine.name)
+
+    @property
     def data_directory(self) -> Path:
         """Folder of the tokenized and packed data."""
         return Workspace(self.workspace).data / self.fingerprint

@@ -13,7 +13,7 @@ from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.model import ArchitecturePlan, ModelPlan
 from ftkit.config.model_config import resolve_shape
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import ConfigError, Problem, one_line
+from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.planning.checks import find_notes, find_problems
 from ftkit.planning.choices import (
     choose_engine,
@@ -89,6 +89,7 @@ def plan_run(
         num_trained=method_counts(shape, chosen).trained,
         num_steps=count_steps(chosen, request.num_packs),
         notes=(
+            *_notes_on_packs(chosen, request.num_packs),
             *_notes(setup, cluster, memory),
             *_notes_on_fp8(setup, trained_in),
             *_notes_on_linear_attention(setup, trained_in, padding),
@@ -282,6 +283,17 @@ def _describe_prediction(setup: Setup, has_kernel: bool, padding: float) -> str:
         return text
     speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes
     return f"about {speed:,.0f} tokens/s per GPU and {text}"
+
+
+def _notes_on_packs(training: TrainingSpec, num_packs: int | None) -> tuple[str, ...]:
+    batch = training.global_batch_size
+    if num_packs is None or num_packs >= batch:
+        return ()
+    note = (
+        f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step repeats documents, "
+        "and few steps train; use a smaller training.global_batch_size or sequence_length"
+    )
+    return (note,)
 
 
 def _notes_on_fp8(setup: Setup, image: ImageSpec | None) -> tuple[str, ...]:

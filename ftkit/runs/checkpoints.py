@@ -44,12 +44,15 @@ class TrainState:
         fingerprint: `DataManifest.identity` of its data.
         best: the best evaluation so far; None if evaluations are not compared.
         evaluations_without_improvement: number of consecutive ones, up to the newest.
+        num_packs: number of packs in these steps, each counted as often as it was trained; None in checkpoints of
+            earlier versions. The last step of an epoch that was planned as the last one may have had fewer packs.
     """
 
     step: int
     fingerprint: str
     best: BestEvaluation | None = None
     evaluations_without_improvement: int = 0
+    num_packs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ftkit.files import read_json_if_valid
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
+from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
@@ -81,12 +82,14 @@ class ComparedRun:
     Attributes:
         inputs: the run's inputs, by section and key.
         curve: the loss by step; repeated steps occur once.
+        metrics_problem: which records of the run can't be read, and why; empty if all can.
     """
 
     id: str
     inputs: dict[str, dict[str, Any]]
     results: RunResults
     curve: tuple[LossPoint, ...]
+    metrics_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def read_run(layout: RunLayout) -> ComparedRun:
     )
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
     start = history.starts[-1] if history.starts else None
-    return ComparedRun(layout.root.name, describe_inputs(layout, plan, manifest, start), results, curve)
+    inputs = describe_inputs(layout, plan, manifest, start)
+    return ComparedRun(layout.root.name, inputs, results, curve, find_damage(layout.metrics))
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:

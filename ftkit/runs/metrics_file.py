@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import IO, TYPE_CHECKING
 
-from ftkit.runs.records import EvaluationRecord, Record, StepRecord, from_line, to_line
+from ftkit.errors import one_line, plural
+from ftkit.files import DamagedFileError, PrivateFileError, check_regular
+from ftkit.runs.records import EvaluationRecord, Record, StepRecord, from_line, is_damaged, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,9 +74,38 @@ def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 def _open(path: Path) -> IO[bytes]:
     """Open a regular file for reading; refuse pipes and devices, which may never end."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
+    check_regular(path)
     return path.open("rb")
+
+
+def find_damage(path: Path, *, tail_bytes: int | None = None) -> str:
+    """Return which records can't be read, and why; empty if all can, or if there is no file yet.
+
+    Readers skip such records, so a run with an unreadable file would look like one that has not started.
+
+    Args:
+        path: metrics.jsonl.
+        tail_bytes: check only the lines in so many bytes at the end of the file; all lines if None.
+    """
+    is_whole = True
+    try:
+        with _open(path) as file:
+            if tail_bytes is not None and file.seek(0, 2) > tail_bytes:
+                file.seek(-tail_bytes, 2)
+                is_whole = False
+                file.readline()  # the rest of a line
+            elif tail_bytes is not None:
+                file.seek(0)
+            # The last line may still be being written.
+            number = sum(line.endswith(b"\n") and is_damaged(line) for line in _short_lines(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except PermissionError:
+        return PrivateFileError(path).what
+    except OSError as error:
+        return DamagedFileError(path, one_line(error)).what
+    where = "" if is_whole else " near its end"
+    return f"{path.name} has {plural(number, 'damaged line')}{where}" if number else ""
 
 
 def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:

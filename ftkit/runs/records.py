@@ -40,13 +40,22 @@ class StartRecord:
     versions: dict[str, str]
 
 
+Checks = dict[str, int | str]
+"""Results of checks by their names: a number that was counted, or a text."""
+
+
 @dataclass(frozen=True)
 class VerificationRecord:
-    """The results of the checks before step 1."""
+    """The results of the checks before step 1: numbers, and texts. Before numbers were numbers, they were texts too."""
 
     event: ClassVar[str] = "proof"
     time: Seconds
-    checks: dict[str, str]
+    checks: Checks
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The results as texts, by the names of the checks."""
+        return {name: f"{value:,}" if isinstance(value, int) else value for name, value in self.checks.items()}
 
 
 @dataclass(frozen=True)
@@ -185,6 +194,11 @@ class EvaluationRecord:
     sources: dict[str, SourceLoss] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
 
+    def measures(self, metric: str) -> bool:
+        """Return whether the evaluation has a value, even if it is not finite, of this loss or score."""
+        name, _, source = metric.partition("/")
+        return source in self.sources if source else name in {"loss", "perplexity", *self.scores}
+
     def value_of(self, metric: str) -> float:
         """Return the loss, perplexity, loss of a source (`loss/NAME`), or score of that name; NaN if not measured."""
         name, _, source = metric.partition("/")
@@ -303,3 +317,17 @@ def from_line(line: str | bytes) -> Record | None:
         return _adapter(values.pop("event")).validate_python(values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def is_damaged(line: bytes) -> bool:
+    """Return whether a line is no record of any version of ftkit: not a JSON object with an event. Empty lines may be.
+
+    Writers leave an empty line after a failed write.
+    """
+    if line.isspace():
+        return False
+    try:
+        values = from_json(line)
+    except ValueError:
+        return True
+    return not (isinstance(values, dict) and isinstance(values.get("event"), str))

@@ -51,6 +51,7 @@ class ShardingStats:
         max_local_elements: the maximum on this rank: an even share.
         trainable_elements: of the unsharded model, with gradients.
         quantized_elements: of the unsharded model, in 4 bits or FP8.
+        offloaded_layers: decoder layers that save their activations in host memory.
         is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """
 
@@ -63,6 +64,7 @@ class ShardingStats:
     max_local_elements: int
     trainable_elements: int
     quantized_elements: int = 0
+    offloaded_layers: int = 0
     is_unsharded: bool = False
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ftkit.errors import DataError, TrainingError
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.causal_lm import SourceLosses
@@ -87,7 +88,7 @@ class TrainingLoop:
                 with stopwatch.work():
                     outcome = self._train_step(batch)
                     previous = reducer.pop()  # host sync: on the previous step, while the device computes this one
-                self.state = replace(self.state, step=self.state.step + 1)
+                self.state = self._next_state()
                 stop = self._is_stop_requested()
                 reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report_and_check(reporter, previous)
@@ -106,6 +107,11 @@ class TrainingLoop:
         if self.world.is_first:  # the last save waited for all ranks, so all have written their times
             self.rank_times.report_stragglers()
         return "completed" if self.is_complete else "stopped"
+
+    def _next_state(self) -> TrainState:
+        """Return the state after one more step."""
+        step = self.state.step + 1
+        return replace(self.state, step=step, num_packs=self.batches.num_packs_before(step))
 
     @property
     def is_complete(self) -> bool:
@@ -226,12 +232,42 @@ class TrainingLoop:
             self.checkpointer.report_ended()
 
 
+def last_step(plan: RunPlan, batches: BatchSchedule, state: TrainState) -> int:
+    """Return the number of steps of a run, those before its newest checkpoint included.
+
+    Raises:
+        TrainingError: the run is planned to end before its newest checkpoint.
+    """
+    max_steps = plan.recipe.training.max_steps
+    step = (batches.count_steps() or 0) if max_steps is None else max_steps
+    if state.step > step:
+        key = "num_epochs" if max_steps is None else "max_steps"
+        raise TrainingError(
+            f"the newest checkpoint is of step {state.step}, and the run is planned to end after step {step}",
+            meaning=f"training.{key} was lowered below what is trained already",
+            fix=f"raise it to continue: ftkit resume {plan.id} training.{key}=N; "
+            f"or use the checkpoint as it is: ftkit export {plan.id}",
+        )
+    return step
+
+
+def by_criterion(state: TrainState, criterion: BestSpec | None) -> TrainState:
+    """Return a checkpoint's state without the best evaluation by a metric that the run no longer compares."""
+    if criterion is not None and (state.best is None or state.best.metric == criterion.metric):
+        return state
+    return replace(state, best=None, evaluations_without_improvement=0)
+
+
 def with_evaluation(state: TrainState, record: EvaluationRecord, criterion: BestSpec, threshold: float) -> TrainState:
     """Return the state after an evaluation: the best one so far, and the number of them without improvement.
 
     As in transformers: any better value becomes the best one, but one that is better by at most `threshold` does not
     count as an improvement. A value that is not finite is never better.
+
+    Raises:
+        DataError: the evaluation did not measure the metric.
     """
+    check_is_measured(record, criterion)
     value, best = record.value_of(criterion.metric), state.best
     if best is not None and best.metric != criterion.metric:  # the run was resumed with another metric
         best = None
@@ -242,6 +278,21 @@ def with_evaluation(state: TrainState, record: EvaluationRecord, criterion: Best
         state,
         best=BestEvaluation(record.step, criterion.metric, value) if gain else best,
         evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
+    )
+
+
+def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | None) -> None:
+    """Check that an evaluation measured the metric that selects the best one: it would never be found.
+
+    Raises:
+        DataError: no row that was evaluated has a score.
+    """
+    if record is None or criterion is None or record.measures(criterion.metric):
+        return
+    raise DataError(
+        f"evaluation.best.metric '{criterion.metric}' was not measured",
+        meaning="no row of the validation split that was evaluated has a score, such as tool calls for 'calls'",
+        fix=f"choose one that was: {', '.join(['loss', 'perplexity', *record.scores])}",
     )
 
 

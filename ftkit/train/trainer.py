@@ -46,7 +46,7 @@ from ftkit.train.distributed.checks import (
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
 from ftkit.train.engine import ShardingOptions
-from ftkit.train.loop import Outcome, TrainingLoop
+from ftkit.train.loop import Outcome, TrainingLoop, by_criterion, check_is_measured, last_step
 from ftkit.train.memory.oom import check_free_host_memory, out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import choose_kernel, implementation_of
@@ -114,30 +114,32 @@ class Trainer:
         """
         began = time.time()
         store = self.data.read_train()
-        num_steps = self._num_steps(len(store))
+        self._check_steps(len(store))
         check_free_host_memory(self.plan, self.world)
         with out_of_memory_explained(self.plan, self.world, self.trace):
             self._stage("building the model")
             engine, built = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            outcome, last_step = self._train(engine, built, store, num_steps)
-        log.info("%s after %d steps, %.0f s in total", outcome, last_step, time.time() - began)
+            outcome, step = self._train(engine, built, store)
+        log.info("%s after %d steps, %.0f s in total", outcome, step, time.time() - began)
 
-    def _train(self, engine: Engine, built: BuiltModel, store: PackStore, num_steps: int) -> tuple[Outcome, int]:
+    def _train(self, engine: Engine, built: BuiltModel, store: PackStore) -> tuple[Outcome, int]:
         """Verify, train, evaluate and export with an engine; return the outcome, and the last step."""
         is_packed = self._verify(engine, built.expected, store)
         manifest = self.data.read_manifest()
         identity = manifest.identity
         self.trace.begin("loading the newest checkpoint")
         state = load_newest(engine, self.plan.layout, self.world, identity)
-        state = state or TrainState(step=0, fingerprint=identity)
+        state = by_criterion(state or TrainState(0, identity), self.plan.recipe.evaluation.selection)
+        batches = self._batches(store, engine, state, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
+        num_steps = last_step(self.plan, batches, state)
         self._record_start(num_steps, state, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world, is_packed)
         if state.step == 0:
-            self._evaluate(evaluator, engine, 0, "before")
+            before = self._evaluate(evaluator, engine, 0, "before")
+            check_is_measured(before, self.plan.recipe.evaluation.selection)
         training_began = time.time()
         with Checkpointer(self.plan, self.world, self.recorder) as checkpointer:
-            batches = self._batches(store, engine, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
             policy = self.plan.recipe.training.on_nonfinite
             loop = TrainingLoop(
                 plan=self.plan,
@@ -200,19 +202,21 @@ class Trainer:
         self._stage(f"loading the best checkpoint, of step {best.step} ({best.metric} {best.value:.4g})")
         return best.step if load_best(engine, self.plan.layout, self.world, best.step) else state.step
 
-    def _num_steps(self, num_packs: int) -> int:
+    def _check_steps(self, num_packs: int) -> None:
+        """Check, before the model is built, that there are steps, and enough of them for the profiler."""
         num_steps = count_steps(self.plan.recipe.training, num_packs)
         if not num_steps:
             raise TrainingError("there are no packs to train on", fix="check 'data' in the recipe")
         check_profile(self.plan.recipe.profile, num_steps)
-        return num_steps
 
-    def _batches(self, store: PackStore, engine: Engine, *, is_packed: bool, is_mixed: bool) -> BatchSchedule:
+    def _batches(
+        self, store: PackStore, engine: Engine, state: TrainState, *, is_packed: bool, is_mixed: bool
+    ) -> BatchSchedule:
         training = self.plan.recipe.training
         return BatchSchedule(
             store,
             self.plan.batch,
-            seed=training.seed,
+            seed=training.order_seed,
             num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
             rank=self.world.data_rank,
             size=self.world.data_size,
@@ -220,6 +224,7 @@ class Trainer:
             is_mixed=is_mixed,
             marks_padding=engine.model.routers.exist,
             context=self.world.context,
+            state=state,
         )
 
     def _build_engine(self) -> tuple[Engine, BuiltModel]:
@@ -297,7 +302,7 @@ class Trainer:
         """Run the checks before step 1; return whether documents are trained in packs."""
         self._stage("verifying sharding and document isolation")
         recipe = self.plan.recipe
-        checks = verify_sharding(engine.sharding_stats(), recipe.training, expected)
+        checks = verify_sharding(engine.sharding_stats(), recipe.training, expected, self.plan.engine.name)
         checks |= verify_targets(store.num_targets)
         packing = choose_packing(
             engine,
@@ -312,8 +317,9 @@ class Trainer:
         checks |= {"documents are": "packed" if packing.is_packed else "padded rows"}
         checks |= verify_causality(packing.probe) | verify_logits(packing.probe)
         checks |= verify_isolation(packing.probe, shares_scales=recipe.training.precision == "fp8")
-        self.recorder.write(VerificationRecord(time.time(), checks))
-        log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in checks.items()))
+        record = VerificationRecord(time.time(), checks)
+        self.recorder.write(record)
+        log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))
         return packing.is_packed
 
     def _record_start(self, num_steps: int, state: TrainState, num_parameters: int) -> None:

@@ -21,11 +21,13 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from ftkit.config.execution import ParameterCounts
 from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.families import MEASURED, MeasuredFamily, family_of
 from ftkit.train.causal_lm import MicroBatch
+from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
 from ftkit.train.memory import joint_adapters
@@ -192,6 +194,9 @@ def test_gradients_are_the_same_with_some_checkpointed_layers(
     assert len(parked) == 1
     stats = Fsdp2Engine(build("llama", spec), spec, world).sharding_stats()
     assert stats.checkpointed_layers == {"full": 1, "selective": LAYERS - 1}
+    checks = verify_sharding(stats, spec, ParameterCounts(stats.total_elements, stats.trainable_elements))
+    assert checks["layers with checkpointing 'full'"] == checks["offloaded layers"] == 1
+    assert checks["layers with checkpointing 'selective'"] == LAYERS - 1
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from ftkit.cli.main import main
 from ftkit.config.evaluation import BestSpec
+from ftkit.errors import DataError
 from ftkit.evaluate.load import load_model
 from ftkit.evaluate.source import find_target
+from ftkit.model_folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord
@@ -74,6 +76,20 @@ def test_a_run_resumed_from_its_best_checkpoint_ends_as_an_uninterrupted_run(run
     assert (again.step, again.best_step, again.early_stopping_patience) == (end.step, end.best_step, 2)
 
 
+def test_a_run_that_continues_without_comparing_evaluations_exports_its_last_step(run: Run) -> None:
+    (end,) = run.records(EndRecord)
+    longer = run.copy_to("best-20261121T090000Z-5e6f")
+    recipe = longer.plan.recipe
+    evaluation = recipe.evaluation.model_copy(update={"best": None, "early_stopping_patience": None})
+    training = recipe.training.model_copy(update={"max_steps": end.step + 1})
+    changed = recipe.model_copy(update={"evaluation": evaluation, "training": training})
+    longer.plan = replace(longer.plan, recipe=changed)
+    longer.train()
+    last = longer.records(EndRecord)[-1]
+    assert (last.step, last.best_step) == (end.step + 1, None)
+    assert json.loads((longer.layout.export / EXPORT_RECORD).read_text())["step"] == end.step + 1
+
+
 def test_commands_show_the_best_checkpoint(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +119,14 @@ def test_the_best_evaluation_is_the_first_minimum_and_only_larger_gains_reset_pa
     assert (state.best.value if state.best else None) == min(finite, default=None)
     assert state.best is None or losses.index(state.best.value) + 1 == state.best.step
     assert state.evaluations_without_improvement == waited
+
+
+def test_a_best_metric_that_no_row_has_a_score_of_ends_the_run() -> None:
+    measured = replace(record(1, 2.0), scores={"exact_match": 0.5})
+    with pytest.raises(DataError, match=r"metric 'calls' was not measured") as caught:
+        with_evaluation(TrainState(1, "data"), measured, BestSpec(metric="calls"), 0.0)
+    assert caught.value.fix == "choose one that was: loss, perplexity, exact_match"
+    with_evaluation(TrainState(1, "data"), record(1, math.nan), BestSpec(), 0.0)  # measured, though not finite
 
 
 def test_a_changed_metric_resets_the_best_evaluation() -> None:

@@ -17,7 +17,14 @@ from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
 from ftkit.train.components import checkpoint
-from ftkit.train.components.checkpoint import INDEX, delete_oldest, read_state, remove_leftovers
+from ftkit.train.components.checkpoint import (
+    INDEX,
+    absent_frozen,
+    delete_oldest,
+    describe_damage,
+    read_state,
+    remove_leftovers,
+)
 from ftkit.train.components.checkpointer import load_newest
 
 if TYPE_CHECKING:
@@ -123,6 +130,13 @@ def test_the_previous_checkpoint_is_loaded_whatever_the_damage_to_the_newest(
     assert "checkpoint step-1000000 is damaged (" in caplog.text
 
 
+def test_damage_is_described_by_file_and_kind(layout: RunLayout) -> None:
+    folder = layout.checkpoint(10)
+    assert not describe_damage(folder, 10)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    assert describe_damage(folder, 10) == "__0_0.distcp: changed, truncated, or missing"
+
+
 def test_a_run_without_an_intact_checkpoint_stops_with_an_error(layout: RunLayout, world: World) -> None:
     for _, folder in layout.list_checkpoints():
         remove(folder)
@@ -134,6 +148,38 @@ def test_checkpoints_of_other_data_are_rejected(layout: RunLayout, world: World)
     engine: Any = OneWeight()
     with pytest.raises(TrainingError, match="trained on data the data, but the prepared data is the data@5"):
         load_newest(engine, layout, world, "the data@5")
+
+
+class TwoWeights:
+    """An engine with a model of two weights."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in ("first", "second")})
+
+    def load(self, folder: Path) -> None:
+        absent_frozen(self.model, folder)
+        read_state({"model": dict(self.model.named_parameters())}, folder)
+
+
+@pytest.mark.parametrize(
+    ("saved", "reason"),
+    [(("first",), "Missing key in checkpoint state_dict: model.second"), (("first", "second", "third"), "no 'third'")],
+    ids=["too few weights", "too many weights"],
+)
+def test_checkpoints_of_another_model_are_rejected_on_one_line(
+    saved: tuple[str, ...], reason: str, tmp_path: Path, world: World
+) -> None:
+    layout, engine = RunLayout(tmp_path), TwoWeights()
+    folder = checkpoint.begin(layout.checkpoint(9))
+    state = {"model": {name: torch.zeros(3) for name in saved}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+    seal(folder, 9, world)
+    folder.rename(layout.checkpoint(9))
+    with pytest.raises(TrainingError) as caught:
+        load_newest(engine, layout, world, DATA)  # type: ignore[arg-type]
+    assert reason in caught.value.what
+    assert "\n" not in caught.value.what
+    assert "Traceback" not in caught.value.what
 
 
 def test_a_run_without_checkpoints_starts_at_step_0(tmp_path: Path, world: World) -> None:

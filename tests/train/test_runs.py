@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.data.store import PreparedData
 from ftkit.files import parse_json
-from ftkit.planning.plan import PREPARATION_VERSION
-from ftkit.runs.checkpoints import MARKER, Marker
+from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan
+from ftkit.runs.checkpoints import MARKER, Marker, TrainState
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import (
     AnomalyRecord,
@@ -29,10 +30,14 @@ from ftkit.runs.records import (
     StepRecord,
     VerificationRecord,
 )
+from ftkit.train.components.batches import BatchSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+    from ftkit.data.store import PackStore
+    from ftkit.train.world import World
 
 
 KILLED = Path(__file__).with_name("killed_in_a_step.py")
@@ -46,7 +51,7 @@ def test_a_run_learns_and_records_each_stage(finished_run: Any) -> None:
     assert [record.outcome for record in finished_run.records(EndRecord)] == ["completed"]
     assert [record.when for record in finished_run.records(EvaluationRecord)] == ["before", "after"]
     (verification,) = finished_run.records(VerificationRecord)
-    assert verification.checks["units"] == "3"
+    assert verification.checks["units"] == 3
 
 
 def test_checkpoints_record_the_version_that_prepared_their_data(finished_run: Any) -> None:
@@ -202,7 +207,7 @@ def test_accumulation_and_activation_checkpointing_change_only_memory(
         "evaluation.sql_execution=null",
     )
     frugal.train()
-    assert frugal.records(VerificationRecord)[0].checks["layers with checkpointing 'full'"] == "2"
+    assert frugal.records(VerificationRecord)[0].checks["layers with checkpointing 'full'"] == 2
     for step, (loss, _) in frugal.losses().items():
         assert loss == pytest.approx(finished_run.losses()[step][0], abs=2e-5)
 
@@ -212,3 +217,39 @@ def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
     run.train()
     num_packs = len(PreparedData(run.plan.data_directory).read_train())
     assert len(run.losses()) == -(-2 * num_packs // 8)
+
+
+def test_a_run_with_more_epochs_continues_after_the_shorter_last_batch_of_the_former_last_epoch(
+    make_run: Callable[..., Any], world: World
+) -> None:
+    words = ("training.max_steps=null", "training.schedule=constant", "evaluation.sql_execution=null")
+    run = make_run("longer", *words, "training.num_epochs=1", "training.global_batch_size=16", processes=1)
+    num_packs = len(PreparedData(run.plan.data_directory).read_train())
+    assert num_packs % 16, "the last batch of the first epoch is shorter"
+    run.train_here(world)
+    training = run.plan.recipe.training.model_copy(update={"num_epochs": 2})
+    longer = replace(run, plan=replace(run.plan, recipe=run.plan.recipe.model_copy(update={"training": training})))
+    longer.train_here(world)
+    last, num_steps = longer.records(StepRecord)[-1], 2 * -(-num_packs // 16)
+    assert (last.step, last.num_steps, last.epoch) == (num_steps, num_steps, 2.0)
+
+
+@pytest.mark.parametrize("num_packs", [10, None], ids=["shorter last batch", "checkpoint of an earlier version"])
+def test_steps_after_a_checkpoint_take_the_packs_after_its_own(num_packs: int | None) -> None:
+    plan = BatchPlan(micro_batch_size=4, accumulation_steps=1, global_batch_size=4, tokens_per_step=32)
+    state, store, end = TrainState(3, "data", num_packs=num_packs), cast("PackStore", range(10)), 30
+    schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=end, rank=0, size=1, state=state)
+    num_steps = schedule.count_steps()
+    assert num_steps == 8
+    packs = [pack for step in range(3, num_steps) for pack in schedule.packs_of_step(step)]
+    assert packs == [pack_at(index, 10, 1) for index in range(num_packs or 12, end)]
+    assert (schedule.epoch_of_step(num_steps), schedule.packs_of_step(num_steps)) == (3.0, [])
+
+
+def test_a_run_that_is_shortened_below_its_checkpoint_is_refused(finished_run: Any) -> None:
+    shortened = finished_run.copy_to("shortened")
+    training = shortened.plan.recipe.training.model_copy(update={"max_steps": 15})
+    shortened.plan = replace(shortened.plan, recipe=shortened.plan.recipe.model_copy(update={"training": training}))
+    shortened.train(expect=9)
+    error = shortened.first_error()
+    assert "newest checkpoint is of step 20, and the run is planned to end after step 15" in error.message

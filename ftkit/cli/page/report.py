@@ -16,6 +16,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests
+from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
@@ -86,6 +87,8 @@ class RunReport:
     facts: dict[str, list[tuple[str, str]]]
     doubts: list[str]
     command: str
+    metrics_problem: str
+    """Which records of the run can't be read, and why; empty if all can."""
     verdict: str = ""
     samples: list[Any] = field(default_factory=list)
 
@@ -133,11 +136,12 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         anomalies=list(history.anomalies[-_NUM_ANOMALIES:]),
         restarts=list_restarts(layout),
         stragglers=find_stragglers(read_timings(layout)),
-        checks=history.checks.checks if history.checks else {},
+        checks=history.checks.texts if history.checks else {},
         first_step=history.first_step,
         facts=_facts(plan, manifest, history) if plan else {},
         doubts=explain_missing_digests(layout),
         command=" ".join(map(str, manifest.get("command", []))),
+        metrics_problem=find_damage(layout.metrics),
         verdict=verdict,
         samples=list(samples),
     )
@@ -283,7 +287,7 @@ def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[st
             ("batch", (f"{plural(batch.global_batch_size, 'pack')} of {training.sequence_length:,} tokens: "
                       f"{batch.micro_batch_size} × {world} × {batch.accumulation_steps}")),
             ("learning rate", f"{training.learning_rate:g}, {training.schedule}"),
-            ("activation checkpointing", training.checkpointing_label(model.architecture.num_hidden_layers)),
+            ("activation checkpointing", plan.checkpointing_label),
             ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
             ("seed", str(training.seed)),
         ],

@@ -31,7 +31,7 @@ def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
         ids=[run.id for run in runs],
         results=_results(runs),
         differences=[(_title(each), list(map(_short, each.values))) for each in find_differences(runs)],
-        verdicts=[*_restarts(runs), *_verdicts(runs)],
+        verdicts=_remarks(runs),
         charts=draw_comparison(layouts, names),
     )
 
@@ -57,7 +57,7 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
         columns = (Column("TOKENS", is_number=True), *(Column(f"LOSS {name}", is_number=True) for name in names))
         terminal.table(columns, [(count(tokens), *(f"{loss:.4f}" for loss in losses)) for tokens, losses in points])
     terminal.text(is_data=True)
-    for line in (*_restarts(runs), *_verdicts(runs)):
+    for line in _remarks(runs):
         terminal.text(line, is_data=True)
 
 
@@ -68,6 +68,13 @@ def _names(number: int) -> list[str]:
 
 def _title(difference: Difference) -> str:
     return f"{difference.section}: {difference.key}".removeprefix("recipe: ")
+
+
+def _remarks(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the lines about unreadable records, restarts and equal losses."""
+    named = zip(_names(len(runs)), runs, strict=True)
+    unreadable = [f"{name}: {run.metrics_problem}" for name, run in named if run.metrics_problem]
+    return [*unreadable, *_restarts(runs), *_verdicts(runs)]
 
 
 def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
@@ -144,6 +151,7 @@ def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
         "runs": [run.id for run in runs],
         "differences": [asdict(each) for each in find_differences(runs)],
         "results": {run.id: asdict(run.results) for run in runs},
+        "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
         "losses": [{"tokens": tokens, "losses": losses} for tokens, losses in align_losses(runs)],
         "against_first": {run.id: asdict(compare_curves(runs[0], run)) for run in runs[1:]},
     }

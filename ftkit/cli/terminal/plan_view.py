@@ -141,10 +141,9 @@ def _batch(plan: RunPlan) -> str:
 
 def _execution(plan: RunPlan) -> str:
     training, execution = plan.recipe.training, plan.execution
-    checkpointing = training.checkpointing_label(plan.recipe.model.architecture.num_hidden_layers)
     settings = {
         "micro_batch_size": f"micro-batch {training.micro_batch_size}",
-        "activation_checkpointing": f"activation checkpointing {checkpointing}",
+        "activation_checkpointing": f"activation checkpointing {plan.checkpointing_label}",
     }
     marked = (text + (" (auto)" if name in execution.chosen else "") for name, text in settings.items())
     return f"{', '.join(marked)}: {execution.reason}"

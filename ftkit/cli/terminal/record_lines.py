@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ftkit.cli.terminal.format import count, duration
+from ftkit.config.training import ActivationCheckpointing
 from ftkit.errors import plural
 from ftkit.runs.records import (
     AnomalyRecord,
@@ -24,8 +24,6 @@ from ftkit.runs.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ftkit.runs.records import Record
 
 
@@ -37,27 +35,37 @@ def sharding_text(record: ShardingRecord) -> str:
 
 
 _CHECKS = {
-    "parameters": "{} parameters",
-    "trainable parameters": "{} of them trained",
-    "quantized parameters": "{} of them quantized",
-    "parameters on this rank": "{} on this rank",
-    "units": "{} sharded units",
-    "sharded layers": "{} of them decoder layers",
-    "fewest targets in a pack": "at least {} targets in each pack",
-    "documents are": "documents are {}",
-    "documents isolated": "they do not attend to each other ({})",
-    "later tokens unseen": "tokens do not attend to later ones ({})",
-    "logits of the model's own class": "logits are those of the model's class ({})",
+    "parameters": ("{}", "parameter"),
+    "trainable parameters": ("{} of them trained", ""),
+    "quantized parameters": ("{} of them quantized", ""),
+    "parameters on this rank": ("{} on this rank", ""),
+    "units": ("{}", "sharded unit"),
+    "sharded layers": ("{} of them decoder layers", ""),
+    **{
+        f"layers with checkpointing '{mode}'": (f"{{}} with checkpointing '{mode}'", "layer")
+        for mode in get_args(ActivationCheckpointing)
+    },
+    "offloaded layers": ("{} with activations in host memory", "layer"),
+    "fewest targets in a pack": ("at least {} in each pack", "target"),
+    "documents are": ("documents are {}", ""),
+    "documents isolated": ("they do not attend to each other ({})", ""),
+    "later tokens unseen": ("tokens do not attend to later ones ({})", ""),
+    "logits of the model's own class": ("logits are those of the model's class ({})", ""),
 }
-"""The checks before step 1 in words, in the order in which they are printed."""
-_PLURAL_OF_ONE = re.compile(r"^((?:at least )?1 (?:sharded )?\w+?)s\b")
+"""The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
 
 
-def checks_text(checks: Mapping[str, str]) -> str:
+def checks_text(record: VerificationRecord) -> str:
     """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
-    others = {name: f"{{}} {name}" for name in checks if name not in _CHECKS}  # "layers with checkpointing 'none'"
-    found = ((words, checks.get(name, "0")) for name, words in (_CHECKS | others).items())
-    return ", ".join(_PLURAL_OF_ONE.sub(r"\1", words.format(value)) for words, value in found if value != "0")
+    others = {name: (f"{{}} {name}", "") for name in record.checks if name not in _CHECKS}
+    found = ((words, noun, record.checks.get(name, 0)) for name, (words, noun) in (_CHECKS | others).items())
+    return ", ".join(words.format(_counted(value, noun)) for words, noun, value in found if value not in (0, "0"))
+
+
+def _counted(value: int | str, noun: str) -> str:
+    if isinstance(value, int):
+        return plural(value, noun) if noun else f"{value:,}"
+    return f"{value} {noun}s" if noun else value  # an older version counted in texts
 
 
 def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for each kind of record
@@ -68,7 +76,7 @@ def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for ea
         case StartRecord():
             line = start_line(record)
         case VerificationRecord():
-            line = f"checks passed: {checks_text(record.checks)}"
+            line = f"checks passed: {checks_text(record)}"
         case MemoryRecord():
             line = (
                 f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "

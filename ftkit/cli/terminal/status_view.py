@@ -23,6 +23,7 @@ from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
+from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import (
     Restart,
     Silence,
@@ -70,6 +71,8 @@ class RunStatus:
     verdict: Verdict | None
     """Whether it reproduced the run that it repeats; None if it repeats none."""
     gpus: GpuSummary | None
+    metrics_problem: str
+    """Which records of the run can't be read, and why; empty if all can."""
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
@@ -102,6 +105,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         doubts=explain_missing_digests(folder.layout),
         verdict=judge(folder.layout),
         gpus=summarize_samples(read_samples(folder.layout)),
+        metrics_problem=find_damage(folder.layout.metrics),
     )
 
 
@@ -132,6 +136,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
         ("run", Styled(status.folder.id, "bold")),
         ("state", state_cell(status.seen)),
         *_job_facts(status),
+        *([("metrics", Styled(status.metrics_problem, "yellow"))] if status.metrics_problem else []),
         *result_facts(status.summary),
         *_progress_facts(status),
         *_gpu_facts(status.gpus),
@@ -274,6 +279,7 @@ def run_status_as_json(status: RunStatus) -> dict[str, Any]:
             "created": status.folder.created.isoformat(),
             "submitted": submission.submitted if submission else None,
             "plan_problem": status.plan_problem or None,
+            "metrics_problem": status.metrics_problem or None,
             "world_size": plan.placement.world_size if plan else None,
             "engine": trainer.engine.name if trainer else None,
             "num_steps": summary.last_step.num_steps if summary.last_step else trainer and trainer.num_steps,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.store import PackStore
     from ftkit.planning.plan import BatchPlan
+    from ftkit.runs.checkpoints import TrainState
 
 HOST = torch.device("cpu")
 ALONE = ContextGroup()
@@ -49,7 +50,8 @@ class StepBatch:
 class BatchSchedule:
     """Assign packs to steps, processes and micro-batches.
 
-    The i-th pack of a run depends on seed and i alone; a step takes the next `global_batch_size` of them.
+    The i-th pack of a run depends on seed and i alone; a step takes the next `global_batch_size` of them. A resumed run
+    begins with the pack after those of its checkpoint, whose last step may have had fewer: the plan had fewer epochs.
     After `num_packs_in_run`, the end of the last epoch, packs are empty and have no targets, so that every process
     takes part in every collective.
     """
@@ -67,7 +69,12 @@ class BatchSchedule:
         is_mixed: bool = False,
         marks_padding: bool = True,
         context: ContextGroup = ALONE,
+        state: TrainState | None = None,
     ) -> None:
+        self._first_step, self._first_pack = 0, 0
+        if state is not None:
+            full = state.step * plan.global_batch_size
+            self._first_step, self._first_pack = state.step, full if state.num_packs is None else state.num_packs
         self._store = store
         self._plan = plan
         self._seed = seed
@@ -88,13 +95,22 @@ class BatchSchedule:
         return len(self._indices(step))
 
     def _indices(self, step: int) -> range:
-        first = step * self._plan.global_batch_size
-        last = first + self._plan.global_batch_size
-        return range(first, last if self._end is None else min(last, self._end))
+        return range(self.num_packs_before(step), self.num_packs_before(step + 1))
+
+    def num_packs_before(self, step: int) -> int:
+        """Return the number of packs of all steps before this one, over all processes."""
+        num = self._first_pack + (step - self._first_step) * self._plan.global_batch_size
+        return num if self._end is None else min(num, self._end)
+
+    def count_steps(self) -> int | None:
+        """Return the number of steps to the end of the last epoch, earlier ones included; None if there is no end."""
+        if self._end is None:
+            return None
+        return self._first_step - (self._first_pack - self._end) // self._plan.global_batch_size
 
     def epoch_of_step(self, step: int) -> float:
         """Return the number of epochs after `step` steps."""
-        return step * self._plan.global_batch_size / len(self._store)
+        return self.num_packs_before(step) / len(self._store)
 
     def step(self, step: int) -> StepBatch:
         """Return this process's part of a step, counted from 0, in host memory."""

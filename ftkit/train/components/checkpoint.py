@@ -113,12 +113,12 @@ def describe_damage(folder: Path, step: int) -> str:
     """Compare a whole checkpoint with its marker and check its index; return the damage, or an empty text."""
     try:
         marker = read_marker(folder, step)
-        damage = ", ".join(find_damage(folder, marker, sorted(marker.files)))
-        if not damage:
-            check_index(folder, marker)
+        if damaged := find_damage(folder, marker, sorted(marker.files)):
+            return f"{', '.join(damaged)}: changed, truncated, or missing"
+        check_index(folder, marker)
     except DamagedCheckpointError as error:
         return str(error)
-    return damage
+    return ""
 
 
 def read_state(state: dict[str, Any], folder: Path) -> None:
@@ -166,10 +166,21 @@ def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
     }
 
 
+class ForeignCheckpointError(Exception):
+    """An undamaged checkpoint belongs to another model."""
+
+
 def absent_frozen(model: nn.Module, folder: Path) -> set[str]:
-    """Return the frozen parameters that a checkpoint lacks: earlier versions of ftkit did not write them."""
+    """Return the frozen parameters that a checkpoint lacks: earlier versions of ftkit did not write them.
+
+    Raises:
+        ForeignCheckpointError: it has weights that the model lacks, and that torch would leave out without a word.
+    """
     saved = saved_sizes(folder, _MODEL)
-    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad and name not in saved}
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    if unknown := sorted(saved.keys() - known):
+        raise ForeignCheckpointError(f"the model has no '{unknown[0]}'")
+    return {name for name, each in model.named_parameters() if not each.requires_grad and name not in saved}
 
 
 class CheckpointTensors(LazyTensors):

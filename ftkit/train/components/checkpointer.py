@@ -23,6 +23,7 @@ from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, SavedFile, Tr
 from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord
 from ftkit.train.components.checkpoint import (
     INDEX,
+    ForeignCheckpointError,
     begin,
     check_index,
     complete,
@@ -345,9 +346,10 @@ def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
 def _load(engine: Engine, folder: Path) -> None:
     try:
         engine.load(folder)
-    except CheckpointException as error:  # not a subclass of Exception: no caller would catch it
+    except (CheckpointException, ForeignCheckpointError) as error:  # torch's is no Exception: no caller would catch it
+        reason = _describe(error) if isinstance(error, CheckpointException) else str(error)
         raise TrainingError(
-            f"{folder} can't be loaded: {str(error).strip()}",
+            f"{folder} can't be loaded: {reason}",
             meaning="its files are undamaged, but belong to another model, method or engine",
             fix="resume with the ftkit that started the run, or start a new run",
         ) from error

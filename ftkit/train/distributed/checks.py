@@ -6,6 +6,7 @@ A check that fails ends the run in seconds instead of wasting a night.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftkit.config.execution import ParameterCounts
+    from ftkit.config.training import EngineName
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.runs.records import Checks
     from ftkit.train.distributed.probe import ProbeResult
     from ftkit.train.engine import ShardingStats
 
@@ -30,8 +33,10 @@ LOGITS_TOLERANCE = 2e-2
 """Largest change of a token's logits, relative to their norm, that rounding in bf16 explains."""
 
 
-def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: ParameterCounts) -> dict[str, str]:
-    """Verify that the model is sharded as planned, on this rank.
+def verify_sharding(
+    stats: ShardingStats, training: TrainingPlan, expected: ParameterCounts, engine: EngineName = "fsdp2"
+) -> Checks:
+    """Verify that the model is sharded, and its layers are checkpointed and offloaded, as planned, on this rank.
 
     Returns:
         The checks, with the numbers found.
@@ -39,16 +44,21 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
     Raises:
         TrainingError: with both numbers of each failed comparison.
     """
-    checkpointing = training.activation_checkpointing
+    modes = Counter(training.checkpointing_of_layers(stats.num_layers, engine))
+    offloaded = training.offloaded_of_layers(stats.num_layers, engine)
     units, layers = (0, 0) if stats.is_unsharded else (stats.num_layers + 1, stats.num_layers)
     comparisons = {
         "units": (stats.num_units, units, "decoder layers + 1 for the rest"),
         "sharded layers": (stats.num_sharded_layers, layers, "decoder layers"),
-        f"layers with checkpointing '{checkpointing}'": (
-            stats.checkpointed_layers.get(checkpointing, 0),
-            training.checkpointed_layers or stats.num_layers,
-            "decoder layers",
-        ),
+        **{
+            f"layers with checkpointing '{mode}'": (
+                stats.checkpointed_layers.get(mode, 0),
+                modes[mode],
+                "decoder layers",
+            )
+            for mode in dict.fromkeys([*modes, *stats.checkpointed_layers])
+        },
+        "offloaded layers": (stats.offloaded_layers, sum(offloaded), "decoder layers, by activation_offload"),
         "parameters": (stats.total_elements, expected.total, "as planned"),
         "trainable parameters": (stats.trainable_elements, expected.trained, f"for method '{training.method}'"),
         "quantized parameters": (stats.quantized_elements, expected.quantized, f"for method '{training.method}'"),
@@ -69,11 +79,11 @@ def verify_sharding(stats: ShardingStats, training: TrainingPlan, expected: Para
             meaning="training would run out of memory, or would not train what the recipe sets",
             fix="this is a bug of the model's class or of ftkit, not of the data: please report it with this message",
         )
-    found = {name: f"{found:,}" for name, (found, _, _) in comparisons.items()}
+    found: Checks = {name: found for name, (found, _, _) in comparisons.items()}
     return found | {"parameters on this rank": f"{stats.local_elements:,} of {stats.total_elements:,}"}
 
 
-def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
+def verify_targets(num_targets: NDArray[np.int64]) -> Checks:
     """Verify that each pack has labels.
 
     Args:
@@ -89,10 +99,10 @@ def verify_targets(num_targets: NDArray[np.int64]) -> dict[str, str]:
             meaning="the chat template marks no assistant turns, or data.train_on leaves nothing to train on",
             fix="check data.train_on, data.format and data.chat_template in the recipe",
         )
-    return {"fewest targets in a pack": f"{int(num_targets.min()):,}"}
+    return {"fewest targets in a pack": int(num_targets.min())}
 
 
-def verify_causality(probe: ProbeResult) -> dict[str, str]:
+def verify_causality(probe: ProbeResult) -> Checks:
     """Verify that no token attends to later ones: hidden states have no gradient to them.
 
     Raises:
@@ -109,7 +119,7 @@ def verify_causality(probe: ProbeResult) -> dict[str, str]:
     return {"later tokens unseen": f"gradient {leak:.0g}"}
 
 
-def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> dict[str, str]:
+def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> Checks:
     """Verify that documents of a micro-batch do not attend to each other, neither forward nor backward.
 
     Hidden states of a document must not change with its neighbors, and their gradients to the neighbors must be zero.
@@ -146,7 +156,7 @@ def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
     return _largest_ratio(probe.gradient_norms[to], probe.kept_norm)
 
 
-def verify_logits(probe: ProbeResult) -> dict[str, str]:
+def verify_logits(probe: ProbeResult) -> Checks:
     """Verify that the logits behind the loss are those of the model's own class.
 
     Logits are compared, not losses: a wrong scale of the logits hardly changes the loss of an untrained model.

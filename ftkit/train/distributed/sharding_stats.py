@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.train.engine import ShardingStats
-from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of
+from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, is_offloaded
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.quantized_linear import QuantizedLinear
@@ -64,5 +64,6 @@ def collect_sharding_stats(
         max_local_elements=sum(shard.allowed for shard in shards.values()),
         trainable_elements=sum(shard.total for parameter, shard in shards.items() if parameter.requires_grad),
         quantized_elements=quantized,
+        offloaded_layers=sum(is_offloaded(layer) for layer in layers),
         is_unsharded=is_unsharded,
     )

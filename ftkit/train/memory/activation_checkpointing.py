@@ -103,6 +103,11 @@ def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
     return layer.activation_checkpointing if isinstance(layer, RecomputedLayer) else "none"
 
 
+def is_offloaded(layer: nn.Module) -> bool:
+    """Return whether a decoder layer saves its activations in host memory."""
+    return isinstance(layer, RecomputedLayer) and layer.is_offloaded
+
+
 class RecomputedLayer(nn.Module):
     """Mixed into the class of a decoder layer, as `fully_shard` mixes in `FSDPModule`, to replace its forward.
 
@@ -123,6 +128,11 @@ class RecomputedLayer(nn.Module):
         self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
         self._offload = offload
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether what the layer saves is in host memory until the backward pass."""
+        return self._offload is not None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the family's forward; `hidden` is [B, T, H]."""

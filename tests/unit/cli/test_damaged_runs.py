@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.cli.page.report import read_report
+from ftkit.cli.page.write import run_page
+from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.rank_errors import RankError, write_rank_error
-from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord
+from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,3 +130,60 @@ def test_an_unusable_workspace_is_reported(
     result = ftkit("runs")
     assert result.code == 5
     assert f"the workspace {tmp_path / 'file'} can't be used" in result.err
+
+
+def make_private(metrics: Path) -> None:
+    metrics.chmod(0)
+
+
+def replace_with_folder(metrics: Path) -> None:
+    metrics.unlink()
+    metrics.mkdir()
+
+
+def damage_lines(metrics: Path) -> None:
+    metrics.write_bytes(b'{"event": "st\n[]\n\0\0\0\n{"event": "of another version"}\n\n{"event": "being writ')
+
+
+@pytest.mark.usefixtures("no_privileges")
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (make_private, "metrics.jsonl can't be read: you have no permission"),
+        (replace_with_folder, "metrics.jsonl can't be read: it is not a regular file"),
+        (damage_lines, "metrics.jsonl has 3 damaged lines"),
+    ],
+)
+def test_a_run_whose_records_cannot_be_read_does_not_look_like_one_without_records(
+    damage: Callable[[Path], None], problem: str, ftkit: Callable[..., Result], run: SubmittedRun
+) -> None:
+    damage(run.layout.metrics)
+    result = ftkit("runs")
+    assert result.code == 0
+    assert f"warning: {run.id}: {problem}" in result.err
+    assert [line.split()[3:5] for line in result.out.splitlines()[1:]] == [["?/400", "?"], ["7/400", "1.5000"]]
+    bad, good = json.loads(ftkit("runs", "--json").out)
+    assert bad["metrics_problem"].startswith(problem)
+    assert (bad["step"], good["metrics_problem"]) == (None, None)
+
+    assert problem in " ".join(ftkit("status", "victim").out.split())
+    assert json.loads(ftkit("status", "victim", "--json").out)["metrics_problem"].startswith(problem)
+    assert json.loads(ftkit("status", "good", "--json").out)["metrics_problem"] is None
+    assert f"A: {problem}" in " ".join(ftkit("compare", "victim", "good").out.split())
+    compared = json.loads(ftkit("compare", "victim", "good", "--json").out)
+    assert list(compared["metrics_problems"]) == [run.id]
+    assert problem in " ".join(ftkit("report", "victim").err.split())
+    page = run_page(read_report(run.layout, "failed"))
+    assert problem.replace("'", "&#39;") in page
+    assert "No step was recorded" not in page
+
+
+def test_a_listing_looks_for_damage_only_near_the_end_of_the_records(tmp_path: Path, records: Any) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("damaged\n" + "".join(to_line(records.step(number)) + "\n" for number in range(100)))
+    assert find_damage(path) == "metrics.jsonl has 1 damaged line"
+    assert find_damage(path, tail_bytes=1000) == ""
+    with path.open("a") as file:
+        file.write("damaged\n")
+    assert find_damage(path, tail_bytes=1000) == "metrics.jsonl has 1 damaged line near its end"
+    assert find_damage(tmp_path / "none") == ""

@@ -34,12 +34,30 @@ def test_each_kind_of_record_can_be_printed(kind: type[Any]) -> None:
     assert "\n" not in line
 
 
+def checks(**given: int | str) -> str:
+    return checks_text(records.VerificationRecord(0.0, {name.replace("_", " "): each for name, each in given.items()}))
+
+
 def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
-    checks = {"units": "3", "sharded layers": "2", "layers with checkpointing 'none'": "2", "quantized parameters": "0"}
-    checks |= {"documents are": "packed", "documents isolated": "difference 0, gradient 0", "parameters": "363,040"}
-    assert checks_text(checks) == (
-        "363,040 parameters, 3 sharded units, 2 of them decoder layers, documents are packed, they do not attend to "
-        "each other (difference 0, gradient 0), 2 layers with checkpointing 'none'"
+    recomputed = {"layers with checkpointing 'full'": 2, "layers with checkpointing 'selective'": 78}
+    assert checks(
+        units=3, sharded_layers=2, **recomputed, offloaded_layers=42, quantized_parameters=0, parameters=363040,
+        documents_are="packed", documents_isolated="difference 0, gradient 0", novelties=7,
+    ) == (
+        "363,040 parameters, 3 sharded units, 2 of them decoder layers, 78 layers with checkpointing 'selective', 2 "
+        "layers with checkpointing 'full', 42 layers with activations in host memory, documents are packed, they do "
+        "not attend to each other (difference 0, gradient 0), 7 novelties"
+    )  # fmt: skip
+    assert checks(units=1, **{"layers with checkpointing 'full'": 1}, fewest_targets_in_a_pack=1) == (
+        "1 sharded unit, 1 layer with checkpointing 'full', at least 1 target in each pack"
     )
-    ones = {"units": "1", "layers with checkpointing 'full'": "1", "fewest targets in a pack": "1"}
-    assert checks_text(ones) == "1 sharded unit, at least 1 target in each pack, 1 layer with checkpointing 'full'"
+
+
+def test_the_checks_of_an_older_version_are_printed_too() -> None:
+    line = (
+        '{"event": "proof", "time": 0, "checks": {"units": "3", "quantized parameters": "0", "parameters": "363,040"}}'
+    )
+    record = records.from_line(line)
+    assert isinstance(record, records.VerificationRecord)
+    assert checks_text(record) == "363,040 parameters, 3 sharded units"
+    assert record.texts == record.checks

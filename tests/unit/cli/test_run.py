@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ftkit
+import ftkit.launch.jobs  # keeps the real `render_job`, in place of the one of the first test
 from ftkit.config.image_reference import NamedImage
 from ftkit.launch.render import render_job
 from ftkit.runs.rank_errors import RankError, write_rank_error

@@ -70,7 +70,14 @@ def test_resuming_on_another_cluster_uses_its_profile(plan: RunPlan, ctx: Contex
 
 @pytest.mark.parametrize(
     "override",
-    ["training.max_steps=500", "training.log_every_steps=1", "evaluation.every_steps=7", "training.keep_checkpoints=9"],
+    [
+        "training.max_steps=500",
+        "training.log_every_steps=1",
+        "evaluation.every_steps=7",
+        "training.keep_checkpoints=9",
+        "training.shard_degree=2",
+        "training.sync_gradients=every_micro_batch",
+    ],
 )
 def test_changes_that_do_not_affect_the_result_are_accepted(override: str, plan: RunPlan, ctx: Context) -> None:
     changed = replan(plan, ResumeArgs(overrides=(override,)), ctx)
@@ -88,6 +95,29 @@ def test_changes_that_affect_the_result_must_be_allowed_by_key(override: str, pl
     assert key in " ".join(changed.warnings)
 
 
+def test_another_seed_keeps_the_order_of_the_data(plan: RunPlan, ctx: Context) -> None:
+    changed = replan(plan, ResumeArgs(overrides=("training.seed=9",), allowed=("training.seed",)), ctx)
+    training = changed.plan.recipe.training
+    assert (training.seed, training.order_seed) == (9, plan.recipe.training.seed)
+    assert [change.key for change in changed.changes] == ["training.seed"]
+    assert f"the order of the data stays that of seed {plan.recipe.training.seed}" in changed.warnings[0]
+    again = replan(changed.plan, ResumeArgs(overrides=("training.seed=8",), allowed=("training.seed",)), ctx)
+    assert again.plan.recipe.training.order_seed == plan.recipe.training.seed
+
+
+def test_another_order_of_the_data_is_accepted_only_with_what_it_means(plan: RunPlan, ctx: Context) -> None:
+    override = "training.data_seed=9"
+    assert "--allow training.data_seed" in refusal(plan, ResumeArgs(overrides=(override,)), ctx)
+    changed = replan(plan, ResumeArgs(overrides=(override,), allowed=("training.data_seed",)), ctx)
+    assert (changed.plan.recipe.training.seed, changed.plan.recipe.training.order_seed) == (
+        plan.recipe.training.seed,
+        9,
+    )
+    assert "some examples twice, and on others not at all" in changed.warnings[0]
+    same = f"training.data_seed={plan.recipe.training.seed}"
+    assert not replan(plan, ResumeArgs(overrides=(same,)), ctx).changes
+
+
 @pytest.mark.parametrize(
     "override",
     ["model.weights=a/b", "data.too_long=drop", "training.method=lora", "training.global_batch_size=64", "name=x"],
@@ -99,12 +129,24 @@ def test_changes_incompatible_with_checkpoints_are_rejected_even_if_allowed(
     assert "can't change" in refusal(plan, ResumeArgs(overrides=(override,), allowed=(key,)), ctx)
 
 
+def test_fewer_steps_than_the_newest_checkpoint_has_are_refused_before_the_job_waits(
+    plan: RunPlan, ctx: Context
+) -> None:
+    plan.layout.checkpoint(120).mkdir(parents=True)
+    args = ResumeArgs(overrides=("training.max_steps=100",), allowed=("training.max_steps",))
+    assert "100 is less than the 120 steps that are trained already" in refusal(plan, args, ctx)
+    assert replan(plan, replace(args, overrides=("training.max_steps=120",)), ctx).plan.num_steps == 120
+
+
 def test_a_key_that_is_allowed_but_not_changed_is_a_mistake(plan: RunPlan, ctx: Context) -> None:
     assert "not requested" in refusal(plan, ResumeArgs(num_nodes=1, allowed=("training.seed",)), ctx)
 
 
-def test_an_indivisible_batch_is_rejected_as_in_a_new_run(plan: RunPlan, ctx: Context) -> None:
-    assert "global_batch_size" in refusal(plan, ResumeArgs(gpus_per_node=3), ctx)
+def test_an_indivisible_batch_is_rejected_without_advice_to_change_it(plan: RunPlan, ctx: Context) -> None:
+    said = refusal(plan, ResumeArgs(gpus_per_node=3), ctx)
+    assert "global_batch_size" in said
+    assert "keeps its global batch: use a number of GPUs" in said
+    assert "Use 3" not in said
 
 
 def test_a_rejected_submission_does_not_change_plan_script_and_manifest(
