@@ -93,7 +93,7 @@ def make_work(engine: Engine, plan: RunPlan, world: World) -> Callable[[], None]
     """Return a function that takes a training step and waits for the device."""
     length, vocabulary = plan.recipe.training.sequence_length, plan.recipe.model.architecture.vocab_size
     tokens = np.random.default_rng(world.rank).integers(0, vocabulary, length, dtype=np.int32)
-    pack = build_pack([Document(tokens, np.append(tokens[1:], np.int32(IGNORED)))], length, pad=0)
+    pack = build_pack([Document(tokens, np.append(tokens[1:], np.int32(IGNORED)))], length)
     batch = to_micro_batch(pack[None], world.device)
 
     def work() -> None:

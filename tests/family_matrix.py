@@ -105,7 +105,7 @@ ODD: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": [0.0] * LAYERS},
+    "gemma3n_text": {"intermediate_size": 96, "activation_sparsity_pattern": [0.5, 0.0] * (LAYERS // 2)},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
@@ -347,4 +347,4 @@ def _packs() -> Any:
     for length in (40, 25, 50, 120):
         tokens = generator.integers(3, VOCABULARY, length).astype(np.int32)
         documents.append(Document(tokens, np.append(tokens[1:], -100).astype(np.int32)))
-    return np.stack([build_pack(documents[:3], LENGTH, pad=0), build_pack(documents[3:], LENGTH, pad=0)])
+    return np.stack([build_pack(documents[:3], LENGTH), build_pack(documents[3:], LENGTH)])

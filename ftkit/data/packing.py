@@ -57,14 +57,14 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def build_pack(documents: Sequence[Document], length: int, pad: int) -> NDArray[np.int32]:
+def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
     """Concatenate documents.
 
     Returns:
         int32 array of shape [3, length]: tokens, labels, positions, as `PackStore.read` returns them.
     """
     pack = np.empty((3, length), dtype=np.int32)
-    pack[0], pack[1] = pad, IGNORED
+    pack[0], pack[1] = documents[0].tokens[0], IGNORED
     start = 0
     for document in documents:
         end = start + len(document.tokens)

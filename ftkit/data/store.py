@@ -227,7 +227,8 @@ class PackStore:
         Returns:
             int32 [packs, 4, length]: tokens, labels, positions, sources. `labels[i]` is the token to predict after
             `tokens[i]`, or `IGNORED`. Positions restart at 0 with each document, which is how the model tells them
-            apart; the padding at the end is a document without labels.
+            apart; the padding at the end is a document without labels, which repeats the pack's first token: the
+            embedding of a padding token may be zero, where Gemma 3n's layers have infinite gradients (square roots).
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
         for into, pack in zip(read, packs, strict=True):
@@ -243,6 +244,7 @@ class PackStore:
         length = int(ends[-1])
         tokens = np.asarray(self._tokens[begin : begin + length])
         into[0, :length] = tokens & ~TRAINED
+        into[0, length:] = into[0, 0]
         into[1] = IGNORED
         into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
         places = np.arange(self.sequence_length, dtype=np.int64)

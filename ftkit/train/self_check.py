@@ -75,7 +75,7 @@ def _take_step(family: str, world: World) -> float:
     verify_isolation(probe)
     verify_logits(probe)
     tokens = np.arange(LENGTH, dtype=np.int32)
-    pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH, pad=0)
+    pack = build_pack([Document(tokens, np.roll(tokens, -1))], LENGTH)
     loss = engine.forward(to_micro_batch(pack[None], world.device))
     engine.backward(loss, LENGTH, is_last=True)
     engine.step(training.learning_rate, training.max_grad_norm)

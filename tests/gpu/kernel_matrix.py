@@ -169,7 +169,7 @@ def train(case: Case, world: World) -> dict[str, Any]:
     run_probe(engine, world, VOCABULARY, **sizes)
     torch.cuda.synchronize()
     result["probe_ms"] = round(1000 * (time.perf_counter() - again), 1)
-    packs = np.stack([build_pack(documents(pack), LENGTH, pad=0) for pack in range(PACKS)])
+    packs = np.stack([build_pack(documents(pack), LENGTH) for pack in range(PACKS)])
     own = packs[world.rank :: world.size]
     batches = [to_micro_batch(own[first : first + 2], world.device) for first in range(0, len(own), 2)]
     result["differing_weights"] = differing_weights(case, engine, batches[0])

@@ -98,7 +98,7 @@ def make_engine(world: World, kernel: Kernel, **changes: Any) -> Fsdp2Engine:
 
 def pack(lengths: Sequence[int]) -> MicroBatch:
     documents = [Document(np.full(length, 7, np.int32), np.full(length, 7, np.int32)) for length in lengths]
-    return to_micro_batch(build_pack(documents, LENGTH, pad=0)[None], torch.device("cpu"))
+    return to_micro_batch(build_pack(documents, LENGTH)[None], torch.device("cpu"))
 
 
 def check_and_train(engine: Fsdp2Engine, world: World) -> None:

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 PACKED = {
+    "gemma3n_text": "square roots, with infinite gradients where the embedding of padding is zero",
     "gpt2": "matrices that its class stores transposed",
     "gpt_oss": "experts with biases, attention sinks, masks that its class builds without positions",
     "laguna": "biases of routers that its class keeps frozen",

@@ -108,7 +108,7 @@ def test_the_loss_of_a_pack_is_the_sum_over_its_documents(
     model = Fsdp2Engine(build(family, tokenizer), TRAINING, world).model
 
     def loss(*rows: list[Document]) -> float:
-        packs = np.stack([build_pack(row, 32, pad=0) for row in rows])
+        packs = np.stack([build_pack(row, 32) for row in rows])
         with torch.no_grad():
             return float(model(batch=to_micro_batch(packs, world.device)))
 
@@ -298,7 +298,7 @@ def test_padded_rows_and_packs_have_the_same_loss(tokenizer: PreTrainedTokenizer
     documents = [generator.integers(0, 320, length).astype(np.int32) for length in (9, 14, 5, 30, 250, 3)]
     packs = np.stack(
         [
-            build_pack([Document(each, np.append(each[1:], -100).astype(np.int32)) for each in pack], 256, pad=0)
+            build_pack([Document(each, np.append(each[1:], -100).astype(np.int32)) for each in pack], 256)
             for pack in (documents[:4], documents[4:])
         ]
     )
@@ -332,7 +332,7 @@ def test_scaled_and_capped_logits_are_used_in_training(
     verify_isolation(tried)
     verify_logits(tried)
     tokens = np.arange(40, dtype=np.int32)
-    pack = build_pack([Document(tokens, np.roll(tokens, -1))], 40, pad=0)
+    pack = build_pack([Document(tokens, np.roll(tokens, -1))], 40)
     with engine.inference() as model:
         batch = to_micro_batch(pack[None], world.device)
         logits = model(compute=call_class, input_ids=batch.input_ids).logits.flatten(0, 1)[batch.label_index]

@@ -125,9 +125,12 @@ class BatchSchedule:
         for accumulation in range(self._plan.accumulation_steps):
             begin = (accumulation * self._size + self._rank) * micro
             chosen = packs[begin : begin + micro]
-            rows_of_packs = np.concatenate([self._store.read(chosen), _empty_packs(micro - len(chosen), length)])
+            read = self._store.read(chosen)
+            if len(chosen) < micro:
+                token = int(self._store.read(packs[:1])[0, 0, 0])
+                read = np.concatenate([read, _empty_packs(micro - len(chosen), length, token)])
             batch = to_micro_batch(
-                rows_of_packs,
+                read,
                 HOST,
                 is_mixed=self._is_mixed,
                 marks_padding=self._marks_padding,
@@ -188,8 +191,8 @@ def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: b
     return replace(batch, attention_mask=mask, is_token=torch.from_numpy(place < lengths)).on(device)
 
 
-def _empty_packs(num: int, length: int) -> NDArray[np.int32]:
+def _empty_packs(num: int, length: int, token: int) -> NDArray[np.int32]:
     packs = np.zeros((num, 4, length), dtype=np.int32)
-    packs[:, 1] = IGNORED
+    packs[:, 0], packs[:, 1] = token, IGNORED
     packs[:, 2] = np.arange(length)
     return packs

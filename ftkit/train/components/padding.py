@@ -22,7 +22,8 @@ class PaddedRows:
     """Rows of one document each.
 
     Attributes:
-        values: int32 [B, R, T], the rows of packs (tokens, labels, positions, ...) with padding on the right.
+        values: int32 [B, R, T], the rows of packs (tokens, labels, positions, ...) with padding on the right: a token
+            of the data, as in packs.
         lengths: int64 [B], tokens of each row's document; 0 for a row without one.
     """
 
@@ -76,7 +77,7 @@ def _find_documents(packs: NDArray[np.int32]) -> list[_Span]:
 
 def _pad(packs: NDArray[np.int32], documents: list[_Span], num_rows: int, width: int) -> PaddedRows:
     values = np.zeros((num_rows, packs.shape[1], width), dtype=np.int32)
-    values[:, 1] = IGNORED
+    values[:, 0], values[:, 1] = packs[0, 0, 0], IGNORED
     values[:, 2] = np.arange(width)
     lengths = np.zeros(num_rows, dtype=np.int64)
     for row, document in enumerate(documents):

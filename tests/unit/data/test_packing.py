@@ -67,11 +67,11 @@ def test_windows_hardly_increase_padding() -> None:
     assert lengths.sum() / (num_packs * 4096) > 0.99
 
 
-def test_positions_restart_with_each_document_and_padding_has_no_labels() -> None:
+def test_positions_restart_with_each_document_and_padding_repeats_the_first_token_without_labels() -> None:
     first = Document(np.array([5, 6, 7], np.int32), np.array([IGNORED, 7, IGNORED], np.int32))
     second = Document(np.array([8, 9], np.int32), np.array([9, IGNORED], np.int32))
-    tokens, labels, positions = build_pack([first, second], 8, pad=0)
-    assert tokens.tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    tokens, labels, positions = build_pack([first, second], 8)
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 5, 5, 5]
     assert labels.tolist() == [IGNORED, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
 
@@ -81,6 +81,6 @@ def test_padding_is_distinguished_from_documents() -> None:
     learned = Document(tokens, np.array([6, 7, IGNORED], dtype=np.int32))
     unlearned = Document(tokens, np.full(3, IGNORED, dtype=np.int32))
     rows = ([learned], [learned, learned], [learned, unlearned])
-    packs = np.stack([build_pack(row, 6, pad=0) for row in rows])
+    packs = np.stack([build_pack(row, 6) for row in rows])
     assert find_padding(packs).sum(axis=1).tolist() == [3, 0, 0]
     assert find_padding(packs)[0].tolist() == [False] * 3 + [True] * 3

@@ -29,10 +29,10 @@ def test_packs_are_read_back_with_labels_positions_and_sources(tmp_path: Path) -
     store = PackStore(tmp_path / "train", 8)
     assert (len(store), store.num_targets.tolist()) == (3, [2, 1, 2])
     both, one = store.read([2, 1])
-    assert both[0].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert both[0].tolist() == [5, 6, 7, 8, 9, 5, 5, 5]
     assert both[1].tolist() == [IGNORED, 7, IGNORED, 9, IGNORED, IGNORED, IGNORED, IGNORED]
     assert both[2].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-    assert one[0].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert one[0].tolist() == [8, 9, 8, 8, 8, 8, 8, 8]
     assert one[3].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
 
 
@@ -51,7 +51,7 @@ def test_a_stored_pack_equals_the_pack_of_its_documents(tokens: list[list[tuple[
         with PackWriter(Path(folder, "train")) as writer:
             writer.write(DocumentBatch.of(documents), [len(documents)])
         (pack,) = PackStore(Path(folder, "train"), 60).read([0])
-    assert np.array_equal(pack[:3], build_pack(documents, 60, pad=0))
+    assert np.array_equal(pack[:3], build_pack(documents, 60))
 
 
 def test_a_missing_file_of_prepared_data_suggests_a_fix(tmp_path: Path) -> None:

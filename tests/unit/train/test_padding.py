@@ -45,6 +45,7 @@ def test_each_document_is_one_row_and_ranks_have_the_same_number_of_micro_batche
         assert rows * width <= micro_batch_size * LENGTH
         for values, length in zip(group.values, group.lengths, strict=True):
             assert (values[1, length:] == IGNORED).all()
+            assert (values[0, length:] == packs[0, 0, 0]).all()
             if length:
                 number = int(values[0, 0])
                 assert number not in found
