@@ -112,7 +112,9 @@ def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Termi
         terminal.say(f"vLLM loads all of the adapters: vllm serve BASE --enable-lora --max-lora-rank {rank}")
         return
     precision = read_precision(exported)
-    write_gguf(exported, exported / f"{layout.root.name}-{precision}.gguf", precision, terminal.say)
+    file = exported / f"{layout.root.name}-{precision}.gguf"
+    for warning in write_gguf(exported, file, precision, terminal.say):
+        terminal.warn(warning)
 
 
 def _check_destination(destination: str) -> None:

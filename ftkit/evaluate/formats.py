@@ -168,8 +168,11 @@ def find_converter() -> Path:
     return Path(found)
 
 
-def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> None:
+def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> list[str]:
     """Convert a full model, and check that the result has its chat template, special tokens, and end token.
+
+    Returns:
+        Warnings about what llama.cpp will compute differently.
 
     Raises:
         TrainingError: the converter failed, or dropped something.
@@ -184,6 +187,7 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
         _run("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
         _set_end_of_turn(temporary, record.get("end_tokens") or [], file)
         _check_gguf(temporary, export, record.get("end_tokens") or [])
+        return _lost_window(temporary, export)
 
 
 def _run(program: str, words: list[str], output: Path, file: Path) -> None:
@@ -237,6 +241,22 @@ def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:
             meaning="llama.cpp's converter dropped it: prompts would differ from training, or never stop",
             fix="use a newer llama.cpp",
         )
+
+
+def _lost_window(file: Path, export: Path) -> list[str]:
+    """Return a warning if the converter dropped the sliding window: llama.cpp would compute full attention.
+
+    It does so for Mistral, whose file says `llama`, and for Qwen2.
+    """
+    from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
+
+    config = text_part(read_model_config(export))
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ["sliding_attention"]
+    is_used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
+    if not window or not is_used or any(name.endswith(".attention.sliding_window") for name in GGUFReader(file).fields):
+        return []
+    text = f"the GGUF file has no sliding window, and this model has one of {window:,} tokens"
+    return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
 
 
 def _end_tokens(fields: Any) -> set[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,31 @@ end = json.loads((folder / "ftkit-export.json").read_text())["end_tokens"][0]
 writer.add_eos_token_id(end)
 writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.close()
 """
+
+
+def test_a_sliding_window_that_the_gguf_file_lacks_is_said(
+    finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="needs the extra gguf")
+    converter, folder, file = tmp_path / "convert_hf_to_gguf.py", tmp_path / "export", tmp_path / "model.gguf"
+    monkeypatch.setenv(CONVERTER, str(converter))
+    converter.write_text(WRITE)
+    shutil.copytree(finished_run.layout.export, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for changed, is_lost in (
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 16}, False),  # Qwen3 without layers that use it
+        ({"sliding_window": 16, "layer_types": None, "use_sliding_window": False}, False),
+        (
+            {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True},
+            True,
+        ),
+        ({"sliding_window": 16, "layer_types": None, "use_sliding_window": True}, True),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changed))
+        assert bool(write_gguf(folder, file, "fp32", [].append)) == is_lost, changed
+    converter.write_text(WRITE.replace("writer.write_h", "writer.add_sliding_window(16); writer.write_h"))
+    assert write_gguf(folder, file, "fp32", [].append) == []
 
 
 def test_a_gguf_file_has_the_template_special_tokens_and_end_token_of_the_export(
