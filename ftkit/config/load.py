@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -154,6 +155,12 @@ def _find(kind: str, name: str, ctx: Context) -> Path:
         path = absolute_path(name, Path.cwd(), key=kind)
         if is_file(path):
             return path
+        if os.path.exists(path):  # noqa: PTH110 - False for impossible paths
+            raise NotFoundError(
+                f"{path} is not a regular file",
+                meaning=f"it is a folder, pipe or device; paths in a {kind} are relative to its file's folder",
+                fix=f"write the {kind} into a file, and give its path",
+            )
         raise NotFoundError(f"file {path} not found", fix=f"give the path of a {kind} file, or a {kind}'s name")
     for folder in search_folders(kind, ctx):
         if is_file(folder / f"{name}.yaml"):

@@ -152,6 +152,18 @@ def make_evaluation_set(
     return EvaluationSet([each.row for each in kept], [each.source for each in kept], documents, cases)
 
 
+def untokenized_cases(row: Row, data: DataSpec, form: Format) -> list[Case]:
+    """Return the cases of a row without their tokens; none if the row can't be used."""
+    try:
+        example = read_example(row.columns, data, form)
+        if not isinstance(example, Conversation):
+            return []
+        places = trained_turns(example, data.train_on if data.train_on in _TURNS else "assistant")
+    except DataError:
+        return []
+    return [Case(0, row.columns, [], [], example.messages[place], bool(example.tools)) for place in places]
+
+
 _Turn = tuple[list[int], list[int] | None, Message | None, bool]
 _Encoded = tuple[list[Document], list[_Turn]]
 

@@ -37,7 +37,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
@@ -197,17 +197,21 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
     return _unused_metrics(recipe, rows)
 
 
-def _unused_metrics(recipe: RecipeSpec, rows: Sequence[Row]) -> list[str]:
+def _unused_metrics(recipe: RecipeSpec, rows: list[Row]) -> list[str]:
     """Return warnings about metrics of the recipe that have no score for any of these rows."""
     generation = recipe.evaluation.generation
-    if not rows or generation is None or "sql" not in generation.metrics:
+    if not rows or generation is None or not generation.metrics:
         return []
-    from ftkit.data.tasks.metrics import SQL_COLUMNS  # noqa: PLC0415 - only these recipes need it
+    from ftkit.data.cases import untokenized_cases  # noqa: PLC0415 - only these recipes need it
+    from ftkit.data.tasks.metrics import find_unmet_needs  # noqa: PLC0415
 
-    if any(row.columns.keys() >= SQL_COLUMNS for row in rows):
-        return []
-    columns, seen = ", ".join(sorted(SQL_COLUMNS)), f"the first {plural(len(rows), 'row')}"
-    return [f"evaluation.generation.metrics: sql has no score without {columns}, which none of {seen} has"]
+    pairs = _with_formats(recipe.data, rows)
+    cases = [case for row, form in pairs for case in untokenized_cases(row, recipe.data, form)]
+    seen = f"the first {plural(len(rows), 'row')}"
+    return [
+        f"evaluation.generation.metrics: {name} has no score without {need}, which none of {seen} has"
+        for name, need in find_unmet_needs(generation.metrics, cases).items()
+    ]
 
 
 def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:

@@ -138,6 +138,29 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 a result determines which examples changed."""
 
 
+_NEEDS: dict[str, tuple[str, Callable[[Case], bool]]] = {
+    "sql": (
+        ", ".join(sorted(SQL_COLUMNS)),
+        lambda case: all(case.columns.get(name) is not None for name in SQL_COLUMNS),
+    ),
+    "calls": ("tools or tool calls", lambda case: case.has_tools or bool(case.message and case.message.tool_calls)),
+    "verdict": (
+        "a column verdict or a completion with 'Verdict: …'",
+        lambda case: (
+            isinstance(case.columns.get("verdict"), str) or bool(case.message and _VERDICT.search(case.message.content))
+        ),
+    ),
+    "exact_match": ("a completion", lambda case: case.reference is not None),
+    "repetition": ("an assistant turn", lambda _: True),
+}
+"""What a case must have for a score of each metric: in words, and as a test."""
+
+
+def find_unmet_needs(names: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
+    """Return the metrics that have no score for any case, each with what the cases lack."""
+    return {name: _NEEDS[name][0] for name in names if not any(_NEEDS[name][1](case) for case in cases)}
+
+
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
     """Return the requested metrics; by default those of the data's task, and repetition.
 

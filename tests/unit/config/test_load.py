@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -189,6 +190,14 @@ def test_unknown_names_suggest_the_nearest(ctx: Context) -> None:
     with pytest.raises(NotFoundError) as caught:
         load_image("olmo3:25.03", ctx)
     assert "olmo3:25.02" in caught.value.fix
+
+
+def test_a_recipe_in_a_pipe_a_device_or_a_folder_is_refused_with_the_reason(ctx: Context, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # without a writer
+    for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
+        with pytest.raises(NotFoundError, match=f"{path} is not a regular file") as caught:
+            load_recipe(str(path), ctx)
+        assert "write the recipe into a file" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])

@@ -14,6 +14,7 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
+from ftkit.data.tasks.metrics import METRICS
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
 from ftkit.launch.preparation import data_stamp
@@ -275,6 +276,35 @@ def test_a_metric_whose_columns_are_missing_from_the_data_is_a_warning(plan: Run
         overrides = [source, form, metrics, "data.ignore_columns=[sql_context]"]
         found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
         assert [warning.partition(":")[0] for warning in found] == ["evaluation.generation.metrics"] * (row == other)
+
+
+@pytest.mark.parametrize(
+    ("row", "without_score"),
+    [
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "sql calls verdict"),
+        ({"prompt": "q", "completion": "a. Verdict: yes"}, "sql calls"),
+        ({"text": "a"}, "sql calls verdict exact_match repetition"),
+        (
+            {
+                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            },
+            "sql verdict",
+        ),
+    ],
+)
+def test_each_metric_that_has_no_score_for_any_row_is_a_warning(
+    row: dict[str, object], without_score: str, plan: RunPlan, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
+    source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
+    metrics = f"evaluation={{sql_execution: null, generation: {{metrics: [{', '.join(METRICS)}]}}}}"
+    overrides = [source, "data.format=auto", "data.ignore_columns=[]", metrics]
+    if "text" in row:
+        overrides.append("data.train_on=all")
+    found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
+    warned = [warning.partition(": ")[2].partition(" has no score without ")[0] for warning in found]
+    assert warned == without_score.split()
 
 
 def test_columns_missing_from_a_generator_stop_a_run_before_submission(plan: RunPlan) -> None:
