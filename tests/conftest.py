@@ -18,6 +18,8 @@ settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "here")
 
 os.environ.setdefault("FTKIT_REPORT", "0")  # saves seconds of plotting per trained run
+# Before torch is imported: spinning threads of several tests at once take the CPUs from each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Background processes of a shell ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

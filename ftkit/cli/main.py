@@ -141,6 +141,8 @@ def main(args: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)
     # Otherwise pydantic reads the metadata of every installed package to look for plugins; ftkit uses none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    # Of the threads in which torch computes on CPUs, as in job scripts; libgomp reads it when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     open_standard_streams()
     set_home(os.environ)
     if COMPLETE_VARIABLE in os.environ:

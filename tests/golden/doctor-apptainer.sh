@@ -19,6 +19,8 @@ unset VIRTUAL_ENV "${!CONDA_@}"
 export PYTHONUNBUFFERED=1
 unset PYTHONOPTIMIZE # transformers reads docstrings
 export OMP_NUM_THREADS=1
+# Otherwise threads spin for milliseconds before they sleep, and take the CPU from the thread that they wait for.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 # Caches of compiled kernels: on each node's own disk, kept between jobs.
 export FTKIT_CACHE_DIR=/tmp/ftkit-"$UID"
@@ -70,6 +72,7 @@ container_env=(
     FLASH_ATTENTION_CUTE_DSL_CACHE_DIR
     FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED
     OMP_NUM_THREADS
+    OMP_WAIT_POLICY
     PYTHONUNBUFFERED
     TORCHINDUCTOR_CACHE_DIR
     TRITON_CACHE_DIR
