@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
+from ftkit.images.oci.certificates import explain_tls
 from ftkit.images.oci.credentials import access_denied
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
@@ -379,6 +380,8 @@ def explain_transfer(message: str, reference: RegistryImage, known: Credentials 
     lower = message.lower()
     if "no space left" in lower:
         return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
+    if "x509:" in lower or "server gave http response" in lower:
+        return explain_tls(reference.host, message)
     if any(word in lower for word in _ACCESS_DENIED):
         return access_denied(reference, known, message)
     if any(word in lower for word in _NOT_FOUND):

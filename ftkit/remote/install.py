@@ -33,7 +33,10 @@ set -eu
 exec >&2
 folder={folder}
 mkdir -p "$folder" && cd "$folder" && chmod 700 .
-rm -rf venv.new ftkit-*.whl
+rm -rf venv.new ftkit-*.whl tmp
+mkdir tmp
+export TMPDIR=$PWD/tmp  # /tmp is often small or full
+trap 'rm -rf "$TMPDIR"' EXIT
 base64 -d >{wheel} <<'END'
 {content}
 END

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.files import file_lock_if_supported, read_json_if_valid, write_json
+from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
 from ftkit.remote.login import Login
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 _RUN_ID: Final = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_KEPT: Final = 1000
+_SUBMISSION_ID: Final = re.compile("[0-9a-f]{16}")
+
+
+def printed_ids(output: str) -> list[str]:
+    """Return the ids of runs that a submission printed, one per line."""
+    return [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
 
 
 @dataclass(frozen=True)
@@ -70,29 +76,33 @@ class Records:
         newest = sorted(self.runs(), key=lambda run: run.created, reverse=True)
         return next((run for run in newest if reference == "last" or run.is_named(reference)), None)
 
-    def add(self, output: str, login: Login, project: Path) -> list[str]:
-        """Record the runs whose ids a submission printed, one per line; return them."""
-        ids = [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
+    def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
+        """Record submitted runs.
+
+        Raises:
+            OSError: they can't be written.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
             kept = [run for run in self.runs() if run.id not in ids]
             runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
             write_json(self._file, _Records(runs[-_NUM_KEPT:]))
-        return ids
 
     @contextmanager
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
         """Yield the id of a submission: that of an unanswered earlier one of the same command, or a new one.
 
         It is forgotten at the end of the block, unless the block raises: then the submission is still unanswered.
+
+        Raises:
+            OSError: it can't be written; then nothing should be submitted.
         """
         key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
         file = self.folder / "unanswered" / key
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            submission = file.read_text(encoding="ascii").strip()
-        except FileNotFoundError:
+        submission = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+        if not _SUBMISSION_ID.fullmatch(submission):
             submission = secrets.token_hex(8)
-            file.write_text(submission, encoding="ascii")
+            write_file(file, submission.encode())
         yield submission
         file.unlink(missing_ok=True)

@@ -108,6 +108,23 @@ def test_a_local_script_and_package_are_sent_and_run_on_the_cluster(ready: Lapto
     assert "MiB of code would be sent" in refused.stderr
 
 
+def test_a_run_that_can_not_be_recorded_here_is_reported_with_the_cluster_to_give(ready: Laptop) -> None:
+    records = ready.folder / "laptop/.local/state/ftkit/remote/runs.json"
+    kept = records.read_bytes()
+    records.unlink()
+    records.mkdir()  # nothing can be written here, as on a full disk
+    (records / "file").touch()
+    try:
+        done = ready.ftkit("run", "demo", "--cluster", "far", "--no-follow", "--name", "unrecorded")
+        run = done.stdout.strip()
+        assert f"could not record {run} on this machine" in done.stderr
+        assert f"ftkit --cluster far status {run}" in done.stderr
+        ready.ftkit("--cluster", "far", "cancel", run)
+    finally:
+        shutil.rmtree(records)
+        records.write_bytes(kept)
+
+
 def test_a_terminated_command_does_not_wait_for_the_login_node(ready: Laptop) -> None:
     ssh = ready.folder / "bin/ssh"
     kept = ssh.read_text()

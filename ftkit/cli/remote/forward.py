@@ -15,7 +15,7 @@ import click
 
 from ftkit.cli.output import current_output
 from ftkit.cli.terminal.console import Terminal
-from ftkit.errors import ConfigError, Problem, plural
+from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.remote.login import (
     CODE_FOLDER,
     Login,
@@ -27,7 +27,7 @@ from ftkit.remote.login import (
     unreachable,
     with_project,
 )
-from ftkit.remote.records import Records
+from ftkit.remote.records import Records, printed_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
@@ -154,12 +154,25 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
             return call_through_pipe(login, request, output.extend)
 
         code = forwarded.until_answered(attempt, "the run is submitted only once, even if the request is repeated")
-    text = output.decode(errors="replace")
-    ids = records.add(text, login, ctx.project) if not code else []
+        text = output.decode(errors="replace")
+        ids = printed_ids(text) if not code else []
+        if ids:
+            _record(records, ids, login, ctx.project, terminal)
     if code or not params.get("follow") or len(ids) != 1:
         terminal.data(text)
         return code
     return forwarded.follow(("status", ids[0], "--follow", *current_output().words), copies_log=False)
+
+
+def _record(records: Records, ids: Sequence[str], login: Login, project: Path, terminal: Terminal) -> None:
+    """Record submitted runs on this machine; warn if that is impossible, because the runs exist."""
+    try:
+        records.add(ids, login, project)
+    except OSError as error:
+        terminal.warn(
+            f"could not record {', '.join(ids)} on this machine ({records.folder}): {one_line(error)}; commands for it "
+            f"need the cluster's name: ftkit --cluster {login.cluster} status {ids[0]}"
+        )
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:

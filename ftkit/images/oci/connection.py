@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from ftkit.config.image_reference import is_loopback, shortened
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
+from ftkit.images.oci.certificates import explain_tls, trusting_adapter
 from ftkit.images.oci.credentials import access_denied
 from ftkit.images.oci.documents import parse_json
 from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
@@ -70,6 +71,7 @@ class Connection:
             ) from error
         self._library = library
         self._session = library.Session()
+        self._session.mount("https://", trusting_adapter(reference.host))
         self._reference = reference
         self._credentials = credentials
         self._authorization = ""
@@ -276,15 +278,14 @@ class Connection:
                 stream=True, timeout=_TIMEOUT, allow_redirects=False, proxies=direct, **options,
             )  # fmt: skip
         except self._library.exceptions.SSLError as error:
-            raise ImageError(
-                f"the TLS connection to {shortened(urlsplit(url).netloc)} failed: {_last_reason(error)}",
-                meaning="the registry speaks plain HTTP, or its certificate is not trusted on this machine",
-                fix="set REQUESTS_CA_BUNDLE to the file of certificates to trust",
-            ) from error
+            raise explain_tls(urlsplit(url).netloc, _last_reason(error)) from error
         except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
             raise self.connection_lost(_last_reason(error)) from error
         except (self._library.exceptions.RequestException, ValueError) as error:
             raise self.protocol_error(f"can't be queried: {_last_reason(error)}") from error
+        except OSError as error:  # of requests itself, which is not one of its exceptions
+            what = f"can't read the trusted certificates: {one_line(error)}"
+            raise PrerequisiteError(what, fix="correct REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE") from error
 
     def _explain(self, response: requests.Response, accepted: Sequence[int] = _READ_STATUSES) -> None:
         code, host = response.status_code, self._reference.host

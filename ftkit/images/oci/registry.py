@@ -178,7 +178,18 @@ class Registry:
         for entry in index.manifests:
             if entry.platform and (entry.platform.os, entry.platform.architecture) == ("linux", architecture):
                 return entry
-        raise NotFoundError(f"{self._reference} has no image for linux/{architecture}")
+        for entry in index.manifests:
+            if entry.platform is None:  # optional; entries that are not images, like attestations, have another one
+                return entry
+        platforms = dict.fromkeys(
+            f"{each.platform.os}/{each.platform.architecture}" for each in index.manifests if each.platform
+        )
+        platforms.pop("unknown/unknown", None)  # attestations
+        raise NotFoundError(
+            f"{self._reference} has no image for linux/{architecture}",
+            meaning=f"it was built for {', '.join(platforms)}" if platforms else "",
+            fix="build it for this architecture, or import it on a machine of its own",
+        )
 
     def _read_verified(self, path: str, digest: Digest | None, limit: int) -> bytes:
         """Return a document of at most `limit` bytes; compare it with its digest if that is known."""

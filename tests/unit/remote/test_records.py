@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import file_lock, write_json
@@ -34,6 +35,20 @@ def test_runs_are_recorded_by_one_process_at_a_time(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ftkit.remote.records.write_json", write)
     records = Records(tmp_path)
     for run in ("a-20261123T100000Z-1111", "b-20261123T100000Z-2222"):
-        records.add(f"{run}\n", LOGIN, tmp_path)
+        records.add([run], LOGIN, tmp_path)
     assert waits == ["runs.json", "runs.json"]
     assert [run.id for run in records.runs()] == ["a-20261123T100000Z-1111", "b-20261123T100000Z-2222"]
+
+
+def test_a_submission_that_a_full_disk_left_empty_is_submitted_under_a_new_id(tmp_path: Path) -> None:
+    records, ids = Records(tmp_path), []
+    for _ in range(2):
+        with contextlib.suppress(InterruptedError), records.submission(LOGIN, tmp_path, ("run",)) as submission:
+            ids.append(submission)
+            raise InterruptedError
+    assert ids[0] == ids[1]  # the same command is the same submission
+    (file,) = (tmp_path / "unanswered").iterdir()
+    file.write_text("")
+    with records.submission(LOGIN, tmp_path, ("run",)) as submission:
+        assert len(submission) == len(ids[0])
+    assert not file.exists()

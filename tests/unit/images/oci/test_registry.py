@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import pytest
 
 from ftkit.config.image_reference import Digest, parse_reference
-from ftkit.errors import ImageError
+from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci import connection, transfer
 from ftkit.images.oci.credentials import Credentials
-from ftkit.images.oci.documents import Configuration, Descriptor, Manifest, RootFilesystem
+from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform, RootFilesystem
 from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import ignore_progress
 from ftkit.images.sources import RegistrySource
@@ -248,3 +248,28 @@ def test_a_stalled_layer_download_is_resumed(
 
 def test_a_password_is_not_in_any_repr() -> None:
     assert "hush" not in repr(Credentials("alice", "hush"))
+
+
+@pytest.mark.parametrize(
+    ("platforms", "found"),
+    [
+        ((("unknown", "unknown"), ("linux", "arm64"), ("linux", "amd64")), 2),  # an attestation comes first
+        ((("unknown", "unknown"), None), 1),  # the platform of an entry is optional
+        ((("unknown", "unknown"), ("linux", "arm64")), None),
+    ],
+)
+def test_the_entry_of_an_index_is_chosen_by_platform(
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    platforms: tuple[tuple[str, str] | None, ...],
+    found: int | None,
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    named = [None if each is None else Platform(os=each[0], architecture=each[1]) for each in platforms]
+    entries = tuple(Descriptor(digest=LAYER.digest, size=size, platform=each) for size, each in enumerate(named))
+    if found is not None:
+        assert registry._entry_for_this_machine(Index(manifests=entries)).size == found
+        return
+    with pytest.raises(NotFoundError) as refused:
+        registry._entry_for_this_machine(Index(manifests=entries))
+    assert refused.value.meaning == "it was built for linux/arm64"
