@@ -41,6 +41,8 @@ _OTHER_SPLIT = re.compile(r"(?:test|val|valid|validation|eval|dev|heldout|holdou
 """Prefixes of files and folders that are not for training, as in datasets of the hub."""
 _GIT_LFS: Final = b"version https://git-lfs"
 """Beginning of the file that a repository has in place of a large one."""
+_WRITTEN = ({"manifest.json", "plan.json"}, {"manifest.json", "tokenizer", "train", "validation"})
+"""What ftkit writes into the folder of a run, and into a folder of prepared data: neither is anyone's data set."""
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Metadata files that `datasets` writes."""
 
@@ -99,6 +101,8 @@ def _check_copies(files: list[str], place: str, key: str) -> None:
 def walk(folder: Path, key: str) -> list[Path]:
     """Return all files of a dataset's folder, also of linked folders; a folder that is linked twice is read once.
 
+    Folders below it that ftkit wrote are left out: a workspace may be in the dataset's folder.
+
     Raises:
         NotFoundError: there are so many that it is probably another folder.
     """
@@ -107,7 +111,10 @@ def walk(folder: Path, key: str) -> list[Path]:
     num_seen = 0
     for where, folders, names in os.walk(folder, followlinks=True):
         below = sorted((Path(where, name) for name in folders), key=lambda path: (path.is_symlink(), path.name))
+        is_written = Path(where) != folder and any(found <= {*folders, *names} for found in _WRITTEN)
         folders.clear()
+        if is_written:
+            continue
         for path in below:
             if path.resolve() not in seen:
                 seen.add(path.resolve())

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from ftkit.data.files import count_rows, find_files, read_file
 from ftkit.data.rows import Row
+from ftkit.data.store import PreparedData
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError
+from ftkit.planning.layout import RunLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -300,6 +302,18 @@ def test_hidden_folders_and_metadata_are_skipped_and_other_splits_are_rejected(t
     (tmp_path / "test-0.parquet").touch()
     with pytest.raises(DataError, match=r"files of more than one split, such as test-0\.parquet"):
         find_files(str(tmp_path), "k")
+
+
+def test_runs_and_prepared_data_of_ftkit_below_a_folder_are_left_out(tmp_path: Path) -> None:
+    run, prepared = RunLayout(tmp_path / "w" / "runs" / "r"), PreparedData(tmp_path / "w" / "data" / "d")
+    ours = (run.plan, run.manifest, run.metrics, prepared.manifest_path, prepared.validation_rows)
+    ours += tuple(folder / "x.jsonl" for folder in (prepared.train, prepared.validation, prepared.tokenizer))
+    theirs = [tmp_path / "data" / name for name in ("a.jsonl", "manifest.json", "train/b.jsonl")]
+    for path in (*ours, *theirs):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.touch()
+    assert find_files(str(tmp_path), "k") == list(map(str, theirs))
+    assert find_files(str(prepared.train), "k") == [str(prepared.train / "x.jsonl")]
 
 
 @pytest.mark.parametrize(
