@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -65,12 +66,16 @@ def command(
         Decoding(**decoding),
         batch_size,
     )
-    for batch in batches:
-        lines = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in batch)
-        num_done += len(batch)
-        if output is None:
-            terminal.data(lines)
-        else:
-            with output.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(lines)
+    file: IO[str] | None = None
+    with ExitStack() as stack:
+        for batch in batches:
+            lines = "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in batch)
+            num_done += len(batch)
+            if output is None:
+                terminal.data(lines)
+                continue
+            # Opened once: a pipe's reader takes the first closing for the end.
+            file = file or stack.enter_context(output.open("a", encoding="utf-8", newline="\n"))
+            file.write(lines)
+            file.flush()
             terminal.say(f"{num_done:,} of {len(rows):,} prompts")

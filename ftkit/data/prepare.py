@@ -15,6 +15,7 @@ from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
+from ftkit.data.template_fields import find_unread
 from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, skip_bad
 from ftkit.errors import DataError, one_line, plural
@@ -129,6 +130,9 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
             "be trained on texts that differ from the data; 'ftkit data show' prints them; if that is not intended, "
             "correct data.chat_template"
         )
+    options = recipe.data.template_options
+    if renderer and (unread := find_unread(options, renderer.template, renderer.tool_template)):
+        report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
     return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer))
 
 

@@ -7,9 +7,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from ftkit.data.conversations import Conversation, Message, ToolCall
+from ftkit.data.private_apis import compile_chat_template
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 PROBE: Final = "ftkitprobe"
 """Text of the field in each conversation of `probes`."""
@@ -49,6 +50,19 @@ def _fields_of_turn(message: Message) -> Iterator[str]:
             yield "text beside tool calls"
         if len(message.tool_calls) > 1:
             yield "parallel tool calls"
+
+
+def find_unread(variables: Collection[str], *templates: str) -> list[str]:
+    """Return the variables that none of these chat templates reads; none if one is invalid, which rendering reports."""
+    from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers
+    from jinja2.meta import find_undeclared_variables  # noqa: PLC0415
+
+    try:
+        parsed = [compile_chat_template(template).environment.parse(template) for template in templates]
+        read = set().union(*map(find_undeclared_variables, parsed))
+    except TemplateError:
+        return []
+    return sorted(set(variables) - read)
 
 
 def content_probes() -> dict[str, Conversation]:

@@ -98,12 +98,12 @@ def generate_rows(
 
 
 def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
-    """Return the number of completed rows in an interrupted output; remove a partial last line.
+    """Return the number of completed rows in an interrupted output, 0 for a pipe; remove a partial last line.
 
     Raises:
         DataError: it is the output of other prompts, or of another model.
     """
-    if not output.exists():
+    if not output.is_file():  # reading a pipe would wait for what is to be written
         return 0
     content = output.read_bytes()
     complete_lines = content[: content.rfind(b"\n") + 1]

@@ -45,6 +45,15 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
+def test_options_that_the_chat_template_never_reads_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    code, _, err = call(capsys, "check", file, "data.template_options={enable_thinkin: false}")
+    assert code == 0
+    assert "data.template_options: the chat template never reads enable_thinkin; check" in " ".join(err.split())
+
+
 def test_a_sample_is_shown_turn_by_turn_with_the_trained_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, RowEncoder, find_end_of_turn
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
+from ftkit.data.template_fields import find_unread
 from ftkit.data.tokenizers import learn_tokenizer
 
 SPECIAL = (  # noqa: SIM905 - one per line is harder to read
@@ -368,6 +369,29 @@ def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) 
 def test_published_templates_change_no_contents(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template = FAMILIES[name].template.strip()
     assert ChatRenderer.of(tokenizer, FAMILIES[name].options).changed_roles() == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_templates_read_their_options(name: str) -> None:
+    assert find_unread(FAMILIES[name].options, FAMILIES[name].template) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "is_read"),
+    [
+        ("{% if thinking %}a{% endif %}", True),
+        ("{% set thinking = thinking | default(true) %}{{ thinking }}", True),
+        ("{% if thinking is not defined %}{% set thinking = true %}{% endif %}{{ thinking }}", True),
+        ("{% macro turn() %}{{ thinking }}{% endmacro %}{{ turn() }}", True),
+        ("{% generation %}{{ thinking }}{% endgeneration %}", True),
+        ("{% set thinking = true %}{{ thinking }}", False),
+        ("{# thinking #}{{ m.thinking }} thinking", False),
+        ("{{ thinking | no_such_filter }}", True),
+        ("{% if %}", True),  # unknown
+    ],
+)
+def test_an_option_that_a_template_never_reads_is_found(template: str, is_read: bool) -> None:
+    assert find_unread(["thinking"], template) == ([] if is_read else ["thinking"])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

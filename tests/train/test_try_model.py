@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +102,22 @@ def test_an_interrupted_output_is_resumed_and_batch_size_changes_nothing(
     assert output.read_text() == whole
     assert main(["generate", "tried@0", *words[2:], "--output", str(output)]) == 8  # another model's
     assert "another model" in capfd.readouterr().err
+
+
+def test_an_output_that_is_a_pipe_gets_the_completions_of_all_batches(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
+    prompts, pipe = PreparedData(run.plan.data_directory).validation_rows, tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = ["generate", "tried", "--input", str(prompts), "--max-new-tokens", "1", "--batch-size", "4"]
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    try:
+        assert main([*words, "--output", str(pipe)]) == 0
+        read, _ = reader.communicate()
+    finally:
+        reader.kill()
+    assert len(read.splitlines()) == len(prompts.read_bytes().splitlines())
 
 
 def test_chat_streams_the_completion_of_generate_into_a_pipe(
