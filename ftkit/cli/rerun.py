@@ -138,13 +138,15 @@ def _list_changes(
     Raises:
         ConfigError: some of them are not allowed.
     """
-    from ftkit.launch.rerun import changed_inputs, check_inputs
+    from ftkit.launch.rerun import changed_inputs, changes_between_starts, check_inputs
 
     differences = changed_inputs(original, plan, manifest)
     check_inputs(differences, allowed)
     for each in differences:
         before, after = each.values
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
+    for text in changes_between_starts(original):
+        terminal.warn(text)
 
 
 def report_verdict(layout: RunLayout, terminal: Terminal) -> None:

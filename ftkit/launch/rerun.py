@@ -18,7 +18,7 @@ from ftkit.config.request import Origins
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, resolve_image_link
-from ftkit.launch.resume import image_definition, open_values
+from ftkit.launch.resume import Change, changes_losses, image_definition, open_values
 from ftkit.planning.plan import PlanError, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.runs.compare import ComparedRun, Difference, describe_inputs, find_differences
@@ -126,6 +126,23 @@ def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any
         each
         for each in found
         if None not in each.values and each.key not in _EXPECTED and not each.key.startswith("resources.")
+    ]
+
+
+def changes_between_starts(original: Original) -> list[str]:
+    """Return how the original's training was changed when it was resumed, which one run can't repeat."""
+    submissions = original.manifest.get("submissions")
+    schedule = _mapping(_mapping(original.manifest.get("resolved_recipe")).get("training")).get("schedule")
+    changes = [
+        (submission.get("from_step"), Change(key, _mapping(values).get("before"), _mapping(values).get("after")))
+        for submission in map(_mapping, submissions if isinstance(submissions, list) else ())
+        for key, values in _mapping(submission.get("changes")).items()
+    ]
+    return [
+        f"the original continued after step {step} with {change.key}={change.after}, {change.before} before: the "
+        "repetition has the newest value from step 1 on, so its losses differ"
+        for step, change in changes
+        if step and changes_losses(change, str(schedule))
     ]
 
 

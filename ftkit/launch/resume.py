@@ -275,6 +275,18 @@ def _is_harmless(change: Change) -> bool:
     return _matches(change.key, _HARMLESS)
 
 
+def changes_losses(change: Change, schedule: str) -> bool:
+    """Return whether a resumed run with this change computes other losses than a run that had the value from step 1.
+
+    Args:
+        change: a change of the run's recipe.
+        schedule: the learning rate's, which all but `constant` stretch over all steps.
+    """
+    if change.key in _LENGTHS:
+        return schedule != "constant"
+    return change.key.startswith("training.") and not _is_harmless(change)
+
+
 def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 

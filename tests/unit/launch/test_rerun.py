@@ -11,7 +11,14 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError
-from ftkit.launch.rerun import RerunArgs, changed_inputs, check_inputs, plan_rerun, repetition_record
+from ftkit.launch.rerun import (
+    RerunArgs,
+    changed_inputs,
+    changes_between_starts,
+    check_inputs,
+    plan_rerun,
+    repetition_record,
+)
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.runs.manifest import build_manifest
@@ -97,3 +104,25 @@ def test_the_data_of_the_original_is_that_of_its_last_start_that_was_not_refused
     refused = replace(original, manifest=original.manifest | {"starts": starts})
     assert repetition_record(refused, [])["data"] == {"train": "b"}
     assert repetition_record(original, [])["data"] == {}
+
+
+def test_a_change_of_the_originals_training_on_the_way_is_said(original: Original) -> None:
+    def changed(step: int, **values: object) -> dict[str, object]:
+        return {
+            "from_step": step,
+            "changes": {f"training.{key}": {"before": 20, "after": value} for key, value in values.items()},
+        }
+
+    training = original.manifest["resolved_recipe"]["training"]
+    for submission, schedule, keys in (
+        (changed(20, max_steps=40), "cosine", ["training.max_steps=40"]),
+        (changed(20, max_steps=40), "constant", []),
+        (changed(0, max_steps=40), "cosine", []),  # nothing was trained before
+        (changed(5, log_every_steps=1, learning_rate=1e-4), "constant", ["training.learning_rate=0.0001"]),
+    ):
+        training["schedule"] = schedule
+        original.manifest["submissions"] = [changed(0), submission]
+        found = changes_between_starts(original)
+        assert [text.partition(" with ")[2].partition(",")[0] for text in found] == keys
+    original.manifest["submissions"] = "damaged"
+    assert changes_between_starts(original) == []
