@@ -11,7 +11,6 @@ from ftkit.files import read_json_if_valid
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
-from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def read_run(layout: RunLayout) -> ComparedRun:
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
     start = history.starts[-1] if history.starts else None
     inputs = describe_inputs(layout, plan, manifest, start)
-    return ComparedRun(layout.root.name, inputs, results, curve, find_damage(layout.metrics))
+    return ComparedRun(layout.root.name, inputs, results, curve, history.problem)
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.files import read_json_if_valid
-from ftkit.runs.metrics_file import read_records
+from ftkit.runs.metrics_file import CheckedRecords
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
@@ -79,6 +79,8 @@ class History:
     spans: tuple[Span, ...] = ()
     training_seconds: float | None = None
     """Between the first and the last record of each start's training, without the time in the queue."""
+    problem: str = ""
+    """Which records can't be read, and why; empty if all can."""
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -132,7 +134,8 @@ class History:
 
 def read_history(layout: RunLayout) -> History:
     """Read the history of a run from its folder. Missing or damaged records are skipped."""
-    records = list(read_records(layout.metrics))
+    read = CheckedRecords(layout.metrics)
+    records = list(read)
     timeline = _Timeline(_start_times(layout))
     starts: list[StartRecord] = []
     steps: dict[int, StepRecord] = {}
@@ -175,6 +178,7 @@ def read_history(layout: RunLayout) -> History:
         end=last if isinstance(last, EndRecord) else None,
         spans=tuple(timeline.spans),
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,
+        problem=read.problem,
     )
 
 

@@ -30,6 +30,33 @@ def read_records(path: Path) -> Iterator[Record]:
     return (record for line in _lines(path) if (record := from_line(line)) is not None)
 
 
+class CheckedRecords:
+    """Reads all records of a run, one at a time, and finds damage in the same pass.
+
+    Attributes:
+        problem: after the last record, what `find_damage` returns.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.problem = ""
+        self._path = path
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records."""
+        number = 0
+        try:
+            with _open(self._path) as file:
+                for line in _short_lines(file):
+                    if (record := from_line(line)) is not None:
+                        yield record
+                    else:
+                        number += line.endswith(b"\n") and is_damaged(line)
+        except OSError as error:
+            self.problem = _why_unreadable(self._path, error)
+        else:
+            self.problem = _count_damage(self._path, number)
+
+
 def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
     """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
     records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
@@ -98,13 +125,21 @@ def find_damage(path: Path, *, tail_bytes: int | None = None) -> str:
                 file.seek(0)
             # The last line may still be being written.
             number = sum(line.endswith(b"\n") and is_damaged(line) for line in _short_lines(file))
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except PermissionError:
-        return PrivateFileError(path).what
     except OSError as error:
-        return DamagedFileError(path, one_line(error)).what
-    where = "" if is_whole else " near its end"
+        return _why_unreadable(path, error)
+    return _count_damage(path, number, "" if is_whole else " near its end")
+
+
+def _why_unreadable(path: Path, error: OSError) -> str:
+    """Return why a file can't be read; empty if there is none."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return ""
+    if isinstance(error, PermissionError):
+        return PrivateFileError(path).what
+    return DamagedFileError(path, one_line(error)).what
+
+
+def _count_damage(path: Path, number: int, where: str = "") -> str:
     return f"{path.name} has {plural(number, 'damaged line')}{where}" if number else ""
 
 

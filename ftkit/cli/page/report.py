@@ -16,7 +16,6 @@ from ftkit.planning.setup import GPUS
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests
-from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
@@ -141,7 +140,7 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         facts=_facts(plan, manifest, history) if plan else {},
         doubts=explain_missing_digests(layout),
         command=" ".join(map(str, manifest.get("command", []))),
-        metrics_problem=find_damage(layout.metrics),
+        metrics_problem=history.problem,
         verdict=verdict,
         samples=list(samples),
     )

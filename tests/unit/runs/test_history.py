@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.planning.layout import RunLayout
+from ftkit.runs import metrics_file
 from ftkit.runs.history import History, Span, merge_spans, read_history
+from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.records import (
     CheckpointRecord,
     EndRecord,
@@ -83,6 +85,18 @@ def test_the_highest_peak_of_a_stage_is_kept(make_run: RunMaker, records: Any) -
 
 def test_a_folder_without_records_has_no_history(tmp_path: Path) -> None:
     assert read_history(RunLayout(tmp_path)) == History()
+
+
+def test_one_pass_over_the_records_finds_the_damage_too(
+    make_run: RunMaker, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, opened = make_run().layout, []
+    layout.metrics.write_text("damaged\n" + to_line(records.step(1)) + "\n\n{half")
+    monkeypatch.setattr(metrics_file, "check_regular", opened.append)
+    found = read_history(layout)
+    assert opened == [layout.metrics]
+    assert found.problem == find_damage(layout.metrics) == "metrics.jsonl has 1 damaged line"
+    assert list(found.steps) == [1]
 
 
 kinds = st.sampled_from(["stage", "start", "step", "evaluation", "checkpoint", "end"])
