@@ -78,7 +78,7 @@ def run(
     except FileNotFoundError as error:
         raise _not_found(args[0]) from error
     except subprocess.TimeoutExpired as error:
-        raise _too_slow(args[0], timeout_seconds) from error
+        raise _too_slow(args[0], timeout_seconds, error.stderr or b"") from error
     return ProgramOutput(done.returncode, done.stdout, done.stderr)
 
 
@@ -95,9 +95,10 @@ def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         raise _not_found(args[0]) from error
 
 
-def _too_slow(program: str, timeout_seconds: float) -> ProgramTimeoutError:
+def _too_slow(program: str, timeout_seconds: float, stderr: bytes = b"") -> ProgramTimeoutError:
+    said = stderr.decode(errors="replace").strip().rpartition("\n")[2]  # why it waits, as sbatch at MaxJobCount
     return ProgramTimeoutError(
-        f"'{program}' did not answer within {timeout_seconds:g} seconds",
+        f"'{program}' did not answer within {timeout_seconds:g} seconds" + (f"; it printed: {said}" if said else ""),
         meaning="the service behind it is overloaded or down",
         fix="try again in a minute",
     )

@@ -25,6 +25,7 @@ _ACTIVE = {
     "CONFIGURING": RunState.PENDING,
     "EXPEDITING": RunState.PENDING,
     "PENDING": RunState.PENDING,
+    "POWER_UP_NODE": RunState.PENDING,
     "REQUEUED": RunState.PENDING,
     "REQUEUE_FED": RunState.PENDING,
     "REQUEUE_HOLD": RunState.PENDING,
@@ -86,10 +87,15 @@ _OVER_LIMIT = "a limit of your account or its quality of service"
 
 
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    """Parse squeue's output: the state of each run."""
+    """Parse squeue's output: the state of each run.
+
+    A job that is listed exists, also in a state of a newer Slurm that is unknown here.
+    """
     states = {}
     for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
         seen = _observation(state, _explain(state, reason, run.submission), start, end, nodes)
+        if seen is None and _word(state):
+            seen = Observation(RunState.RUNNING, is_final=False, reason=f"Slurm reports the state {_word(state)}")
         if seen:
             states[run.id] = seen
     return states
@@ -144,7 +150,7 @@ def _word(state: str) -> str:
 def _explain(state: str, reason: str, submission: Submission) -> str:
     """Return squeue's reason with its meaning. It prints some reasons in words, others with details after a comma."""
     word = _word(state)
-    if word == "CONFIGURING":
+    if word in ("CONFIGURING", "POWER_UP_NODE"):
         return "its nodes are starting"
     if word == "EXPEDITING":
         return "Slurm restarts it before all other jobs"

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit import process
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.launch.slurm import (
     SlurmScheduler,
@@ -242,6 +244,7 @@ def test_sacct_states_are_mapped(
         ("SUSPENDED", RunState.RUNNING, False),
         ("STOPPED", RunState.RUNNING, False),
         ("COMPLETED", RunState.COMPLETED, True),
+        ("POWER_UP_NODE", RunState.PENDING, False),
     ],
 )
 def test_squeue_states_are_mapped(
@@ -250,6 +253,26 @@ def test_squeue_states_are_mapped(
     run = make_run()
     seen = read_squeue(squeue_line(run, word), [run])[run.id]
     assert (seen.state, seen.is_final, seen.nodes) == (state, is_final, "n[1-2]")
+
+
+def test_a_listed_job_in_a_state_of_a_newer_slurm_is_not_lost(
+    make_run: RunMaker, squeue_line: Callable[..., str]
+) -> None:
+    run = make_run()
+    seen = read_squeue(squeue_line(run, "SOMETHING_NEW"), [run])[run.id]
+    assert str(seen) == "running: Slurm reports the state SOMETHING_NEW"
+
+
+def test_what_sbatch_printed_is_reported_if_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"  # at MaxJobCount
+
+    def run(args: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(args, 60, stderr=f"{said}\n".encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(process.ProgramTimeoutError) as late:
+        process.run(["sbatch", "job.sbatch"])
+    assert late.value.what == f"'sbatch' did not answer within 60 seconds; it printed: {said}"
 
 
 @pytest.mark.parametrize(
