@@ -23,6 +23,8 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Patterns of a model's other files: configurations, chat templates, and vocabularies in all forms."""
 ADAPTER_CONFIG = "adapter_config.json"
 """File of peft in a folder of adapters."""
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -65,7 +67,7 @@ def check_folder(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file():
         raise model_and_adapters(folder)
     read_model_type(folder)
-    _check_complete(folder, _weights_files(folder))
+    _check_complete(folder, weight_files(folder))
     _check_tensors(folder)
 
 
@@ -97,8 +99,8 @@ def _check_complete(folder: Path, files: Sequence[str]) -> None:
 
 def _check_tensors(folder: Path) -> None:
     """Check that the files have the tensors that the index lists, in dtypes that need no unknown scales."""
-    stored = {file: _stored_tensors(folder / file) for file in _weights_files(folder)}
-    if (folder / WEIGHTS_INDEX).is_file():
+    stored = {file: _stored_tensors(folder / file) for file in weight_files(folder)}
+    if not (folder / WEIGHTS_FILE).is_file():
         lacking = [name for name, file in _read_index(folder).items() if name not in stored[file]]
         if lacking:
             raise NotFoundError(
@@ -134,7 +136,7 @@ def missing_files(folder: Path) -> list[str]:
     if not (folder / WEIGHTS_INDEX).is_file():
         return missing if (folder / WEIGHTS_FILE).is_file() else [*missing, f"{WEIGHTS_FILE} or {WEIGHTS_INDEX}"]
     try:
-        return missing + [file for file in _weights_files(folder) if not (folder / file).is_file()]
+        return missing + [file for file in weight_files(folder) if not (folder / file).is_file()]
     except (ValueError, LookupError, TypeError, AttributeError):
         return [*missing, f"readable {WEIGHTS_INDEX}"]
 
@@ -183,9 +185,12 @@ def stored_dtypes(file: Path) -> set[str]:
         return set()
 
 
-def _weights_files(folder: Path) -> list[str]:
-    index = folder / WEIGHTS_INDEX
-    if not index.is_file():
+def weight_files(folder: Path) -> list[str]:
+    """Return the files with a model's weights: one, or those in the index; a damaged index raises any error.
+
+    As in transformers, an index beside the one file has no effect: programs that save into a folder may leave it there.
+    """
+    if (folder / WEIGHTS_FILE).is_file() or not (folder / WEIGHTS_INDEX).is_file():
         return [WEIGHTS_FILE]
     return sorted(set(_read_index(folder).values()))
 
@@ -236,7 +241,7 @@ class _StoredTensor:
 
 
 def _tensors_of_model(folder: Path) -> dict[str, _StoredTensor]:
-    return {name: tensor for file in _weights_files(folder) for name, tensor in _stored_tensors(folder / file).items()}
+    return {name: tensor for file in weight_files(folder) for name, tensor in _stored_tensors(folder / file).items()}
 
 
 def _stored_tensors(path: Path) -> Mapping[str, _StoredTensor]:

@@ -59,6 +59,8 @@ TEMPLATES: dict[str, ChatTemplate] = {
 }
 
 TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File in which transformers 4 saved the chat template of a multimodal model's processor, unknown to its tokenizer."""
 
 
 def missing_template(source: str) -> DataError:
@@ -68,6 +70,16 @@ def missing_template(source: str) -> DataError:
         meaning="base models often have none",
         fix=f"set data.chat_template to {', '.join(TEMPLATES)} or a file of your own; or train on plain text "
         "(data.format=text)",
+    )
+
+
+def no_default_template(source: str, names: Collection[str]) -> DataError:
+    """Return the error that a tokenizer has several templates, and none that programs use by default."""
+    return DataError(
+        f"the tokenizer of '{source}' has several chat templates, and none of them is the default: "
+        + ", ".join(sorted(names)),
+        meaning="transformers uses the template named 'default' if a program selects none",
+        fix="write the right one to a file: data.chat_template=./FILE.jinja",
     )
 
 

@@ -9,12 +9,14 @@ import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.config.paths import is_path
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
 from ftkit.hub.cache import find_folder
+from ftkit.model_folder import SMALL_FILES, UNREADABLE, weight_files
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import SavedFile
 
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
 """Environment variable with the folder of the weights on the node's local disk."""
-_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
 _MARKER = "ftkit-staged.json"
 _CHUNK = 2**24
 MAX_COPYING_NODES = 15
@@ -62,7 +63,7 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     source = find_folder(model, os.environ, Workspace(plan.workspace).hub_home)
     if source is None or (is_path(model.weights) and not source.is_dir()):
         return None  # the ranks report why they can't be loaded
-    files = sorted({path for pattern in _FILES for path in source.glob(pattern) if path.is_file()})
+    files = _files_of(source)
     began, host = time.monotonic(), socket.gethostname()
     folder = cache / "weights" / _key(source, files)
     found = _verify(folder)
@@ -89,6 +90,14 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     seconds = time.monotonic() - began
     report(f"{host}: copied {size / 2**30:.1f} GiB of weights to {folder} in {seconds:.1f} s")
     return folder
+
+
+def _files_of(source: Path) -> list[Path]:
+    """Return a model's files, without weights in other layouts that lie beside them."""
+    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
+    with suppress(*UNREADABLE):  # the ranks refuse the copy of a damaged index
+        found |= {source / file for file in weight_files(source)}
+    return sorted(path for path in found if path.is_file())
 
 
 def _key(source: Path, files: list[Path]) -> str:

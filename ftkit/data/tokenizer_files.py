@@ -6,7 +6,13 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
+from ftkit.data.chat_templates import (
+    PROCESSOR_TEMPLATE,
+    TEMPLATES,
+    missing_template,
+    missing_tokens,
+    no_default_template,
+)
 from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError, one_line
 from ftkit.hub.cache import TOKENIZER_FILE
@@ -16,9 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _CONFIG = "tokenizer_config.json"
-_VOCABULARIES = (TOKENIZER_FILE, "tekken.json", "*vocab*", "*.model", "*.tiktoken")
+TEKKEN_FILE = "tekken.json"
+"""Vocabulary of Mistral's newer models."""
+_VOCABULARIES = (TOKENIZER_FILE, TEKKEN_FILE, "*vocab*", "*.model", "*.tiktoken")
 """Files with a vocabulary, of which a tokenizer needs one."""
-_TEMPLATE_FILES = ("chat_template.*", "additional_chat_templates", "tekken.json")
+_CHAT_TEMPLATES = ("chat_template.jinja", PROCESSOR_TEMPLATE)
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def check_tokenizer_folder(
@@ -44,14 +53,25 @@ def check_tokenizer_folder(
         if missing:
             raise missing_tokens(str(folder), template_name, missing)
         return
-    has_file = any(any(folder.glob(pattern)) for pattern in _TEMPLATE_FILES)
-    if template_name == "model" and not has_file and not _read_json(folder / _CONFIG).get("chat_template"):
+    if template_name == "model" and not any((folder / name).is_file() for name in _CHAT_TEMPLATES):
+        _check_template_of_config(folder)
+
+
+def _check_template_of_config(folder: Path) -> None:
+    """Check that tokenizer_config.json has a chat template, or a list of named ones with a default."""
+    template = _read_json(folder / _CONFIG).get("chat_template")
+    names = [path.stem for path in folder.glob(_MORE_TEMPLATES)]
+    if isinstance(template, list):
+        names += [str(each.get("name")) for each in template if isinstance(each, dict)]
+    if not template and not names:
         raise missing_template(str(folder))
+    if names and "default" not in names:
+        raise no_default_template(str(folder), names)
 
 
 def needs_loading(folder: Path) -> bool:
     """Return whether only loading a tokenizer shows that it can be loaded: without tokenizer.json, or with code."""
-    has_fast_file = (folder / TOKENIZER_FILE).is_file() or (folder / "tekken.json").is_file()
+    has_fast_file = (folder / TOKENIZER_FILE).is_file() or (folder / TEKKEN_FILE).is_file()
     return not has_fast_file or "auto_map" in _read_json(folder / _CONFIG)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,10 +12,16 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ftkit.config.paths import is_path
-from ftkit.data.chat_templates import TEMPLATES, missing_template, missing_tokens
+from ftkit.data.chat_templates import (
+    PROCESSOR_TEMPLATE,
+    TEMPLATES,
+    missing_template,
+    missing_tokens,
+    no_default_template,
+)
 from ftkit.data.encoding import check_tokens
 from ftkit.data.imports import import_transformers
-from ftkit.data.tokenizer_files import check_tokenizer_files, convert_command, sentencepiece_files
+from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -70,17 +78,44 @@ def load_tokenizer(
     if is_path(source):
         check_tokenizer_files(Path(source))
     try:
-        tokenizer = import_transformers().AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=False
-        )
+        tokenizer = _load(source, revision)
     except Exception as error:  # it also reads the model's configuration, whose values may raise anything
         raise _loading_error(source, error) from error
     if is_path(source):
         check_conversion(tokenizer, Path(source))
     add_tokens(tokenizer, model.added_tokens, report)
+    if chat_template == "model" and not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(source, revision)
     if chat_template is not None:
         _set_template(tokenizer, source, chat_template)
     return _with_padding(tokenizer, source)
+
+
+def _load(source: str, revision: str | None) -> Any:
+    """Load a tokenizer as `tokenizers` runs it.
+
+    For Mistral's models, transformers 5 prefers mistral-common where it is installed, as beside vLLM. It does not read
+    the roles of the special tokens in `tekken.json`, which are the same in all of Mistral's vocabularies.
+    """
+    transformers = import_transformers()
+    load = partial(
+        transformers.AutoTokenizer.from_pretrained, source, revision=revision, trust_remote_code=False,
+        **({} if transformers.__version__.startswith("4.") else {"mistral_format": False}),
+    )  # fmt: skip
+    tokenizer = load()
+    if tokenizer.eos_token is None and Path(getattr(tokenizer, "vocab_file", None) or "").name == TEKKEN_FILE:
+        return load(bos_token="<s>", eos_token="</s>", add_bos_token=True)  # noqa: S106
+    return tokenizer
+
+
+def _processor_template(source: str, revision: str | None) -> str | None:
+    """Return the chat template of a multimodal model's processor; None if it has none in a file of its own."""
+    try:
+        file = import_transformers().utils.cached_file(source, PROCESSOR_TEMPLATE, revision=revision)
+        template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def _loading_error(source: str, error: Exception) -> DataError:
@@ -155,12 +190,7 @@ def _set_template(tokenizer: Any, source: str, template: str) -> None:
         if not tokenizer.chat_template:
             raise missing_template(source)
         if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
-            raise DataError(
-                f"the tokenizer of '{source}' has several chat templates, and none of them is the default: "
-                + ", ".join(sorted(tokenizer.chat_template)),
-                meaning="transformers uses the template named 'default' if a program selects none",
-                fix="write the right one to a file: data.chat_template=./FILE.jinja",
-            )
+            raise no_default_template(source, tokenizer.chat_template)
     elif template in TEMPLATES:
         shipped = TEMPLATES[template]
         missing = shipped.missing_tokens(tokenizer.get_vocab())
@@ -190,9 +220,14 @@ def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
 def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callable[[str], None]) -> None:
     """Check that padding and added tokens are in the model's vocabulary; warn about other tokens beyond it.
 
+    A padding token beyond it, as fine-tuned models add, is replaced by the end token: padding is never trained.
+
     Raises:
         DataError: they are not.
     """
+    if tokenizer.pad_token_id >= vocab_size > (tokenizer.eos_token_id or 0):
+        report(f"padding token {tokenizer.pad_token} is beyond the embedding: {tokenizer.eos_token} is used instead")
+        tokenizer.pad_token = tokenizer.eos_token
     needed = [tokenizer.pad_token_id, *map(tokenizer.convert_tokens_to_ids, model.added_tokens)]
     check_tokens(tokenizer, np.array(needed), vocab_size)
     if len(tokenizer) > vocab_size:

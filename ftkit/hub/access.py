@@ -16,7 +16,17 @@ from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.hub.cache import MODEL_CACHE, cache_folder, find_folder, offline_variable
 from ftkit.hub.client import Repository, ask, download_file, read_token, repository_of
-from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, missing_files, read_model_config
+from ftkit.model_folder import (
+    CONFIG_FILE,
+    SMALL_FILES,
+    UNREADABLE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    check_folder,
+    missing_files,
+    read_model_config,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,6 +111,9 @@ def download_weights(
 ) -> Path:
     """Download a model's missing files into the hub's cache; return their folder.
 
+    Many repositories have the weights a second time, in other layouts (`consolidated.safetensors`, `original/`): only
+    the files that the index lists are downloaded.
+
     Arguments as in `check_weights`.
 
     Raises:
@@ -109,23 +122,31 @@ def download_weights(
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja"]
-    try:
-        folder = snapshot_download(
-            model.weights,
-            revision=model.revision,
-            allow_patterns=patterns,
-            local_files_only=local_files_only,
-            cache_dir=cache_folder(environment, default_home, *MODEL_CACHE),
-            token=read_token(environment),
+    def download(files: Sequence[str]) -> Path:
+        return Path(
+            snapshot_download(
+                model.weights,
+                revision=model.revision,
+                allow_patterns=[*files],
+                local_files_only=local_files_only,
+                cache_dir=cache_folder(environment, default_home, *MODEL_CACHE),
+                token=read_token(environment),
+            )
         )
+
+    try:
+        folder = download([*SMALL_FILES, WEIGHTS_FILE])
+        try:
+            files = weight_files(folder)
+        except UNREADABLE:  # a damaged index, which `check_folder` refuses
+            return folder
+        return download(files)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
             f"can't download '{model.weights}': {one_line(error)}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
             fix="accept the model's license on the hub and set HF_TOKEN; or give model.weights a local folder",
         ) from error
-    return Path(folder)
 
 
 def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
+from base64 import b64encode
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from ftkit.config.data import DataSpec
 from ftkit.config.model import ModelSpec
@@ -17,8 +20,16 @@ from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_of_turn, shorten
 from ftkit.data.formats import resolve_format
 from ftkit.data.rows import Row
-from ftkit.data.tokenizers import _set_template, _with_padding, check_conversion, check_size, learn_tokenizer
+from ftkit.data.tokenizers import (
+    _set_template,
+    _with_padding,
+    check_conversion,
+    check_size,
+    learn_tokenizer,
+    load_tokenizer,
+)
 from ftkit.errors import DataError
+from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +48,7 @@ TALK = turns(
     ("user", "And é?"),
     ("assistant", "SELECT 'é'"),
 )
+TEKKEN_SPECIALS = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
 ALTERNATING = (
     "{{ bos_token }}{% for turn in messages %}"
     "{% if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -451,6 +463,63 @@ def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml:
             _set_template(SimpleNamespace(chat_template=empty), "org/model", "model")
     with pytest.raises(DataError, match="several chat templates, and none of them is the default: rag, tool_use"):
         _set_template(SimpleNamespace(chat_template={"tool_use": REWRITING, "rag": REWRITING}), "org/model", "model")
+
+
+def load_own(folder: Path, chat_template: str = "model") -> Any:
+    return load_tokenizer(ModelSpec.model_construct(weights=str(folder), revision=None), chat_template)
+
+
+def test_the_template_of_a_multimodal_models_processor_is_used_if_the_tokenizer_has_none(
+    chatml: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    chatml.save_pretrained(tmp_path)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match="has no chat template"):
+        load_own(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_own(tmp_path).chat_template == chatml.chat_template
+
+
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 does not read tekken.json")
+def test_a_vocabulary_of_mistrals_has_its_begin_and_end_tokens(tmp_path: Path) -> None:
+    specials = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(TEKKEN_SPECIALS)]
+    vocabulary = [{"rank": byte, "token_bytes": b64encode(bytes([byte])).decode()} for byte in range(256)]
+    sizes = {"default_vocab_size": 256 + len(specials), "default_num_special_tokens": len(specials)}
+    config = sizes | {"pattern": r"\p{L}+|\s|.", "num_vocab_tokens": 256, "version": "v7"}
+    stored = {"config": config, "vocab": vocabulary, "special_tokens": specials}
+    (tmp_path / "tekken.json").write_text(json.dumps(stored))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    mistral = load_own(tmp_path, REWRITING)
+    assert (mistral.bos_token_id, mistral.eos_token_id, len(mistral)) == (1, 2, 256 + len(specials))
+    ((document,),) = encoder(mistral, {"text": "a"}).encode([Row({"text": "a"}, "f:1")])
+    assert document.tokens.tolist() == [1, ord("a") + len(specials), 2]
+
+
+@pytest.mark.skipif(not CONVERTS_WEIGHTS, reason="transformers 4 has no such setting")
+def test_mistrals_own_tokenizer_is_not_used_where_it_is_installed(
+    chatml: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chatml.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    asked: list[object] = []
+    original = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer,
+        "from_pretrained",
+        lambda *args, **options: asked.append(options.get("mistral_format")) or original(*args, **options),
+    )
+    assert load_own(tmp_path).is_fast
+    assert asked == [False]
+
+
+def test_a_padding_token_beyond_the_embedding_is_replaced_by_the_end_token() -> None:
+    padded = learn_tokenizer(["SELECT name FROM table WHERE how many"], 300, "chatml")
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    said: list[str] = []
+    check_size(padded, ModelSpec.model_construct(added_tokens=()), len(padded) - 1, said.append)
+    assert padded.pad_token == padded.eos_token
+    assert said[0] == "padding token [PAD] is beyond the embedding: <|im_end|> is used instead"
 
 
 @pytest.mark.parametrize("template", ["{% for turn in messages %}{{ turn.content }}\n{% endfor %}", "{# nothing #}"])

@@ -88,6 +88,17 @@ def test_files_of_a_model_without_its_output_projection_are_loaded(tmp_path: Pat
         assert torch.equal(value, expected[name]), name
 
 
+def test_an_index_left_beside_one_file_is_not_read(tmp_path: Path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3.0)
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = build("llama")
+    load_weights(again, tmp_path)
+    assert (again.lm_head.weight == 3.0).all()
+
+
 def test_only_the_local_rows_of_per_expert_weights_are_read() -> None:
     tensors = {f"{expert}.{part}": torch.randn(2, 3) for expert in range(4) for part in ("gate", "up")}
     asked: list[str] = []

@@ -38,6 +38,7 @@ def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path)
         check_folder(folder)
     (folder / WEIGHTS_FILE).write_bytes(NO_TENSORS)
     check_folder(folder)
+    (folder / WEIGHTS_FILE).unlink()
     (folder / WEIGHTS_INDEX).write_text("half of")
     with pytest.raises(NotFoundError, match="has no readable model"):
         check_folder(folder)
@@ -146,16 +147,28 @@ def test_missing_or_unexpectedly_quantized_weights_are_rejected(tmp_path: Path) 
     file.write_bytes(safetensors.numpy.save(weight))
     with pytest.raises(NotFoundError, match=r"'up\.weight' as I8 without scales"):
         check_folder(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"up.weight": WEIGHTS_FILE, "down.weight": WEIGHTS_FILE}}))
+    file.rename(tmp_path / "one.safetensors")
+    index.write_text(json.dumps({"weight_map": {"up.weight": "one.safetensors", "down.weight": "one.safetensors"}}))
     with pytest.raises(NotFoundError, match=r"lists down\.weight, which its file lacks"):
         check_folder(tmp_path)
-    file.rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / "one.safetensors").rename(tmp_path / "pytorch_model.bin")
     index.unlink()
     with pytest.raises(NotFoundError, match=r"only as pytorch_model\.bin") as caught:
         check_folder(tmp_path)
     assert "save_pretrained" in str(caught.value.fix)
     with pytest.raises(NotFoundError, match="is a file"):
         check_folder(tmp_path / CONFIG_FILE)
+
+
+def test_an_index_left_beside_one_file_has_no_effect_as_in_transformers(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    (tmp_path / WEIGHTS_FILE).write_bytes(safetensors.numpy.save({"norm.weight": np.ones(3)}))
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"norm.weight": "model-1.safetensors"}}))
+    check_folder(tmp_path)
+    assert read_stored_shapes(tmp_path) == {"norm.weight": (3,)}
+    (tmp_path / WEIGHTS_FILE).unlink()
+    with pytest.raises(NotFoundError, match=r"has no model-1\.safetensors"):
+        check_folder(tmp_path)
 
 
 def test_the_header_of_a_weight_file_is_read_once_as_long_as_the_file_does_not_change(

@@ -23,7 +23,7 @@ from ftkit.config.paths import is_path
 from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, text_name
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, text_name, weight_files
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.load_targets import LoadTarget, load_targets
@@ -307,11 +307,10 @@ class _RandomTensor:
 
 def _files(folder: Path) -> dict[Path, set[str]]:
     """Return which tensors are in which file."""
-    if (folder / WEIGHTS_INDEX).is_file():
-        places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-        return {folder / file: {name for name, place in places.items() if place == file} for file in files}
-    if not (folder / WEIGHTS_FILE).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            return {folder / WEIGHTS_FILE: set(file.keys())}
+    if not (folder / WEIGHTS_INDEX).is_file():
         raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        return {folder / WEIGHTS_FILE: set(file.keys())}
+    places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return {folder / file: {name for name, place in places.items() if place == file} for file in weight_files(folder)}

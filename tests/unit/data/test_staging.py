@@ -55,6 +55,16 @@ def test_a_second_start_reuses_the_copy_and_replaces_a_damaged_one(node: Node) -
     assert "model.safetensors" in node.log[2]
 
 
+def test_vocabularies_are_copied_and_weights_in_other_layouts_are_not(node: Node) -> None:
+    shared = cast("Any", node.plan).workspace / "shared"
+    for name in ("merges.txt", "own.tiktoken", "consolidated.safetensors"):
+        (shared / name).write_bytes(b"")
+    folder = node.stage()
+    assert folder is not None
+    copied = {path.name for path in folder.glob("*.*")} - {"ftkit-staged.json"}
+    assert copied == {"config.json", "model.safetensors", "merges.txt", "own.tiktoken"}
+
+
 def test_changed_weights_get_a_separate_copy(node: Node) -> None:
     first = node.stage()
     (cast("Any", node.plan).workspace / "shared" / "model.safetensors").write_bytes(b"other")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
+import huggingface_hub
 import pytest
 
 from ftkit.config.model import ArchitectureSpec, ModelPlan, ModelSpec
@@ -366,3 +368,29 @@ def test_data_is_checked_before_submission_unless_it_is_prepared(plan: RunPlan, 
     gated.data_directory.mkdir(parents=True)
     PreparedData(gated.data_directory).manifest_path.touch()
     assert sources_of(gated, environment) == []
+
+
+def test_only_the_files_that_a_model_is_loaded_from_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = json.dumps({"weight_map": {"norm.weight": "model-1-of-1.safetensors"}})
+    repository = {
+        "config.json": "{}", WEIGHTS_INDEX: index, "model-1-of-1.safetensors": "", "consolidated.safetensors": "",
+        "original/model.safetensors": "", "vocab.txt": "", "merges.txt": "", "qwen.tiktoken": "", "tekken.json": "{}",
+        "tokenizer.model": "", "additional_chat_templates/tool_use.jinja": "", "pytorch_model.bin": "",
+    }  # fmt: skip
+    left_out = {"consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin"}
+
+    def snapshot_download(_: str, *, allow_patterns: list[str], **__: object) -> str:
+        for name, content in repository.items():
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                (tmp_path / name).write_text(content)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert access.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == repository.keys() - left_out
+    repository[WEIGHTS_INDEX] = "half of"
+    assert access.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path

@@ -184,6 +184,7 @@ def test_invalid_rows_stop_a_run_before_submission(plan: RunPlan, tmp_path: Path
         check_sources(here, {})
 
 
+NAMED_TEMPLATES = '{"chat_template": [{"name": "rag", "template": "{{ a }}"}]}'
 ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<|im_end|>"}]}'
 
 
@@ -201,7 +202,15 @@ ONLY_IM_END = '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "conten
         ({"tokenizer.json": '{"model": {"vocab": {"a": 0}}}'}, "gemma", "lacks <bos>, <end_of_turn>, <start_of_turn>"),
         ({"tokenizer.json": ONLY_IM_END}, "chatml", r"lacks <\|im_start\|> of the"),
         ({"tokenizer.json": '{"model": {"vocab": [["<|im_start|>", 0], ["<|im_end|>", 0]]}}'}, "chatml", None),
-        ({"tekken.json": "{}"}, "model", None),
+        ({"tekken.json": "{}"}, "model", "has no chat template"),
+        ({"tekken.json": "{}", "chat_template.jinja": "{{ a }}"}, "model", None),
+        ({"tokenizer.json": '{"model": {}}', "chat_template.json": "{}"}, "model", None),
+        ({"tokenizer.json": '{"model": {}}', "tokenizer_config.json": NAMED_TEMPLATES}, "model", "the default: rag"),
+        (
+            {"tokenizer.json": '{"model": {}}', "additional_chat_templates/rag.jinja": "{{ a }}"},
+            "model",
+            "several chat templates, and none of them is the default: rag",
+        ),
         ({"tokenizer_config.json": "half of"}, "model", r"can't read .*tokenizer_config\.json"),
     ],
 )
@@ -210,6 +219,7 @@ def test_a_missing_tokenizer_or_template_stops_a_run_before_submission(
 ) -> None:
     (tmp_path / "tokenizer").mkdir()
     for name, content in files.items():
+        (tmp_path / "tokenizer" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "tokenizer" / name).write_text(content)
     overrides = [
         f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}",
