@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from ftkit.errors import PrerequisiteError
-from ftkit.train.model.build import load_pretrained
+from ftkit.train.model.build import auto_class_of, load_pretrained
 from ftkit.train.model.weight_conversion import converts_layout
 from ftkit.train.private_apis.accelerate import free_offloaded, load_offloaded
 from ftkit.train.private_apis.peft import import_peft
@@ -78,8 +78,9 @@ def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Itera
 
 
 def _check_disk(folder: Path, scratch: Path, num_bytes: int) -> None:
+    config = AutoConfig.from_pretrained(folder)
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = auto_class_of(config).from_config(config)
     free = shutil.disk_usage(scratch).free
     if converts_layout(model) and free < num_bytes:
         raise PrerequisiteError(

@@ -12,7 +12,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Mistral3Config,
@@ -29,7 +31,7 @@ from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.build import build_empty, read_config
+from ftkit.train.model.build import build_empty, load_pretrained, read_config
 from ftkit.train.model.weights import load_weights
 
 if TYPE_CHECKING:
@@ -164,6 +166,18 @@ def test_adapters_match_the_wrappers_parameter_names_and_exclude_the_vision_towe
     assert held_out_loss(adapted, run) == pytest.approx(after.loss, rel=1e-5)
     assert after.loss < before.loss
     assert not any("lora_" in name for name, _ in adapted.base_model.model.model.vision_tower.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llava", "mistral3", "qwen3_5"])
+def test_the_base_of_adapters_is_loaded_as_the_multimodal_model_that_they_are_named_for(
+    family: str, tmp_path: Path
+) -> None:
+    """`AutoModelForCausalLM` has no class for the first two, and Qwen 3.5's text model for the third."""
+    text = TEXT | {"model_type": "qwen3_5_text" if family == "qwen3_5" else "mistral", "layer_types": None}
+    vision = {} if family == "qwen3_5" else {"vision_config": VISION | {"image_size": 28, "patch_size": 14}}
+    built = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[family](text_config=text, **vision))
+    built.save_pretrained(tmp_path)
+    assert type(load_pretrained(tmp_path)) is type(built)
 
 
 def test_a_full_fine_tune_is_exported_as_a_text_model(wrapper: Path, make_run: Callable[..., Any]) -> None:

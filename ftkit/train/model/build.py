@@ -221,9 +221,21 @@ def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: A
         dtype: of the weights; that of the files if None.
         options: further arguments of `from_pretrained`.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
+    auto_class = auto_class_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model = auto_class.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
     _avoid_grouped_mm_of_odd_sizes(model)
     return model
+
+
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """Return the auto class that loads a model as it is published: a multimodal one with its vision tower.
+
+    Adapters have the names of that class. `AutoModelForCausalLM` has no class for most multimodal models, such as LLaVA
+    and Mistral 3, and for others, such as Qwen 3.5, one with the names of the text model.
+    """
+    is_multimodal = config.get_text_config(decoder=True) is not config
+    has_class = is_multimodal and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if has_class else AutoModelForCausalLM
 
 
 def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
