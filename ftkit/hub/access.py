@@ -122,11 +122,11 @@ def download_weights(
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    def download(files: Sequence[str]) -> Path:
+    def download(files: Sequence[str], revision: str | None) -> Path:
         return Path(
             snapshot_download(
                 model.weights,
-                revision=model.revision,
+                revision=revision,
                 allow_patterns=[*files],
                 local_files_only=local_files_only,
                 cache_dir=cache_folder(environment, default_home, *MODEL_CACHE),
@@ -135,12 +135,12 @@ def download_weights(
         )
 
     try:
-        folder = download([*SMALL_FILES, WEIGHTS_FILE])
+        folder = download([*SMALL_FILES, WEIGHTS_FILE], model.revision)
         try:
             files = weight_files(folder)
         except UNREADABLE:  # a damaged index, which `check_folder` refuses
             return folder
-        return download(files)
+        return download(files, folder.name)  # the same commit, even if the branch has moved
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
             f"can't download '{model.weights}': {one_line(error)}",
