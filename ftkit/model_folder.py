@@ -152,12 +152,13 @@ def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 WRAPPED = "model.language_model."
-"""Prefix of the text model in a multimodal model's class."""
+"""Prefix of the text model in most multimodal models' classes."""
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",  # in files on the hub
     "language_model.lm_head.": "lm_head.",
     WRAPPED: "model.",  # in the class, and in files of some versions of transformers
+    "model.text_model.": "model.",  # in Idefics 2 and 3, and SmolVLM
 }
 
 

@@ -251,7 +251,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
             load_weights(model, folder, recipe.model.vocab_size_of_weights)
         init_adapters(model, training.seed)
         if recipe.model.adapter is not None:
-            load_adapters(model, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)
+            load_adapters(model, Path(recipe.model.adapter), config.wrapper)
         if source.step:
             _load_trained(model, source)
     dtype = DTYPES[training.compute_precision]

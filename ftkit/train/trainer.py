@@ -266,7 +266,7 @@ class Trainer:
                 load_weights(sharded, folder, recipe.model.vocab_size_of_weights)
             init_adapters(sharded, recipe.training.seed)
             if recipe.model.adapter is not None:
-                load_adapters(sharded, Path(recipe.model.adapter), is_wrapped=config.is_wrapped)
+                load_adapters(sharded, Path(recipe.model.adapter), config.wrapper)
             self.trace.begin("creating the optimizer")
 
         sharding = ShardingOptions(

@@ -250,7 +250,7 @@ def test_adapters_made_by_peft_are_continued(runs: tuple[Any, Any], tmp_path: Pa
     made.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base.layout.export)
     prepare_method(model, training(LoraSpec(rank=4, alpha=8, targets=TARGETS)), world.device)
-    load_adapters(model.eval(), tmp_path, is_wrapped=False)
+    load_adapters(model.eval(), tmp_path, None)
     tokens = torch.arange(3, 43)[None]
     with torch.no_grad():
         found, expected = (each(input_ids=tokens, use_cache=False).logits for each in (model, made))

@@ -1,4 +1,4 @@
-"""Gemma 3 in its multimodal wrapper, trained on text only."""
+"""Multimodal models, trained on text only."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty, load_pretrained, read_config
 from ftkit.train.model.weights import load_weights
+from ftkit.train.model.wrappers import find_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +98,7 @@ def test_the_text_model_computes_the_same_as_within_the_multimodal_model(
     folder = save_as(prefix, wrapper, tmp_path / "weights")
     (folder / "vision.safetensors").unlink()  # nothing reads it
     config = read_config(folder, SHAPE)
-    assert config.is_wrapped
+    assert config.wrapper is not None
     training = TrainingPlan(sequence_length=48, global_batch_size=1, max_steps=1, learning_rate=1e-3, precision="fp32")
     engine = Fsdp2Engine(
         build_empty(config.text, "sdpa"), training, world, lambda sharded: load_weights(sharded, folder)
@@ -144,8 +145,11 @@ def test_a_multimodal_model_of_another_shape_is_rejected(wrapper: Path) -> None:
         read_config(wrapper, SHAPE.model_copy(update={"hidden_size": 64}))
 
 
-def trained_on(folder: Path, name: str, make_run: Callable[..., Any], *overrides: str) -> Any:
-    shape = [f"model.architecture.{key}={json.dumps(value)}" for key, value in SHAPE.model_dump().items()]
+def trained_on(
+    folder: Path, name: str, make_run: Callable[..., Any], *overrides: str, architecture: ArchitectureSpec = SHAPE
+) -> Any:
+    fields = architecture.model_dump(include={*ArchitectureSpec.model_fields})
+    shape = [f"model.architecture.{key}={json.dumps(value)}" for key, value in fields.items()]
     short = ("training.max_steps=3", "training.learning_rate=0.02", "evaluation.sql_execution=null")
     run = make_run(name, f"model.weights={folder}", *shape, *short, *overrides)
     run.train()
@@ -187,3 +191,83 @@ def test_a_full_fine_tune_is_exported_as_a_text_model(wrapper: Path, make_run: C
     assert model.config.architectures == ["Gemma3ForCausalLM"]
     assert held_out_loss(model, run) == pytest.approx(after.loss, rel=1e-5)
     assert after.loss < before.loss
+
+
+VISION_OF_28_PIXELS = VISION | {"image_size": 28, "patch_size": 14}
+LLAMA = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0,
+}  # fmt: skip
+OTHER_PLACES: dict[str, dict[str, Any]] = {
+    "llama4": {
+        "text_config": LLAMA | {
+            "intermediate_size_mlp": 64, "num_local_experts": 2, "interleave_moe_layer_step": 2, "use_qk_norm": False,
+        },
+        "vision_config": VISION_OF_28_PIXELS | {
+            "projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16,
+        },
+    },
+    "idefics2": {
+        "text_config": LLAMA | {"model_type": "mistral"},
+        "vision_config": VISION_OF_28_PIXELS,
+        "perceiver_config": {"hidden_size": 32, "resampler_depth": 1, "resampler_n_heads": 2,
+                             "resampler_head_dim": 16, "num_key_value_heads": 2},
+    },
+    "idefics3": {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": VISION_OF_28_PIXELS},
+    "smolvlm": {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": VISION_OF_28_PIXELS},
+}  # fmt: skip
+"""Configurations of classes whose text model is not `model.language_model`."""
+
+
+def elsewhere(family: str, folder: Path) -> Any:
+    """Save a tiny model of a class of `OTHER_PLACES`, and return the shape of its text model."""
+    torch.manual_seed(7)
+    config = CONFIG_MAPPING[family](**OTHER_PLACES[family], tie_word_embeddings=False)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return resolve_model(ModelSpec(weights=str(folder)), {}, Workspace(folder)).architecture
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", OTHER_PLACES)
+def test_adapters_have_the_names_of_a_class_whose_text_model_lies_elsewhere(
+    family: str, tmp_path: Path, make_run: Callable[..., Any]
+) -> None:
+    shape = elsewhere(family, tmp_path)
+    lora = ("training.method=lora", "training.lora={rank: 4, targets: [q_proj, k_proj, v_proj, o_proj]}")
+    run = trained_on(tmp_path, f"{family}-lora", make_run, *lora, architecture=shape)
+    before, after = run.records(EvaluationRecord)
+    base = load_pretrained(tmp_path)
+    assert held_out_loss(base, run) == pytest.approx(before.loss, rel=1e-5)
+    adapted = PeftModel.from_pretrained(base, str(run.layout.export)).eval()
+    assert held_out_loss(adapted, run) == pytest.approx(after.loss, rel=1e-5)
+    assert after.loss < before.loss
+    assert not any("lora_" in name and "vision" in name for name, _ in adapted.named_parameters())
+
+
+@pytest.mark.parametrize("family", OTHER_PLACES)
+def test_a_text_model_that_lies_elsewhere_is_exported_as_a_text_model(
+    family: str, tmp_path: Path, make_run: Callable[..., Any]
+) -> None:
+    shape = elsewhere(family, tmp_path)
+    run = trained_on(tmp_path, f"{family}-full", make_run, architecture=shape)
+    before, after = run.records(EvaluationRecord)
+    assert held_out_loss(load_pretrained(tmp_path), run) == pytest.approx(before.loss, rel=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(run.layout.export)
+    assert held_out_loss(exported, run) == pytest.approx(after.loss, rel=1e-5)
+    assert after.loss < before.loss
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_are_named_as_in_most_classes_if_the_vision_tower_needs_a_missing_package(
+    wrapper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library")
+
+    config = read_config(wrapper, SHAPE)
+    model = build_empty(config.text, "sdpa")
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "__init__", fail)
+    place = find_text(model, config.wrapper)
+    assert place is not None
+    assert place.rename("model.norm.weight") == "model.language_model.norm.weight"
+    assert "requires the timm library" in caplog.text

@@ -44,8 +44,9 @@ from ftkit.train.model.lora import (
     peft_names,
     prepare_method,
 )
-from ftkit.train.model.weight_conversion import converts_layout, split_as_stored, wrapped_targets
+from ftkit.train.model.weight_conversion import converts_layout, split_as_stored
 from ftkit.train.model.weights import PretrainedTensors
+from ftkit.train.model.wrappers import find_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -220,16 +221,17 @@ class Exporter:
 
         Returns the adapter file.
         """
-        lora, is_wrapped = self._parts.recipe.training.adapters, self._parts.config.is_wrapped
+        lora = self._parts.recipe.training.adapters
         if lora is None:
             raise AssertionError("a run without adapters exports the full model")
-        names = peft_names(self._plain, filter(is_adapter, self._trained), is_wrapped=is_wrapped)
+        place = find_text(self._plain, self._parts.config.wrapper)
+        names = peft_names(self._plain, filter(is_adapter, self._trained), place)
         named = {stored: to_peft(name, self._trained[name]).to(dtype) for name, stored in names.items()}
         declared = {name: tensor.to("meta") for name, tensor in named.items()}
         files = write_weights(declared, named.items(), folder, ADAPTER_FILE, sys.maxsize)
         config = peft_config(lora, base=self._parts.recipe.model.weights, model=self._plain)
-        if is_wrapped:
-            config.target_modules = wrapped_targets(each for each in lora.targets if each in config.target_modules)
+        if place is not None:
+            config.target_modules = place.targets(each for each in lora.targets if each in config.target_modules)
         config.save_pretrained(str(folder))
         return files
 

@@ -77,10 +77,10 @@ def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The configuration of a text model, and whether it is part of a multimodal model."""
+    """The configuration of a text model, and of the multimodal model that it is part of, if any."""
 
     text: PretrainedConfig
-    is_wrapped: bool = False
+    wrapper: PretrainedConfig | None = None
 
 
 def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
@@ -113,7 +113,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     _scale_positions(config, shape)
     if stored_vocab_size is not None:
         config.vocab_size = shape.vocab_size
-    return TextConfig(config, is_wrapped=config is not stored)
+    return TextConfig(config, None if config is stored else stored)
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.mxfp8 import check_mxfp8, convert_linears_to_mxfp8
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
-from ftkit.train.model.weight_conversion import name_for_peft, wrapped_name
+from ftkit.train.model.weight_conversion import name_for_peft
+from ftkit.train.model.wrappers import find_text
 from ftkit.train.private_apis.peft import compute_in_input_dtype, import_peft
 
 if TYPE_CHECKING:
@@ -42,12 +43,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
     from ftkit.config.training_plan import TrainingPlan
     from ftkit.train.model.quantized_linear import WeightLayout
+    from ftkit.train.model.wrappers import TextPlace
 
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
@@ -288,13 +290,13 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             local_shard(parameter).values.zero_()
 
 
-def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> None:
+def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfig | None) -> None:
     """Load sharded adapters from an earlier run's export, or from peft's.
 
     Args:
         model: with adapters of the same kind.
         folder: peft's layout.
-        is_wrapped: whether the model is part of a multimodal one, whose names exported adapters have.
+        wrapper: configuration of the multimodal model that the model is part of, whose names exported adapters have.
 
     Raises:
         NotFoundError: their file is missing or incomplete.
@@ -302,7 +304,7 @@ def load_adapters(model: PreTrainedModel, folder: Path, *, is_wrapped: bool) -> 
     """
     check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    own_names = {exported: name for name, exported in peft_names(model, parameters, is_wrapped=is_wrapped).items()}
+    own_names = {exported: name for name, exported in peft_names(model, parameters, find_text(model, wrapper)).items()}
     own_names |= {_peft_name(name): name for name in parameters if not is_of_experts(name)}
     wanted = {name: local_shard(parameter) for name, parameter in parameters.items()}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -331,12 +333,12 @@ def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
 
 
-def peft_names(model: PreTrainedModel, adapters: Iterable[str], *, is_wrapped: bool) -> dict[str, str]:
+def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace | None) -> dict[str, str]:
     """Return the names that `PeftModel.from_pretrained` expects, by a model's names of its adapters."""
     names = [*adapters]
-    name_of = wrapped_name if is_wrapped else partial(name_for_peft, model)
+    name_of = partial(name_for_peft, model) if place is None else place.rename
     of_linears = {name: _peft_name(name_of(name)) for name in names if not is_of_experts(name)}
-    return of_linears | peft_names_of_experts(model, names, wrapped_name if is_wrapped else str)
+    return of_linears | peft_names_of_experts(model, names, str if place is None else place.rename)
 
 
 def _peft_name(name: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
-from ftkit.model_folder import WRAPPED, text_name
+from ftkit.model_folder import text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:
@@ -66,11 +66,6 @@ class MappedTensor:
     joined: frozenset[str] = frozenset()
 
 
-def wrapped_name(name: str) -> str:
-    """Return the multimodal class's name of a tensor of the text model."""
-    return WRAPPED + name.removeprefix("model.") if name.startswith("model.") else name
-
-
 def name_for_peft(model: PreTrainedModel, name: str) -> str:
     """Return the name of an adapter from which peft finds it again.
 
@@ -84,11 +79,6 @@ def name_for_peft(model: PreTrainedModel, name: str) -> str:
     stored, *others = revert_weight_conversion(model, {weight: torch.empty(0, device="meta")})
     is_found = not others and conversions.rename(stored)[0] == weight
     return f"{stored.removesuffix('.weight')}{mark}{adapter}" if is_found else name
-
-
-def wrapped_targets(projections: Iterable[str]) -> str:
-    """Return peft's pattern for a multimodal class's adapted modules: its vision tower may have the same names."""
-    return rf"{re.escape(WRAPPED)}.*\.({'|'.join(map(re.escape, projections))})"
 
 
 def map_tensors(
