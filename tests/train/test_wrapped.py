@@ -271,3 +271,12 @@ def test_adapters_are_named_as_in_most_classes_if_the_vision_tower_needs_a_missi
     assert place is not None
     assert place.rename("model.norm.weight") == "model.language_model.norm.weight"
     assert "requires the timm library" in caplog.text
+
+
+def test_finding_the_text_model_leaves_its_attention_as_it_is(wrapper: Path) -> None:
+    config = read_config(wrapper, SHAPE)
+    model = build_empty(config.text, "sdpa")
+    place = find_text(model, config.wrapper)
+    assert place is not None
+    assert place.wrapped == AS_IN_THE_CLASS
+    assert model.config._attn_implementation == "sdpa"

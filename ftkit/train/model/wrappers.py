@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def find_text(model: nn.Module, wrapper: PretrainedConfig | None) -> TextPlace |
     own = next(name for name, module in model.named_modules() if module is decoder)
     try:
         with torch.device("meta"):
-            whole = auto_class_of(wrapper).from_config(wrapper, attn_implementation="eager")
+            # It sets the attention of the configuration, whose text part is the model's own.
+            whole = auto_class_of(wrapper).from_config(deepcopy(wrapper), attn_implementation="eager")
     except Exception as error:  # noqa: BLE001 - a vision tower may need a package that training on text does not
         reason = f"{type(error).__name__}: {one_line(error)}"
     else:
