@@ -62,24 +62,20 @@ def run(
         PrerequisiteError: the program is not on PATH.
         ProgramTimeoutError: it did not end within `timeout_seconds`.
     """
-    log.debug("run %s", shlex.join(args))
-    try:
-        done = subprocess.run(
-            list(args),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=timeout_seconds,
-            cwd=cwd,
-            env=environment,
-        )
-    except FileNotFoundError as error:
-        raise _not_found(args[0]) from error
-    except subprocess.TimeoutExpired as error:
-        raise _too_slow(args[0], timeout_seconds, error.stderr or b"") from error
-    return ProgramOutput(done.returncode, done.stdout, done.stderr)
+    started = _start(
+        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        cwd=cwd, env=environment,
+    )  # fmt: skip
+    with started:
+        try:
+            stdout, stderr = started.communicate(timeout=timeout_seconds)
+        except BaseException as error:
+            started.kill()
+            started.wait()  # `subprocess.run` does not, after Ctrl-C
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _too_slow(args[0], timeout_seconds, error.stderr or b"") from error
+            raise
+    return ProgramOutput(started.returncode, stdout, stderr)
 
 
 def _start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,6 @@ from ftkit.runs.submission import read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from conftest import FakePrograms, RunMaker
 
@@ -115,7 +115,7 @@ def test_a_run_whose_job_slurm_accepted_while_it_did_not_respond_is_not_submitte
 def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
     slurm_plan: RunPlan, programs: FakePrograms
 ) -> None:
-    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) kill -INT $PPID;; esac')
+    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo $$ >pid; kill -INT $PPID; exec sleep 5;; esac')
     programs.answer("scancel")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun leaves its own in a process
     try:
@@ -127,6 +127,8 @@ def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     assert programs.calls("scancel") == ["scancel 7"]
     assert slurm_plan.layout.plan.is_file()
+    sbatch = (slurm_plan.layout.root / "pid").read_text().strip()
+    assert not Path(f"/proc/{sbatch}").exists()  # not a zombie either
 
 
 def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled(

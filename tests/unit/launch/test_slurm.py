@@ -263,13 +263,16 @@ def test_a_listed_job_in_a_state_of_a_newer_slurm_is_not_lost(
     assert str(seen) == "running: Slurm reports the state SOMETHING_NEW"
 
 
-def test_what_sbatch_printed_is_reported_if_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sbatch_printed_is_reported_if_it_does_not_end(
+    programs: FakePrograms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.add("sbatch", "exec sleep 60")
     said = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"  # at MaxJobCount
 
-    def run(args: list[str], **_: object) -> None:
-        raise subprocess.TimeoutExpired(args, 60, stderr=f"{said}\n".encode())
+    def communicate(_: object, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("sbatch", timeout, stderr=f"{said}\n".encode())
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
     with pytest.raises(process.ProgramTimeoutError) as late:
         process.run(["sbatch", "job.sbatch"])
     assert late.value.what == f"'sbatch' did not answer within 60 seconds; it printed: {said}"
