@@ -115,7 +115,11 @@ def test_a_run_whose_job_slurm_accepted_while_it_did_not_respond_is_not_submitte
 def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
     slurm_plan: RunPlan, programs: FakePrograms
 ) -> None:
-    programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo $$ >pid; kill -INT $PPID; exec sleep 5;; esac')
+    # While ftkit waits for it: a signal that arrives before that would find no program to end.
+    interrupt = (
+        "until read _ _ state _ </proc/$PPID/stat; [ $state = S ]; do :; done; kill -INT $PPID; exec /bin/sleep 5"
+    )
+    programs.add("sbatch", f'case "$*" in *prepare*) echo 7;; *) echo $$ >pid; {interrupt};; esac')
     programs.answer("scancel")
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun leaves its own in a process
     try:
