@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
+from ftkit.train.model.dropout import TokenKeys
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
 from ftkit.train.model.routers import Routers
 from ftkit.train.private_apis.torch import mark_dynamic
@@ -39,6 +40,8 @@ class MicroBatch:
         is_token: bool [B, T], false for padding; None if there is none, or nothing needs it.
         attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
         label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
+        token_keys: int64 [B, T], random bits of each token for dropout; with tensor parallelism, those of the full
+            packs. None where nothing draws any.
     """
 
     input_ids: torch.Tensor
@@ -50,6 +53,7 @@ class MicroBatch:
     is_token: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     label_sources: torch.Tensor | None = None
+    token_keys: torch.Tensor | None = None
 
     def pinned(self) -> MicroBatch:
         """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
@@ -122,11 +126,14 @@ class CausalLM(nn.Module):
         self.routers = routers or Routers.none()
         has_bias = getattr(hf_model.get_output_embeddings(), "bias", None) is not None
         self.has_head_layers = _has_head_layers(hf_model)
+        self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
         self._autocast = autocast
 
     def forward(self, *, compute: Callable[..., Any] | None = None, **inputs: Any) -> Any:
         """Return `compute(self, **inputs)`, or `self.loss(**inputs)` without `compute`."""
+        if (keys := getattr(inputs.get("batch"), "token_keys", None)) is not None:
+            self._tokens.keys = keys
         with self._autocast():
             return self.loss(**inputs) if compute is None else compute(self, **inputs)
 

@@ -85,44 +85,46 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     return transposed
 
 
-def drop(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features: tuple[int, int]) -> torch.Tensor:
+def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
     """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
 
-    The position of an element, and the seed, determine whether it is kept: everywhere and always the same.
+    The keys, and an element's feature, determine whether it is kept: everywhere and always the same.
 
     Args:
         inputs: to be dropped, or the gradient of dropped ones, which has zeros at the same places.
-        seed: fp32 [2], in [0, 1).
+        rows: int64 [N], random bits of each of the N rows.
+        key: int64 [], random bits of all of them.
         probability: below 1.
-        features: index of the first of the K features, and number of all, of which other ranks may have the rest.
+        first: index of the first of the K features; other ranks may have those before it.
     """
     if triton_kernels is None or not inputs.is_cuda or torch.compiler.is_compiling():
-        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the seed.
-        return torch.where(_is_kept(inputs, seed, probability, features), inputs, 0) * (1 / (1 - probability))
+        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the key.
+        return torch.where(_is_kept(inputs, rows, key, probability, first), inputs, 0) * (1 / (1 - probability))
     inputs = inputs.contiguous()
     dropped = torch.empty_like(inputs)
-    triton_kernels.drop[(_num_blocks(inputs.numel(), _ELEMENTS),)](
-        inputs, dropped, seed, inputs.shape[-1], *features, _first_kept(probability), 1 / (1 - probability),
-        inputs.numel(), *itertools.chain(*_HASH_ROUNDS), BLOCK=_ELEMENTS,
+    width = inputs.shape[-1]
+    block = min(_ELEMENTS, 1 << (width - 1).bit_length())
+    triton_kernels.drop[(len(rows), _num_blocks(width, block))](
+        inputs, dropped, rows, key, width, first, _first_kept(probability), 1 / (1 - probability),
+        *itertools.chain(*_HASH_ROUNDS), BLOCK=block,
     )  # fmt: skip
     return dropped
 
 
-def _is_kept(inputs: torch.Tensor, seed: torch.Tensor, probability: float, features: tuple[int, int]) -> torch.Tensor:
-    """Return a mask by hashes of positions, modulo 2^32, and of the seed, which is mixed in twice.
+def _is_kept(
+    inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
+) -> torch.Tensor:
+    """Return a mask by hashes of features, and of the bits of both keys: half of them are mixed in in each round.
 
     Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
     """
-    first, total = features
-    width = inputs.shape[-1]
-    rows = torch.arange(inputs.numel() // width, device=inputs.device)
-    columns = torch.arange(first, first + width, device=inputs.device)
-    keys = (seed * 2**24).int() * _HASH_ROUNDS[0][1]
+    keys = (rows ^ key)[:, None]
+    columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
     # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
     # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
-    hashes = ((rows[:, None] * total + columns) ^ keys[0]).int()
+    hashes, added = (columns ^ keys).int(), (keys >> 32).int()
     for shift, factor in _HASH_ROUNDS:
-        hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + keys[1]
+        hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
     return (hashes >= _first_kept(probability)).view(inputs.shape)
 
 

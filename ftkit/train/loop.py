@@ -169,7 +169,10 @@ class TrainingLoop:
         return StepOutcome(torch.stack(losses).sum(), source_losses, router_sums, grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
-        """Return the seed of dropout: equal when a step is repeated after a resume, and on ranks that divide layers."""
+        """Return the seed of what a model's own class draws; adapters' dropout has its own (`train.model.dropout`).
+
+        Equal when a step is repeated after a resume, and on ranks that divide layers.
+        """
         text = f"{self.plan.recipe.training.seed} {self.state.step} {self.world.rank // self.world.tensor_parallel}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 

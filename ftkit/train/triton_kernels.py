@@ -19,22 +19,23 @@ def average_rows(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def drop(
-    inputs, dropped, seed, width, first, total, first_kept, scale, numel,
+    inputs, dropped, rows, key, width, first, first_kept, scale,
     SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr, FACTOR2: tl.constexpr,
     SHIFT3: tl.constexpr, FACTOR3: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Drop elements of one block by hashes of their positions, in the arithmetic of int32."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < numel
-    position = (index // width * total + first + index % width).to(tl.int32)
-    key1 = (tl.load(seed) * 16777216).to(tl.int32) * FACTOR1
-    key2 = (tl.load(seed + 1) * 16777216).to(tl.int32) * FACTOR1
-    hashes = position ^ key1
-    hashes = (hashes ^ (hashes >> SHIFT1 & ((1 << (32 - SHIFT1)) - 1))) * FACTOR1 + key2
-    hashes = (hashes ^ (hashes >> SHIFT2 & ((1 << (32 - SHIFT2)) - 1))) * FACTOR2 + key2
-    hashes = (hashes ^ (hashes >> SHIFT3 & ((1 << (32 - SHIFT3)) - 1))) * FACTOR3 + key2
-    values = tl.load(inputs + index, mask=inside).to(tl.float32) * scale
-    tl.store(dropped + index, tl.where(hashes >= first_kept, values, 0.0).to(dropped.dtype.element_ty), mask=inside)
+    """Drop elements of one block of a row by hashes of their features, in the arithmetic of int32."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    keys = tl.load(rows + row) ^ tl.load(key)
+    added = (keys >> 32).to(tl.int32)
+    hashes = (column + first) ^ keys.to(tl.int32)
+    hashes = (hashes ^ (hashes >> SHIFT1 & ((1 << (32 - SHIFT1)) - 1))) * FACTOR1 + added
+    hashes = (hashes ^ (hashes >> SHIFT2 & ((1 << (32 - SHIFT2)) - 1))) * FACTOR2 + added
+    hashes = (hashes ^ (hashes >> SHIFT3 & ((1 << (32 - SHIFT3)) - 1))) * FACTOR3 + added
+    values = tl.load(inputs + row * width + column, mask=inside).to(tl.float32) * scale
+    kept = tl.where(hashes >= first_kept, values, 0.0).to(dropped.dtype.element_ty)
+    tl.store(dropped + row * width + column, kept, mask=inside)
 
 
 @triton.jit

@@ -89,22 +89,29 @@ def test_adapters_are_updated_in_few_kernels() -> None:
 
 
 @pytest.mark.parametrize("is_dynamic", [None, False, True])
-@pytest.mark.parametrize("features", [(0, 1003), (1003, 4012)])
-def test_dropout_keeps_the_same_elements_as_on_a_cpu(features: tuple[int, int], is_dynamic: bool | None) -> None:
-    inputs, seed = torch.randn(2, 500, 1003), torch.rand(2)
-    found = dropout(is_dynamic)(inputs.cuda(), seed.cuda(), 0.1, features)
-    torch.testing.assert_close(found.cpu(), gpu_kernels.drop(inputs, seed, 0.1, features))
+@pytest.mark.parametrize("width", [24, 1003, 5000])
+@pytest.mark.parametrize("first", [0, 1003])
+def test_dropout_keeps_the_same_elements_as_on_a_cpu(first: int, width: int, is_dynamic: bool | None) -> None:
+    inputs, keys = torch.randn(2, 500, width), random_keys(1000)
+    found = dropout(is_dynamic)(inputs.cuda(), *(each.cuda() for each in keys), 0.1, first)
+    torch.testing.assert_close(found.cpu(), gpu_kernels.drop(inputs, *keys, 0.1, first))
 
 
 @pytest.mark.parametrize("is_dynamic", [None, False])
 def test_dropout_of_more_than_2_to_the_31_elements_keeps_the_same_as_on_a_cpu(is_dynamic: bool | None) -> None:
     rows, width, probability = 150_000, 14_336, 0.05
-    inputs, seed = torch.ones(1, rows, width, dtype=torch.bfloat16, device="cuda"), torch.rand(2)
-    found = dropout(is_dynamic)(inputs, seed.cuda(), probability, (0, width))
+    inputs, (keys, key) = torch.ones(1, rows, width, dtype=torch.bfloat16, device="cuda"), random_keys(rows)
+    found = dropout(is_dynamic)(inputs, keys.cuda(), key.cuda(), probability, 0)
     assert abs(int((found == 0).sum()) / found.numel() - probability) < 1e-4
     for row in (0, rows // 2, rows - 1):
-        expected = gpu_kernels.drop(inputs[0, row].cpu(), seed, probability, (row * width, width))
-        torch.testing.assert_close(found[0, row].cpu(), expected)
+        expected = gpu_kernels.drop(inputs[0, row : row + 1].cpu(), keys[row : row + 1], key, probability, 0)
+        torch.testing.assert_close(found[0, row : row + 1].cpu(), expected)
+
+
+def random_keys(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys of rows and of an adapter."""
+    keys = torch.randint(-(2**63), 2**63 - 1, (num_rows + 1,))
+    return keys[1:], keys[0]
 
 
 def dropout(is_dynamic: bool | None) -> Callable[..., torch.Tensor]:

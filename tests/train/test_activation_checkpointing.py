@@ -80,7 +80,8 @@ def micro_batch() -> MicroBatch:
     tokens = torch.randint(0, 320, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).remainder(15).repeat(2, 1)
     borders = torch.cat([torch.nonzero(positions.flatten() == 0)[:, 0], torch.tensor([tokens.numel()])]).int()
-    return MicroBatch(tokens, positions, torch.arange(2 * LENGTH - 1), tokens.flatten()[1:], borders, 15)
+    labels, keys = tokens.flatten()[1:], tokens * 2**40 + torch.arange(LENGTH)
+    return MicroBatch(tokens, positions, torch.arange(2 * LENGTH - 1), labels, borders, 15, token_keys=keys)
 
 
 def apply_to_all(layers: torch.nn.ModuleList, mode: ActivationCheckpointing, *, compiled: bool = False) -> None:

@@ -1,9 +1,10 @@
-"""Dropout of adapters: masks by hashes, saved as seeds; and the forward of adapters, as peft computes it."""
+"""Dropout of adapters: masks by hashes of keys, not saved; and the forward of adapters, as peft computes it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -16,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ftkit.config.adapters import LoraSpec
 from ftkit.train import gpu_kernels
 from ftkit.train.model.adapted_linear import AdaptedLinear
-from ftkit.train.model.dropout import Dropout
+from ftkit.train.model.dropout import Draw, Dropout, TokenKeys, token_keys
 
 ROWS, WIDTH = 512, 1024
 
@@ -26,9 +27,19 @@ pytestmark = [  # warnings that torch.compile raises in torch 2.13
 ]
 
 
-def kept(dropout: Dropout) -> torch.Tensor:
-    """Return where elements are kept, fp32 [ROWS, WIDTH]."""
-    return dropout.drop(torch.ones(ROWS, WIDTH)).sign()
+def dropout_of(probability: float, tokens: range, name: str = "q_proj", seed: int = 0) -> Dropout:
+    """Return dropout of an adapter for tokens by their numbers in the order of the data."""
+    keys = TokenKeys(probability, seed)
+    keys.keys = torch.from_numpy(token_keys(np.array(tokens)))
+    dropout = keys.dropout_of(name)
+    assert dropout is not None
+    return dropout
+
+
+def kept(probability: float, first: int, name: str = "q_proj", seed: int = 0) -> torch.Tensor:
+    """Return where elements of ROWS tokens are kept, fp32 [ROWS, WIDTH]."""
+    ones = torch.ones(ROWS, WIDTH)
+    return dropout_of(probability, range(first, first + ROWS), name, seed).draw(ones).drop(ones).sign()
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor, probability: float) -> float:
@@ -39,8 +50,9 @@ def correlation(one: torch.Tensor, other: torch.Tensor, probability: float) -> f
 
 @pytest.mark.parametrize("probability", [0.05, 0.5])
 def test_masks_are_independent_of_each_other_and_their_elements_too(probability: float) -> None:
-    torch.manual_seed(0)
-    masks = [kept(Dropout.draw(probability, torch.empty(ROWS, WIDTH))) for _ in range(4)]
+    """Of one adapter and others, of the next tokens, of those after 2^32 others, and with another seed."""
+    drawn = [(0, "q_proj", 0), (0, "k_proj", 0), (ROWS, "q_proj", 0), (2**32, "q_proj", 0), (0, "q_proj", 1)]
+    masks = [kept(probability, *each) for each in drawn]
     error = (probability * (1 - probability) / (ROWS * WIDTH)) ** 0.5
     for mask in masks:
         assert abs(float(mask.mean()) - 1 + probability) < 5 * error
@@ -50,47 +62,65 @@ def test_masks_are_independent_of_each_other_and_their_elements_too(probability:
     assert all(abs(correlation(masks[0], mask, probability)) < 5 for mask in masks[1:])
 
 
+def test_a_tokens_mask_does_not_depend_on_the_other_tokens_of_its_micro_batch() -> None:
+    inputs = torch.randn(4, 6, 8)
+    numbers = torch.randperm(24).view(4, 6)
+    keys = TokenKeys(0.4)
+    dropout = keys.dropout_of("q_proj")
+    assert dropout is not None
+
+    def drop(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        keys.keys = torch.from_numpy(token_keys(numbers.numpy()))
+        return dropout.draw(rows).drop(rows)
+
+    whole = drop(inputs, numbers)
+    for chosen in ((slice(1, 3),), (slice(None), slice(2, 5)), (slice(3, None), slice(5, None))):
+        assert torch.equal(drop(inputs[chosen], numbers[chosen]), whole[chosen])
+
+
+def test_keys_of_tokens_are_those_of_splitmix64() -> None:
+    """Its published first outputs for the seed 1234567; the generator adds a constant to its state before each."""
+    states = (1234567 + (np.arange(1, 4).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))).view(np.int64)
+    found = token_keys(states).view(np.uint64).tolist()
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
 def test_ranks_with_parts_of_the_features_have_their_parts_of_the_mask() -> None:
     inputs = torch.randn(2, 5, 12)
-    whole, *parts = (
-        torch.random.manual_seed(3) and Dropout.draw(0.4, inputs[..., :width], rank, 12 // width)
-        for width, rank in ((12, 0), (4, 0), (4, 1), (4, 2))
-    )
-    divided = [part.drop(each) for part, each in zip(parts, inputs.split(4, dim=-1), strict=True)]
-    assert torch.equal(torch.cat(divided, dim=-1), whole.drop(inputs))
+    dropout = dropout_of(0.4, range(10))
+    divided = [dropout.draw(part, rank).drop(part) for rank, part in enumerate(inputs.split(4, dim=-1))]
+    assert torch.equal(torch.cat(divided, dim=-1), dropout.draw(inputs).drop(inputs))
 
 
-def is_kept(position: int, keys: list[int], probability: float) -> bool:
+def is_kept(feature: int, key: int, probability: float) -> bool:
     """Return whether an element is kept, by `triple32` in Python's integers."""
-    number = (position ^ keys[0]) % 2**32
+    number = (feature ^ key) % 2**32
     for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
-        number = ((number ^ number >> shift) * factor + keys[1]) % 2**32
+        number = ((number ^ number >> shift) * factor + (key >> 32)) % 2**32
     return (number + 2**31) % 2**32 >= round(probability * 2**32)
 
 
-@pytest.mark.parametrize("features", [(0, 9), (18, 36), (2**31 - 4, 2**30 + 5), (2**33 - 4, 2**40 + 5)])
-def test_masks_are_hashes_of_positions_modulo_2_to_the_32(features: tuple[int, int]) -> None:
-    first, total = features
-    seed, probability = torch.tensor([0.3, 0.8]), 0.4
-    keys = [int(each * 2**24) * 0xED5AD4BB for each in seed]
-    expected = [[is_kept(row * total + first + each, keys, probability) for each in range(9)] for row in range(40)]
-    assert gpu_kernels.drop(torch.ones(40, 9), seed, probability, features).sign().tolist() == expected
+@pytest.mark.parametrize("first", [0, 18, 2**31 - 4, 2**33 - 4])
+def test_masks_are_hashes_of_features_and_keys_modulo_2_to_the_32(first: int) -> None:
+    rows, key, probability = torch.randint(-(2**63), 2**63 - 1, (40,)), torch.tensor(-(2**62) - 7), 0.4
+    expected = [[is_kept(first + each, row ^ int(key), probability) for each in range(9)] for row in rows.tolist()]
+    assert gpu_kernels.drop(torch.ones(40, 9), rows, key, probability, first).sign().tolist() == expected
 
 
 def test_graphs_have_no_positions_in_32_bits() -> None:
-    """Inductor may compute these in 64 bits: integers in 32 bits depend on the seed."""
-    graph = make_fx(lambda inputs, seed: gpu_kernels.drop(inputs, seed, 0.1, (3, 20)))(
-        torch.ones(4, 5), torch.rand(2)
+    """Inductor may compute these in 64 bits: integers in 32 bits depend on the keys."""
+    graph = make_fx(lambda inputs, rows, key: gpu_kernels.drop(inputs, rows, key, 0.1, 3))(
+        torch.ones(4, 5), torch.arange(4), torch.tensor(7)
     ).graph
-    _, seed = graph.find_nodes(op="placeholder")
-    seeded, narrow = {seed}, []
+    _, rows, _ = graph.find_nodes(op="placeholder")
+    keyed, narrow = {rows}, []
     for node in graph.nodes:
-        if seeded.intersection(node.all_input_nodes):
-            seeded.add(node)
+        if keyed.intersection(node.all_input_nodes):
+            keyed.add(node)
         if "val" in node.meta and node.meta["val"].dtype == torch.int32:
             narrow.append(node)
     assert narrow
-    assert seeded.issuperset(narrow)
+    assert keyed.issuperset(narrow)
 
 
 def saved_by(product: Any) -> list[torch.Size]:
@@ -100,29 +130,31 @@ def saved_by(product: Any) -> list[torch.Size]:
     return saved
 
 
-def test_a_product_has_the_gradients_of_its_dropped_inputs_and_saves_only_these_inputs_and_the_seed() -> None:
+def test_a_product_has_the_gradients_of_its_dropped_inputs_and_saves_only_these_inputs_and_keys() -> None:
     inputs, weight = torch.randn(2, 6, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    dropout = Dropout.draw(0.3, inputs)
-    mask = dropout.drop(torch.ones_like(inputs)).detach()
+    draw = dropout_of(0.3, range(12)).draw(inputs)
+    mask = draw.drop(torch.ones_like(inputs)).detach()
     expected = torch.autograd.grad(linear(inputs * mask, weight).square().sum(), (inputs, weight))
-    saved = saved_by(lambda: dropout.multiply(inputs, weight))
+    saved = saved_by(lambda: draw.multiply(inputs, weight))
     torch.testing.assert_close((inputs.grad, weight.grad), expected)
-    assert sorted(saved) == sorted([inputs.shape, weight.shape, torch.Size([2]), torch.Size([2, 6, 3])])
+    assert sorted(saved) == sorted([inputs.shape, weight.shape, torch.Size([12]), torch.Size([]), torch.Size([2, 6, 3])])
 
 
-def test_compiled_layers_save_seeds_instead_of_masks() -> None:
+def test_compiled_layers_draw_the_same_masks_and_save_none() -> None:
     weights = [torch.randn(4, 64, requires_grad=True) for _ in range(3)]
+    dropouts = [dropout_of(0.1, range(32), name) for name in "qkv"]
 
     def multiply(inputs: torch.Tensor) -> torch.Tensor:
         normed = inputs * inputs.square().mean(-1, keepdim=True).rsqrt()
-        return sum(Dropout.draw(0.1, normed).multiply(normed, weight).square() for weight in weights)  # type: ignore[return-value]
+        return sum(  # type: ignore[return-value]
+            dropout.draw(normed).multiply(normed, weight).square()
+            for dropout, weight in zip(dropouts, weights, strict=True)
+        )
 
     inputs = torch.randn(32, 64, requires_grad=True)
-    torch.manual_seed(2)
     saved_by(lambda: multiply(inputs))
     expected = [each.grad for each in (inputs, *weights)]
     inputs.grad, *_ = (setattr(each, "grad", None) for each in (inputs, *weights))
-    torch.manual_seed(2)
     compiled = torch.compile(multiply, fullgraph=True, backend="aot_eager_decomp_partition")
     saved = saved_by(lambda: compiled(inputs))
     torch.testing.assert_close([each.grad for each in (inputs, *weights)], expected)
@@ -143,13 +175,12 @@ def test_outputs_and_gradients_are_those_of_peft(base: nn.Module, *, use_dora: b
     base.requires_grad_(False)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     inputs = torch.randn(3, 24, requires_grad=True)
-    adapted = AdaptedLinear(layer, spec)
+    dropout = dropout_of(0.3, range(3))
+    mask.draw = dropout.draw(inputs)
+    adapted = AdaptedLinear(layer, spec, dropout)
     for is_training in (True, False):
         results = []
         for module in (adapted, layer.train(is_training)):
-            torch.manual_seed(5)
-            mask.dropout = Dropout.draw(0.3, inputs)
-            torch.manual_seed(5)
             output = module.train(is_training)(inputs)
             results.append((output, *torch.autograd.grad(output.square().sum(), [inputs, *trained])))
         torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
@@ -158,7 +189,7 @@ def test_outputs_and_gradients_are_those_of_peft(base: nn.Module, *, use_dora: b
 class Mask(nn.Module):
     """One draw in the place of peft's dropout."""
 
-    dropout: Dropout
+    draw: Draw
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.dropout.drop(inputs) if self.training else inputs
+        return self.draw.drop(inputs) if self.training else inputs

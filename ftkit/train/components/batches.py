@@ -13,6 +13,7 @@ from ftkit.data.order import pack_at
 from ftkit.data.packing import find_padding
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.components.padding import PaddedRows, pad_documents
+from ftkit.train.model.dropout import token_keys
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
@@ -117,9 +118,10 @@ class BatchSchedule:
         packs = self.packs_of_step(step)
         num_targets = int(self._store.num_targets[packs].sum())
         micro, length = self._plan.micro_batch_size, self._store.sequence_length
+        first_token = self.num_packs_before(step) * length
         if not self._is_packed:
             rows = pad_documents(self._store.read(packs), micro * length, self._size)[self._rank :: self._size]
-            padded = [to_padded_micro_batch(each, HOST, is_mixed=self._is_mixed) for each in rows]
+            padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self._is_mixed) for each in rows]
             return StepBatch(padded, num_targets)
         micro_batches = []
         for accumulation in range(self._plan.accumulation_steps):
@@ -132,6 +134,7 @@ class BatchSchedule:
             batch = to_micro_batch(
                 read,
                 HOST,
+                first_token + length * np.arange(begin, begin + micro),
                 is_mixed=self._is_mixed,
                 marks_padding=self._marks_padding,
                 context=self._context,
@@ -143,6 +146,7 @@ class BatchSchedule:
 def to_micro_batch(
     packs: NDArray[np.int32],
     device: torch.device,
+    first_tokens: NDArray[np.int64] | None = None,
     *,
     is_mixed: bool = False,
     marks_padding: bool = True,
@@ -153,6 +157,8 @@ def to_micro_batch(
     Args:
         packs: int32 [packs, 4, length].
         device: the destination.
+        first_tokens: int64 [packs], the number of each one's first token in the order of the data; those of the first
+            packs if None.
         is_mixed: whether the packs are from several sources, so that each label gets its source.
         marks_padding: whether to find the padding, for the routers of a mixture of experts.
         context: decides which part of each pack this process takes.
@@ -163,6 +169,8 @@ def to_micro_batch(
     local = packs[:, :, context.part(packs.shape[2])]
     position_ids = positions[:, context.gathered_part(packs.shape[2])]
     labels = local[:, 1].reshape(-1)
+    place = np.arange(packs.shape[2])
+    numbers = (len(place) * np.arange(len(packs)) if first_tokens is None else first_tokens)[:, None] + place
     index = np.flatnonzero(labels != IGNORED)
 
     def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
@@ -178,13 +186,19 @@ def to_micro_batch(
         max_seqlen=packs.shape[2],
         is_token=None if is_token is None else torch.from_numpy(is_token),
         label_sources=tensor(local[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
+        token_keys=tensor(token_keys(numbers[:, context.gathered_part(packs.shape[2])]), np.int64),
     )
     return batch.on(device)
 
 
-def to_padded_micro_batch(rows: PaddedRows, device: torch.device, *, is_mixed: bool = False) -> MicroBatch:
-    """Convert padded rows to a micro-batch on a device; see `to_micro_batch`."""
-    batch = to_micro_batch(rows.values, HOST, is_mixed=is_mixed, marks_padding=False)
+def to_padded_micro_batch(
+    rows: PaddedRows, device: torch.device, first_token: int = 0, *, is_mixed: bool = False
+) -> MicroBatch:
+    """Convert padded rows to a micro-batch on a device; `first_token` is the number of that of their packs.
+
+    See `to_micro_batch`.
+    """
+    batch = to_micro_batch(rows.values, HOST, first_token + rows.offsets, is_mixed=is_mixed, marks_padding=False)
     # A row without a document has one token too: attention needs at least one.
     place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
     mask = torch.from_numpy((place < np.maximum(1, lengths)).astype(np.int64))

@@ -25,10 +25,12 @@ class PaddedRows:
         values: int32 [B, R, T], the rows of packs (tokens, labels, positions, ...) with padding on the right: a token
             of the data, as in packs.
         lengths: int64 [B], tokens of each row's document; 0 for a row without one.
+        offsets: int64 [B], of each row's first token among those of the packs, one after the other.
     """
 
     values: NDArray[np.int32]
     lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
 
 
 def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ranks: int) -> list[PaddedRows]:
@@ -79,8 +81,9 @@ def _pad(packs: NDArray[np.int32], documents: list[_Span], num_rows: int, width:
     values = np.zeros((num_rows, packs.shape[1], width), dtype=np.int32)
     values[:, 0], values[:, 1] = packs[0, 0, 0], IGNORED
     values[:, 2] = np.arange(width)
-    lengths = np.zeros(num_rows, dtype=np.int64)
+    lengths, offsets = np.zeros((2, num_rows), dtype=np.int64)
     for row, document in enumerate(documents):
         values[row, :, : document.length] = packs[document.pack, :, document.begin : document.end]
         lengths[row] = document.length
-    return PaddedRows(values, lengths)
+        offsets[row] = document.pack * packs.shape[2] + document.begin
+    return PaddedRows(values, lengths, offsets)

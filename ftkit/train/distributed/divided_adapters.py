@@ -15,26 +15,25 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from ftkit.train.model.adapted_linear import AdaptedLinear, merged_squares
-from ftkit.train.model.dropout import Dropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ftkit.config.adapters import LoraSpec
+    from ftkit.train.model.dropout import Draw, Dropout
 
 
 class DividedAdapter(AdaptedLinear, ABC):
     """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
 
-    All ranks of the mesh must have the same seed. Dropout is then that of the whole layer: ranks have equal masks
-    for inputs that all of them have; of divided inputs, each has the part of its features.
+    Dropout is that of the whole layer: ranks have equal masks for inputs that all of them have; of divided inputs, each
+    has the part of its features.
     """
 
-    def __init__(self, adapted: nn.Module, lora: LoraSpec, mesh: DeviceMesh) -> None:
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
         """Divide a layer; its parameters may be on the meta device."""
-        super().__init__(adapted, lora)
+        super().__init__(adapted, adapted.lora, adapted.dropout)
         self._mesh = mesh
 
     def _divide(self, base: Placement, down: Placement, up: Placement, outputs: Placement) -> None:
@@ -48,9 +47,9 @@ class DividedAdapter(AdaptedLinear, ABC):
         """Return this rank's part of the outputs, or its summands of them, without the bias."""
         return self.adapt(inputs, self._multiply(inputs))
 
-    def _down(self, inputs: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
         down = _local(_only(self.lora_A))
-        return functional.linear(inputs, down) if dropout is None else dropout.multiply(inputs, down)
+        return functional.linear(inputs, down) if draw is None else draw.multiply(inputs, down)
 
     def _up(self, products: torch.Tensor) -> torch.Tensor:
         return functional.linear(products, _local(_only(self.lora_B)))
@@ -76,8 +75,8 @@ class DividedAdapter(AdaptedLinear, ABC):
 class ColwiseAdapter(DividedAdapter):
     """Inputs are DTensors of all tokens, whole on each rank; outputs are local tensors, of a rank's features."""
 
-    def __init__(self, adapted: nn.Module, lora: LoraSpec, mesh: DeviceMesh) -> None:
-        super().__init__(adapted, lora, mesh)
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+        super().__init__(adapted, mesh)
         self._divide(base=Shard(0), down=Replicate(), up=Shard(0), outputs=Shard(0))
 
     def forward(self, inputs: DTensor) -> torch.Tensor:  # type: ignore[override]
@@ -92,8 +91,8 @@ class ColwiseAdapter(DividedAdapter):
 class RowwiseAdapter(DividedAdapter):
     """Inputs are local tensors, of a rank's features; outputs too, of a rank's tokens."""
 
-    def __init__(self, adapted: nn.Module, lora: LoraSpec, mesh: DeviceMesh) -> None:
-        super().__init__(adapted, lora, mesh)
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+        super().__init__(adapted, mesh)
         self._divide(base=Shard(1), down=Shard(1), up=Replicate(), outputs=Replicate())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -102,8 +101,8 @@ class RowwiseAdapter(DividedAdapter):
         outputs = summed.redistribute(placements=[Shard(1)]).to_local()
         return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
 
-    def _draw(self, inputs: torch.Tensor) -> Dropout:
-        return Dropout.draw(self.lora.dropout, inputs, self._mesh.get_local_rank(), self._mesh.size())
+    def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
+        return dropout.draw(inputs, self._mesh.get_local_rank())
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
         summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)

@@ -241,4 +241,5 @@ def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> M
     values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1)
     if layout.lengths is None:
         return to_micro_batch(values, world.device, context=world.context)
-    return to_padded_micro_batch(PaddedRows(values, layout.lengths), world.device)
+    offsets = np.arange(len(values)) * values.shape[2]
+    return to_padded_micro_batch(PaddedRows(values, layout.lengths, offsets), world.device)

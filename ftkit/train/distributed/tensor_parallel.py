@@ -9,7 +9,7 @@ the results and returns the tokens (sequence parallelism, Korthikanti et al. 202
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ftkit.config.adapters import LoraSpec
+    from ftkit.train.model.adapted_linear import AdaptedLinear
     from ftkit.train.model.attention import Kernel
 
 _NAME = "ftkit_whole_packs"
@@ -119,7 +120,7 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
             for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
                 del styles[name]
                 kind = RowwiseAdapter if name.rpartition(".")[2] in ROWWISE else ColwiseAdapter
-                layer.set_submodule(name, kind(layer.get_submodule(name), adapters, mesh))
+                layer.set_submodule(name, kind(cast("AdaptedLinear", layer.get_submodule(name)), mesh))
         is_trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
         parallelize_module(layer, mesh, styles)
         for name, parameter in layer.named_parameters():

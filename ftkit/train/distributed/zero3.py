@@ -255,7 +255,7 @@ def hide_activations(model: nn.Module) -> None:
     """
     for _, experts in experts_in_layers(model):
         for name, module in list(experts.named_children()):
-            if next(module.parameters(), None) is None:
+            if not [*module.parameters(), *module.buffers()]:
                 delattr(experts, name)
                 object.__setattr__(experts, name, module)  # nn.Module would register it again
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ftkit.train.model.dropout import Dropout
 from ftkit.train.model.linears import is_transposed
 
 if TYPE_CHECKING:
     from ftkit.config.adapters import LoraSpec
+    from ftkit.train.model.dropout import Draw, Dropout
 
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""
@@ -29,12 +29,13 @@ class AdaptedLinear(nn.Module):
         lora_A: peft's dictionary with the matrix [rank, num_inputs].
         lora_B: that with the matrix [num_outputs, rank].
         lora_magnitude_vector: that with DoRA's magnitudes, [num_outputs]; empty for LoRA.
+        dropout: of the adapter's inputs in training; None for none.
     """
 
-    def __init__(self, adapted: nn.Module, lora: LoraSpec) -> None:
+    def __init__(self, adapted: nn.Module, lora: LoraSpec, dropout: Dropout | None = None) -> None:
         """Adopt the parts of peft's layer; its parameters may be on the meta device."""
         super().__init__()
-        self.lora = lora
+        self.lora, self.dropout = lora, dropout
         self.base_layer = cast("nn.Linear", adapted.base_layer)
         self.lora_A, self.lora_B = (cast("nn.ModuleDict", part) for part in (adapted.lora_A, adapted.lora_B))
         self.lora_magnitude_vector = cast("nn.ModuleDict", adapted.lora_magnitude_vector)
@@ -59,24 +60,22 @@ class AdaptedLinear(nn.Module):
         As peft computes it: the base layer's inputs are not dropped, except those that DoRA scales; its norms are
         constants for autograd (Liu et al. 2024, section 4.3).
         """
-        dropout = self._draw(inputs) if self.training and self.lora.dropout else None
-        adapted = self._up(self._down(inputs, dropout)) * self.lora.scaling
+        draw = self._draw(inputs, self.dropout) if self.training and self.dropout is not None else None
+        adapted = self._up(self._down(inputs, draw)) * self.lora.scaling
         if not self.lora.use_dora:
             return (output + adapted).to(output.dtype)
-        base = self._without_bias(output) if dropout is None else self._multiply(dropout.drop(inputs))
+        base = self._without_bias(output) if draw is None else self._multiply(draw.drop(inputs))
         scales = self._magnitudes() / self._norms()
         return (output + (scales - 1) * base + scales * adapted).to(output.dtype)
 
-    def _draw(self, inputs: torch.Tensor) -> Dropout:
+    def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
         """Draw dropout for the adapter's inputs."""
-        return Dropout.draw(self.lora.dropout, inputs)
+        return dropout.draw(inputs)
 
-    def _down(self, inputs: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
         """Multiply by `lora_A`, called as a module where possible: engines gather the parameters of modules."""
         down = self.lora_A[ADAPTER]
-        product: torch.Tensor = (
-            down(inputs) if dropout is None else dropout.multiply(inputs, cast("nn.Linear", down).weight)
-        )
+        product: torch.Tensor = down(inputs) if draw is None else draw.multiply(inputs, cast("nn.Linear", down).weight)
         return product
 
     def _up(self, products: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,6 @@ from ftkit.config.execution import is_quantized
 from ftkit.config.model import ExpertMatrix
 from ftkit.errors import TrainingError
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.dropout import Dropout
 from ftkit.train.model.expert_float8 import Fp8Experts
 from ftkit.train.private_apis.transformers import (
     WeightConversions,
@@ -35,8 +34,11 @@ if TYPE_CHECKING:
 
     from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
+    from ftkit.train.model.dropout import Dropout, TokenKeys
 
 _NDIM = 3
+_KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number: added to the keys of tokens, times the expert's, for masks that differ between experts."""
 _RANK_MULTIPLE = 8
 """A grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16."""
 
@@ -121,7 +123,9 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
             )
 
 
-def prepare_experts(model: nn.Module, lora: LoraSpec, quantization: Quantization, storage: torch.dtype) -> None:
+def prepare_experts(
+    model: nn.Module, lora: LoraSpec, tokens: TokenKeys, quantization: Quantization, storage: torch.dtype
+) -> None:
     """Add adapters in fp32 to the stacked experts that are targets, and store frozen weights in FP8, if asked for.
 
     `init_adapters` initializes adapters.
@@ -129,16 +133,19 @@ def prepare_experts(model: nn.Module, lora: LoraSpec, quantization: Quantization
     Args:
         model: frozen.
         lora: its adapters.
+        tokens: for their dropout.
         quantization: of its frozen weights; there are no experts in 4 bits.
         storage: the compute dtype.
     """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
     if not any(ranks.values()) and quantization != "fp8":
         return
-    for layer in find_decoder_layers(model):
+    for index, layer in enumerate(find_decoder_layers(model)):
         for name, experts in _experts_in(layer):
+            drawn = {each: tokens.dropout_of(f"{index}.{name}.{each}") for each, rank in ranks.items() if rank}
             grouped_class = _grouped_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
-            layer.set_submodule(name, grouped_class(experts, lora, ranks, storage if quantization == "fp8" else None))
+            fp8_storage = storage if quantization == "fp8" else None
+            layer.set_submodule(name, grouped_class(experts, lora, ranks, drawn, fp8_storage))
 
 
 class _Routing(NamedTuple):
@@ -147,14 +154,12 @@ class _Routing(NamedTuple):
     Attributes:
         experts: of each row, [S], in ascending order.
         ends: of each expert, the number of rows up to its last one.
-        order: of each row, its place t K + k among the tokens' experts, [S].
-        places: the inverse: of each token's experts, their rows, [S].
+        tokens: of each row, [S].
     """
 
     experts: torch.Tensor
     ends: torch.Tensor
-    order: torch.Tensor
-    places: torch.Tensor
+    tokens: torch.Tensor
 
 
 class GroupedExperts(nn.Module):
@@ -167,10 +172,16 @@ class GroupedExperts(nn.Module):
     Attributes:
         sizes: number of experts, inputs, and outputs of each matrix, by name.
         layouts: the layouts of matrices in FP8, by name.
+        dropouts: of the inputs of adapters in training, by the names of their matrices; empty without dropout.
     """
 
     def __init__(
-        self, experts: nn.Module, lora: LoraSpec, ranks: dict[str, int], fp8_storage: torch.dtype | None
+        self,
+        experts: nn.Module,
+        lora: LoraSpec,
+        ranks: dict[str, int],
+        dropouts: dict[str, Dropout | None],
+        fp8_storage: torch.dtype | None,
     ) -> None:
         """Adopt the experts' parameters, submodules and attributes.
 
@@ -178,13 +189,14 @@ class GroupedExperts(nn.Module):
             experts: whose parameters may be on the meta device.
             lora: the adapters.
             ranks: the ranks of adapters by matrix, in ranks of `lora`; 0 without one.
+            dropouts: of the adapters by matrix, if any.
             fp8_storage: dtype in which FP8 weights are stored. They stay as they are if None.
         """
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
         self.sizes, self.layouts = sizes, {}
         self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
-        self._dropout = lora.dropout
+        self.dropouts = nn.ModuleDict({name: each for name, each in dropouts.items() if each is not None})
         for name, (num, inputs, outputs) in sizes.items():
             weight = getattr(self, name)
             if ranks[name]:
@@ -210,8 +222,8 @@ class GroupedExperts(nn.Module):
         experts, order = top_k_index.flatten().sort()
         every = torch.arange(own.num_experts, device=order.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-        routing = _Routing(experts, ends, order, order.argsort())
-        rows = hidden_states[order // top_k_index.shape[-1]]
+        routing = _Routing(experts, ends, order // top_k_index.shape[-1])
+        rows = hidden_states[routing.tokens]
         if getattr(own, "has_gate", True):
             inner = apply_gate(own, self._multiply("gate_up_proj", rows, routing))
         else:
@@ -220,7 +232,7 @@ class GroupedExperts(nn.Module):
         if getattr(own, "has_post_expert_norm", False):
             outputs = own.post_expert_norm(outputs)
         outputs = outputs * top_k_weights.flatten()[order, None]
-        sums: torch.Tensor = outputs[routing.places].view(*top_k_index.shape, -1).sum(dim=1)
+        sums: torch.Tensor = outputs[order.argsort()].view(*top_k_index.shape, -1).sum(dim=1)
         return sums.to(hidden_states.dtype)
 
     def _multiply(self, name: str, rows: torch.Tensor, routing: _Routing) -> torch.Tensor:
@@ -239,8 +251,10 @@ class GroupedExperts(nn.Module):
         down, up = (getattr(self, f"lora_{factor}_{name}").to(rows.dtype) for factor in "AB")
         if missing := -down.shape[1] % _RANK_MULTIPLE:
             down, up = functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))
-        if self.training and self._dropout:  # in the order of tokens: masks don't depend on where other tokens go
-            rows = Dropout.draw(self._dropout, rows).drop(rows[routing.places])[routing.order]
+        if self.training and name in self.dropouts:
+            dropout = cast("Dropout", self.dropouts[name])
+            keys = dropout.tokens.keys.flatten()[routing.tokens] + routing.experts * _KEY_OF_EXPERT
+            rows = dropout.draw(rows, keys=keys).drop(rows)
         narrow = self._grouped(rows, down.mT, routing.ends)
         return product + self._grouped(narrow * self._scaling[name], up.mT, routing.ends)
 

@@ -18,6 +18,7 @@ from ftkit.model_folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.dropout import TokenKeys
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
 from ftkit.train.model.expert_float8 import check_fp8_experts
 from ftkit.train.model.expert_peft import (
@@ -99,8 +100,9 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
         parameter.data = parameter.data.to(precision)
     if training.quantization != "none":
         quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
-    _inject(model, lora)
-    prepare_experts(model, lora, training.quantization, precision)
+    tokens = TokenKeys(lora.dropout, training.seed)
+    _inject(model, lora, tokens)
+    prepare_experts(model, lora, tokens, training.quantization, precision)
     if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
         check_fp8_experts(device)
     for name, parameter in model.named_parameters():
@@ -122,7 +124,7 @@ def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, ou
     return layout(outputs, inputs, storage)
 
 
-def _inject(model: nn.Module, lora: LoraSpec) -> None:
+def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
     peft = import_peft()
 
     matrices = expert_matrices(model)
@@ -150,7 +152,7 @@ def _inject(model: nn.Module, lora: LoraSpec) -> None:
     compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
-            model.set_submodule(name, AdaptedLinear(module, lora))
+            model.set_submodule(name, AdaptedLinear(module, lora, tokens.dropout_of(name)))
 
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
