@@ -72,7 +72,7 @@ def run_probe(
         torch.from_numpy(of[:, part].reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later)
     )
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
-        torch.manual_seed(0)  # for dropout
+        torch.manual_seed(0)  # for dropout of the model's own class
         with engine.probe() as model:
             states, own_logits, expected_logits = model(
                 compute=_class_logits, batch=first, num_logits=min(32, part.stop - part.start)
