@@ -137,7 +137,9 @@ def test_a_product_has_the_gradients_of_its_dropped_inputs_and_saves_only_these_
     expected = torch.autograd.grad(linear(inputs * mask, weight).square().sum(), (inputs, weight))
     saved = saved_by(lambda: draw.multiply(inputs, weight))
     torch.testing.assert_close((inputs.grad, weight.grad), expected)
-    assert sorted(saved) == sorted([inputs.shape, weight.shape, torch.Size([12]), torch.Size([]), torch.Size([2, 6, 3])])
+    assert sorted(saved) == sorted(
+        [inputs.shape, weight.shape, torch.Size([12]), torch.Size([]), torch.Size([2, 6, 3])]
+    )
 
 
 def test_compiled_layers_draw_the_same_masks_and_save_none() -> None:
