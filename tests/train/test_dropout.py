@@ -15,7 +15,10 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.config.adapters import LoraSpec
+from ftkit.data.encoding import IGNORED
+from ftkit.planning.plan import BatchPlan
 from ftkit.train import gpu_kernels
+from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.model.adapted_linear import AdaptedLinear
 from ftkit.train.model.dropout import Draw, Dropout, TokenKeys, token_keys
 
@@ -76,6 +79,56 @@ def test_a_tokens_mask_does_not_depend_on_the_other_tokens_of_its_micro_batch() 
     whole = drop(inputs, numbers)
     for chosen in ((slice(1, 3),), (slice(None), slice(2, 5)), (slice(3, None), slice(5, None))):
         assert torch.equal(drop(inputs[chosen], numbers[chosen]), whole[chosen])
+
+
+class Packs:
+    """Five packs of two documents and padding; each token is its place among those of all packs."""
+
+    sequence_length = 16
+    num_targets = np.full(5, 11)
+
+    def __len__(self) -> int:
+        return 5
+
+    def read(self, packs: list[int]) -> Any:
+        place = np.arange(16)
+        labels = np.where(place < 11, place + 1, IGNORED)
+        tokens = np.where(place < 11, 16 * np.array(packs)[:, None] + place, 999)
+        positions = np.concatenate([np.arange(7), np.arange(4), np.arange(5)])
+        rows = [np.broadcast_to(each, tokens.shape) for each in (tokens, labels, positions, 0)]
+        return np.stack(rows, axis=1).astype(np.int32)
+
+
+def keys_of_step(step: int, size: int, micro: int, *, is_packed: bool = True) -> dict[int, int]:
+    """Return the key of each token of a step's documents, over all ranks; a step has four packs."""
+    plan = BatchPlan(micro, 4 // (size * micro), 4, 64)
+    found: dict[int, int] = {}
+    for rank in range(size):
+        schedule = BatchSchedule(
+            Packs(),
+            plan,
+            seed=1,
+            num_packs_in_run=10,
+            rank=rank,
+            size=size,
+            is_packed=is_packed,  # type: ignore[arg-type]
+        )
+        for batch in schedule.step(step).micro_batches:
+            assert batch.token_keys is not None
+            keys, tokens = batch.token_keys.flatten()[batch.label_index], batch.input_ids.flatten()[batch.label_index]
+            found |= dict(zip(tokens.tolist(), keys.tolist(), strict=True))
+    return found
+
+
+def test_keys_of_tokens_are_the_same_on_any_number_of_processes_and_others_in_each_epoch() -> None:
+    steps = [keys_of_step(step, 1, 4) for step in range(3)]
+    for step, expected in enumerate(steps):
+        assert len(expected) == 11 * (4 if step < 2 else 2)  # the last step has two packs
+        assert keys_of_step(step, 1, 1) == keys_of_step(step, 2, 1) == keys_of_step(step, 4, 1) == expected
+        for size in (1, 2, 4):
+            assert keys_of_step(step, size, 1, is_packed=False) == expected
+    every = [key for keys in steps for key in keys.values()]
+    assert len(set(every)) == len(every) == 2 * 5 * 11
 
 
 def test_keys_of_tokens_are_those_of_splitmix64() -> None:

@@ -63,7 +63,6 @@ def assert_equal(run: Any, expected: Any, step: int) -> None:
         pytest.param((), ("training.micro_batch_size=2",), 3, id="three processes"),
         pytest.param((), ("training.shard_degree=2",), 4, id="replicas"),
         pytest.param((), ("training.activation_checkpointing=full",), 1, id="recomputed layers"),
-        pytest.param((), ("training.activation_checkpointing=selective",), 2, id="partly recomputed layers"),
         pytest.param((), ("training.context_parallel=2",), 2, id="tokens divided"),
         pytest.param((), ("training.tensor_parallel=2",), 2, id="layers divided"),
         pytest.param((), ("training.tensor_parallel=2", "training.context_parallel=2"), 4, id="both divided"),
