@@ -54,7 +54,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     decay, rate = (_divided(functional.pad(one, (0, padding)), CHUNK) for one in (decay, rate))
     document = functional.pad(document, (0, padding), value=-1).view(-1, CHUNK)
 
-    output = _attend(q, k, v, decay.cumsum(-1), rate[..., None], document)
+    output = _attend(q, k, v, decay, rate[..., None], document)
     return output.flatten(2, 3)[:, :, :length].movedim(1, 2).to(query.dtype), None
 
 
@@ -67,7 +67,7 @@ def _attend(
         q: [B, H, N, C, K].
         k: as `q`.
         v: [B, H, N, C, V].
-        decay: sums of the logarithms from the first token of the chunk, [B, H, N, C].
+        decay: logarithms, [B, H, N, C].
         rate: [B, H, N, C, 1].
         document: of each token, [N, C].
     """
@@ -77,9 +77,13 @@ def _attend(
     remains = (document == last[:, None]).unsqueeze(-1)  # tokens of the document in which the chunk ends
 
     is_visible = (document[:, :, None] == document[:, None]).tril()
-    weights = (decay[..., None] - decay[..., None, :]).masked_fill(~is_visible, -math.inf).exp()
-    since_begin = decay.exp().unsqueeze(-1) * continues
-    until_end = (decay[..., -1:] - decay).exp().unsqueeze(-1) * remains
+    # Sums of decays between two tokens, from their terms: as the difference of two sums from the first token, they and
+    # their gradients would lose digits to cancellation.
+    between = decay[..., None].expand(*decay.shape, decay.shape[-1]).tril(-1).cumsum(-2)
+    weights = between.masked_fill(~is_visible, -math.inf).exp()
+    total = decay.cumsum(-1)
+    since_begin = total.exp().unsqueeze(-1) * continues
+    until_end = between[..., -1, :].exp().unsqueeze(-1) * remains
 
     learned = rate * k
     system = (learned @ k.mT) * weights
@@ -88,7 +92,7 @@ def _attend(
     new, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
 
     kept = (k * until_end).mT
-    passes = decay[..., -1].exp()[..., None, None] * (last == before)[:, None, None]
+    passes = total[..., -1].exp()[..., None, None] * (last == before)[:, None, None]
     transition = passes * torch.eye(k.shape[-1], device=k.device) - kept @ read
     states = _states_before(transition, kept @ new)
     output: torch.Tensor = (q * since_begin) @ states + ((q @ k.mT) * weights) @ (new - read @ states)
