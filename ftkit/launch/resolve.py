@@ -15,11 +15,14 @@ from ftkit.config.cluster import ClusterProfile, GpuModel
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
+from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.model import resolve_model
 from ftkit.launch.preparation import data_stamp
+from ftkit.planning.checks import find_data_problems
+from ftkit.planning.choices import least_memory
 from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.planner import fingerprint, plan_run
@@ -104,6 +107,11 @@ def load_place(args: RunArgs, ctx: Context) -> Place:
     return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
 
 
+def is_cluster_chosen(args: RunArgs, ctx: Context) -> bool:
+    """Return whether an option, a variable or a file selects a cluster, so that the default is not used."""
+    return ("cluster",) in read_settings(args, ctx).layers.origins
+
+
 def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """Refuse to train on a cluster's login node by accident.
 
@@ -156,15 +164,43 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
         raise AssertionError("errors of loading were raised above")
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
-    try:
-        model = resolve_model(read.spec.model, ctx.environment, workspace)
-    except ConfigError as error:
-        raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
+    model = _resolve_model(read.spec, ctx, workspace, origins)
     request = build_request(args, read.spec, model, wanted, workspace, origins)
     here = detect_hardware(site.spec, ctx.environment)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     plan = replace(plan, code=args.code)
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
+
+
+def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
+    """Resolve the recipe without a cluster, for commands that only read its data.
+
+    Its `auto` values are those with the least memory, which do not change the data.
+
+    Raises:
+        NotFoundError: the selected recipe, its model, a file or the cluster of `--cluster` does not exist.
+        ConfigError: there is no recipe, or it has problems that do not depend on where it runs.
+    """
+    loaded = read_settings(args, ctx)
+    if args.cluster:
+        _load_cluster(args.cluster, loaded, ctx)  # a mistyped name is an error
+    name = recipe_name(args, ctx)
+    if name is None:
+        raise _no_recipe(_image_of(loaded))
+    read = read_recipe(name, ctx, args.overrides)
+    origins = Origins(recipe=read.layers, settings=loaded.layers)
+    model = _resolve_model(read.spec, ctx, Workspace(loaded.workspace_folder(ctx)), origins)
+    problems = [origins.locate(problem) for problem in find_data_problems(read.spec, model.architecture)]
+    if problems:
+        raise ConfigError(problems)
+    return RecipePlan.of(read.spec, model, least_memory(read.spec.training))
+
+
+def _resolve_model(recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins) -> ModelPlan:
+    try:
+        return resolve_model(recipe.model, ctx.environment, workspace)
+    except ConfigError as error:
+        raise ConfigError([origins.locate(problem) for problem in error.problems]) from error
 
 
 def recipe_name(args: RunArgs, ctx: Context) -> str | None:

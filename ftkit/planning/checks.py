@@ -56,8 +56,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *_engine(recipe),
         *_targets(recipe, shape, cluster),
         *_load_balancing(recipe, shape),
-        *_lengths(recipe, shape),
-        *_data(recipe),
+        *find_data_problems(recipe, shape),
         *check_evaluation(recipe),
         *_profile(recipe, num_nodes * processes_per_node),
         *check_image(cluster, request),
@@ -66,6 +65,11 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *check_mounts(cluster, request.workspace, owned),
     ]
     return [request.origins.locate(problem) for problem in problems]
+
+
+def find_data_problems(recipe: RecipeSpec, shape: ArchitecturePlan) -> list[Problem]:
+    """Return all reasons why the recipe's data can't be used with its model, wherever it is trained."""
+    return [*_lengths(recipe, shape), *_data(recipe)]
 
 
 def _adapters(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -256,3 +257,34 @@ def test_the_help_of_each_command_has_examples_and_fits_80_columns(
     out = capsys.readouterr().out
     assert f"\n  ftkit data {command} demo\n" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", ["show", "stats", "check"])
+def test_looking_at_data_needs_no_cluster_even_on_a_login_node_while_slurm_does_not_respond(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sinfo").write_text(f"#!/bin/sh\n: >{tmp_path}/was-called\nsleep 600\n")
+    (programs / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    code, _, err = call(capsys, command, write(tmp_path / "chats.jsonl", {"messages": TALK}), "resources.num_nodes=2")
+    assert code == 0, err
+    assert not (tmp_path / "was-called").exists()
+
+
+def test_statistics_predict_the_duration_of_an_epoch_on_the_chosen_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK})
+    words = ("--image", "qwen3:26.05", "--nodes", "1", "training.global_batch_size=8", "--json")
+    epochs = []
+    for cluster in ((), ("--cluster", "a4-highgpu-8g")):
+        code, out, err = call(capsys, "stats", file, *words, *cluster)
+        assert code == 0, err
+        epochs.append(json.loads(out)["epoch"])
+    assert epochs[0] == {"steps": 1, "seconds": None, "gpu_hours": None, "cost": None}
+    assert epochs[1]["steps"] == 1
+    assert epochs[1]["gpu_hours"] == pytest.approx(8 * epochs[1]["seconds"] / 3600)
+    for command in ("show", "stats", "check"):
+        assert call(capsys, command, file, "--cluster", "nowhere")[0] == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ftkit.cli.arguments import json_option, run_options
+from ftkit.cli.arguments import json_option, run_args, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 
@@ -31,8 +31,8 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
     from ftkit.errors import DataError, plural
 
     terminal = Terminal()
-    plan, inspector = open_data(terminal, words, **options)
-    allowed = plan.recipe.data.skip_bad if skip_bad is None else skip_bad
+    inspector = open_data(terminal, run_args(words, **options))
+    allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
     fixes: set[str] = set()
@@ -65,7 +65,7 @@ def command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **op
             if num_useless < num_rows
             else "set data.format to match these rows; 'ftkit data show' prints how they are read",
         )
-    outcome = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {plan.recipe.data.too_long})"
+    outcome = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
     if num_too_long and not num_fit:
         raise DataError(f"no document can be trained on: {outcome}", fix="raise training.sequence_length")
     terminal.say(

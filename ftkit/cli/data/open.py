@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ftkit.cli.arguments import run_args
 from ftkit.cli.commands import current_context
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.cli.terminal.console import Terminal
     from ftkit.data.inspection import DataInspector
-    from ftkit.planning.plan import RunPlan
+    from ftkit.launch.resolve import RunArgs
 
 
-def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple[RunPlan, DataInspector]:
-    """Plan the run, read its training rows and load its tokenizer.
+def open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
+    """Resolve the recipe, read its first training rows and load its tokenizer. No cluster is needed.
 
     Raises:
         PrerequisiteError: a package that tokenizes is missing here.
     """
-    from ftkit.launch.resolve import resolve
+    from ftkit.launch.resolve import resolve_recipe
 
     missing = [name for name in ("transformers", "tokenizers", "numpy") if find_spec(name) is None]
     if missing:
@@ -35,5 +32,5 @@ def open_data(terminal: Terminal, words: Sequence[str], **options: Any) -> tuple
     from ftkit.data.inspection import DataInspector
     from ftkit.data.prepare import open_encoder
 
-    plan = resolve(run_args(words, **options), current_context())
-    return plan, DataInspector(plan.recipe, open_encoder(plan.recipe, terminal.say), terminal.say)
+    recipe = resolve_recipe(args, current_context())
+    return DataInspector(recipe, open_encoder(recipe, terminal.say), terminal.say)

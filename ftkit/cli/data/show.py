@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import get_run, json_option, run_options
+from ftkit.cli.arguments import get_run, json_option, run_args, run_options
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.errors import plural
@@ -45,13 +45,13 @@ def command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json
     if packs is not None:
         _show_packs(words, packs, terminal, as_json=as_json)
         return
-    plan, inspector = open_data(terminal, words, **options)
+    inspector = open_data(terminal, run_args(words, **options))
     samples = list(inspector.samples(num_rows))
     if as_json:
         terminal.json([asdict(sample) for sample in samples])
         return
     is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
-    terminal.say(f"trained: {_describe('all' if is_text else plan.recipe.data.train_on)}")
+    terminal.say(f"trained: {_describe('all' if is_text else inspector.recipe.data.train_on)}")
     if any(sample.num_renderings > 1 for sample in samples):
         terminal.say(
             "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn follows "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option, run_options
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.arguments import json_option, run_args, run_options
+from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import count, duration
 from ftkit.errors import plural
@@ -29,16 +29,24 @@ _BAR = 30
 @run_options
 @json_option
 def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Count tokens, lengths, duplicates and packs of the training rows, and predict an epoch on the cluster."""
-    from ftkit.cli.data.open import open_data
+    """Count tokens, lengths, duplicates and packs of the training rows.
 
-    terminal = Terminal()
-    plan, inspector = open_data(terminal, words, **options)
-    stats = inspector.stats()
+    If a cluster is set, predict the duration of an epoch on it.
+    """
+    from ftkit.cli.data.open import open_data
+    from ftkit.launch.resolve import is_cluster_chosen, resolve
+
+    terminal, ctx, args = Terminal(), current_context(), run_args(words, **options)
+    plan = resolve(args, ctx) if is_cluster_chosen(args, ctx) else None
+    inspector = open_data(terminal, args)
+    stats, training = inspector.stats(), inspector.recipe.training
+    batch = training.global_batch_size
+    epoch = _epoch(stats, batch, plan)
     if as_json:
-        terminal.json(asdict(stats) | {"epoch": _epoch(stats, plan)})
+        terminal.json(asdict(stats) | {"epoch": epoch})
         return
-    terminal.facts(_facts(stats, plan), is_data=True)
+    facts = [*_facts(stats, training.sequence_length), ("epoch", _describe(epoch, stats, batch, plan))]
+    terminal.facts(facts, is_data=True)
     most = max((each.count for each in stats.histogram), default=0)
     bars: list[tuple[str, Cell]] = [
         (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
@@ -48,8 +56,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     terminal.facts(bars, is_data=True)
 
 
-def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
-    length = plan.recipe.training.sequence_length
+def _facts(stats: DataStats, length: int) -> list[tuple[str, Cell]]:
     num_rows = sum(source.num_rows for source in stats.sources)
     validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
@@ -70,21 +77,23 @@ def _facts(stats: DataStats, plan: RunPlan) -> list[tuple[str, Cell]]:
             (source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})")
             for source, share in zip(stats.sources, shares, strict=True)
         ]
-    epoch = _epoch(stats, plan)
-    batch = plan.batch.global_batch_size
-    is_short = stats.num_packs < batch
-    text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
-    if epoch["seconds"] is not None:
-        text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
-        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"
-    facts.append(("epoch", f"{text}; {count(stats.num_tokens)} tokens"))
     return facts
 
 
-def _epoch(stats: DataStats, plan: RunPlan) -> dict[str, Any]:
+def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> dict[str, Any]:
     """Return the steps of an epoch, with duration, GPU hours and cost if the plan predicts the step time."""
-    steps = -(-stats.num_packs // plan.batch.global_batch_size)
-    seconds = steps * plan.speed.step_seconds if plan.speed else None
-    gpu_hours = None if seconds is None else seconds * plan.placement.world_size / 3600
-    cost = None if seconds is None else plan.cost_of(seconds)
-    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": cost}
+    steps = -(-stats.num_packs // batch)
+    if plan is None or plan.speed is None:
+        return {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
+    seconds = steps * plan.speed.step_seconds
+    gpu_hours = seconds * plan.placement.world_size / 3600
+    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": plan.cost_of(seconds)}
+
+
+def _describe(epoch: dict[str, Any], stats: DataStats, batch: int, plan: RunPlan | None) -> str:
+    is_short = stats.num_packs < batch
+    text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
+    if plan and epoch["seconds"] is not None:
+        text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
+        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"
+    return f"{text}; {count(stats.num_tokens)} tokens"
