@@ -1,15 +1,20 @@
-"""Settings for all tests: independent of the clock and of how pytest was started."""
+"""Settings for all tests: independent of the clock, of how pytest was started, and most of them of the machine."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from machine import Machine
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from xdist.scheduler import LoadFileScheduling
 
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -17,12 +22,40 @@ settings.register_profile("here", UNTIMED)
 settings.register_profile("repeatable", UNTIMED, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "here")
 
+os.umask(0o022)  # what tests write, and the bytecode of ftkit, can be read by the users of other tests
 os.environ.setdefault("FTKIT_REPORT", "0")  # saves seconds of plotting per trained run
 # Before torch is imported: spinning threads of several tests at once take the CPUs from each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Background processes of a shell ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+HERE = Path(__file__).parent
+SEALED = (HERE / "unit", HERE / "commands", HERE / "train" / "test_data_commands.py")
+"""Tests that see only `Machine`. The others need Slurm, a docker engine, sshd, GPUs, compilers, or the network."""
+MACHINE = pytest.StashKey[Machine]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MACHINE] = machine = Machine()
+    config.add_cleanup(machine.remove)
+
+
+def _sealed(node: pytest.Item | pytest.Collector) -> Any:
+    is_sealed = any(node.path.is_relative_to(place) for place in SEALED)
+    return node.config.stash[MACHINE].entered() if is_sealed else nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    with _sealed(collector):  # for modules that read the environment when they are imported
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    with _sealed(item):  # around the fixtures of modules and of the session too
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

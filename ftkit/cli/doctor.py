@@ -90,7 +90,7 @@ def check_here(
     from ftkit.planning.layout import Workspace
 
     node = LoginNode(
-        site or detect_site(ctx.environment),
+        site or detect_site(ctx.environment, ctx.root),
         place.cluster,
         Workspace(place.settings.workspace_folder(ctx)),
         place.image,

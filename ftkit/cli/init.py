@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +47,8 @@ def command(*, yes: bool, force: bool) -> None:
 
     terminal, here = Terminal(), Context.here()
     folder = Path.cwd()
-    ctx = Context(folder, here.user, here.environment)
-    site = detect_site(ctx.environment)
+    ctx = replace(here, project=folder)
+    site = detect_site(ctx.environment, ctx.root)
     if site.is_slurm_silent:
         raise SubmitError(
             "Slurm did not respond, and nothing was written",

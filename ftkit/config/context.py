@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftkit import assets
@@ -18,15 +18,18 @@ from ftkit.config.paths import absolute_path
 from ftkit.errors import NotFoundError
 
 PROJECT_FILE = "ftkit.yaml"
+ROOT = Path("/")
+"""The folder with the machine's /dev, /proc and /sys; only tests have another one."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The context of this call: the project's folder, the user's configuration, the environment."""
+    """The context of this call: the project's folder, the user's configuration, the environment, the machine's root."""
 
     project: Path
     user: Path
     environment: Mapping[str, str]
+    root: Path = field(default_factory=lambda: ROOT)
 
     @classmethod
     def here(cls) -> Context:

@@ -12,7 +12,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
@@ -23,6 +22,7 @@ from ftkit.health.findings import start_all
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
 _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
 """Without the partitions of other clusters in a federation, where this cluster's jobs can't name them."""
@@ -107,7 +107,7 @@ class Site:
         return bool(self.partitions)
 
 
-def detect_site(environment: Mapping[str, str], root: Path = Path("/")) -> Site:
+def detect_site(environment: Mapping[str, str], root: Path) -> Site:
     """Inspect this machine and its Slurm; `root` holds its /dev, /proc and /sys."""
     user = environment.get("USER") or environment.get("LOGNAME") or str(os.getuid())
     commands = {

@@ -177,7 +177,7 @@ def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> N
 def _profile(manifest: Mapping[str, Any], args: RerunArgs, ctx: Context) -> tuple[ClusterProfile, Layers]:
     if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
         site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
-        return detect_hardware(site.spec, ctx.environment), site.layers
+        return detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
     return _read(manifest["cluster_profile"], ClusterProfile, "cluster_profile"), Layers()
 
 

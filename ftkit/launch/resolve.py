@@ -7,7 +7,6 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from ftkit import __version__
@@ -30,6 +29,7 @@ from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
@@ -41,7 +41,6 @@ ResultT = TypeVar("ResultT")
 PlanT = TypeVar("PlanT", bound=JobPlan)
 
 _ANY_SLURM: Final = "slurm"
-_ROOT = Path("/")
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     model = _resolve_model(read.spec, ctx, workspace, origins)
     request = build_request(args, read.spec, model, wanted, workspace, origins)
-    here = detect_hardware(site.spec, ctx.environment)
+    here = detect_hardware(site.spec, ctx.environment, ctx.root)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
     plan = replace(plan, code=args.code)
     return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
@@ -321,7 +320,7 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
     )  # fmt: skip
 
 
-def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path = _ROOT) -> ClusterProfile:
+def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path) -> ClusterProfile:
     """Replace `device: auto` with the hardware of this machine; `root` holds its /dev and /proc."""
     if profile.device != "auto":
         return profile

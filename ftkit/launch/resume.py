@@ -134,7 +134,7 @@ def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImag
     cluster, origins = plan.cluster, Layers()
     if args.cluster:
         site = read_cluster(args.cluster, ctx)
-        cluster, origins = detect_hardware(site.spec, ctx.environment), site.layers
+        cluster, origins = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
     image = _image(plan, cluster, ctx, default_image)
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))

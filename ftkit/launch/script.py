@@ -143,7 +143,7 @@ def _without_recipe(script: Script, code: tuple[Any, ...], run_args: RunArgs, ct
         suffix=secrets.token_hex(2),
         origins=Origins(settings=place.settings.layers),
     )
-    cluster = detect_hardware(place.cluster, ctx.environment)
+    cluster = detect_hardware(place.cluster, ctx.environment, ctx.root)
     return plan_script(script, code, cluster, request, ftkit_version=__version__)
 
 

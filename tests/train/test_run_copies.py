@@ -208,6 +208,9 @@ def test_a_run_without_credentials_is_rejected_before_submission(
     for name in KEYS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
-    assert main(["run", "demo", f"sync=s3://{BUCKET}/runs", "--no-follow"]) == PrerequisiteError.exit_code
+    assert (
+        main(["run", "demo", f"sync=s3://{BUCKET}/runs", "--cluster", "local", "--no-follow"])
+        == PrerequisiteError.exit_code
+    )
     assert "AWS_PROFILE" in capfd.readouterr().err
     assert not list(workspace.glob("runs/demo-*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ esac
 """
     python.write_text("#!/bin/sh" + commands)
     python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "SSL_"))}
+    environment = os.environ | {"PYTHON": sys.executable}
     command = [copy / "scripts" / "setup", *(extras or ("train",))]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 

@@ -58,7 +58,6 @@ def node(time: float, host: str = "n1", **gpu: object) -> NodeSample:
 def test_samples_are_written_shown_and_served(
     ftkit: Callable[..., Result], make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     run = make_run("busy")
     file = run.layout.gpu_samples / f"{socket.gethostname()}.jsonl"
     with socket.socket() as probe:

@@ -75,9 +75,9 @@ def test_a_gpu_is_recognized_by_its_driver_name(tmp_path: Path, name: str, model
     assert detect_hardware(LOCAL, {}, machine(tmp_path, 1, name)).gpu == model
 
 
-def test_a_profile_with_a_device_is_unchanged() -> None:
+def test_a_profile_with_a_device_is_unchanged(tmp_path: Path) -> None:
     profile = load_cluster("a4-highgpu-8g", NOWHERE)
-    assert detect_hardware(profile, {}) is profile
+    assert detect_hardware(profile, {}, tmp_path) is profile
 
 
 def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
