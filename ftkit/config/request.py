@@ -42,6 +42,11 @@ class LoadedSettings:
     layers: Layers
     files: dict[Path, bool]
 
+    @property
+    def has_cluster(self) -> bool:
+        """Whether an option, a variable or a file sets the cluster."""
+        return ("cluster",) in self.layers.origins
+
     def workspace_folder(self, ctx: Context) -> Path:
         """Return the workspace's folder; a relative path is relative to the project."""
         return workspace_folder(self.layers, ctx)

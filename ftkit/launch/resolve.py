@@ -106,18 +106,13 @@ def load_place(args: RunArgs, ctx: Context) -> Place:
     return Place(loaded, _load_cluster(loaded.settings.cluster, loaded, ctx).spec, _image_of(loaded))
 
 
-def is_cluster_chosen(args: RunArgs, ctx: Context) -> bool:
-    """Return whether an option, a variable or a file selects a cluster, so that the default is not used."""
-    return ("cluster",) in read_settings(args, ctx).layers.origins
-
-
 def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
     """Refuse to train on a cluster's login node by accident.
 
     Raises:
         ConfigError: no cluster is chosen, and this machine has Slurm, even if its controller does not respond now.
     """
-    if ("cluster",) in loaded.layers.origins:
+    if loaded.has_cluster:
         return
     from ftkit.health.site import list_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
 
@@ -222,7 +217,7 @@ def resolve_image_link(plan: PlanT) -> PlanT:
 
 def _assumed_cluster(args: RunArgs, loaded: LoadedSettings) -> str | None:
     """Return the profile to use with `--image` if no cluster is set, since the default profile has no containers."""
-    return _ANY_SLURM if args.image and ("cluster",) not in loaded.layers.origins else None
+    return _ANY_SLURM if args.image and not loaded.has_cluster else None
 
 
 def _assumption(cluster: ClusterProfile) -> str:

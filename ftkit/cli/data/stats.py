@@ -34,10 +34,10 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     If a cluster is set, predict the duration of an epoch on it.
     """
     from ftkit.cli.data.open import open_data
-    from ftkit.launch.resolve import is_cluster_chosen, resolve
+    from ftkit.launch.resolve import read_settings, resolve
 
     terminal, ctx, args = Terminal(), current_context(), run_args(words, **options)
-    plan = resolve(args, ctx) if is_cluster_chosen(args, ctx) else None
+    plan = resolve(args, ctx) if read_settings(args, ctx).has_cluster else None
     inspector = open_data(terminal, args)
     stats, training = inspector.stats(), inspector.recipe.training
     batch = training.global_batch_size
