@@ -110,9 +110,15 @@ class PrerequisiteError(FtkitError):
 
 
 class SubmitError(FtkitError):
-    """The scheduler refused the job, or did not answer."""
+    """A job can't be submitted, canceled or removed: the scheduler refuses, or the run's state does not allow it."""
 
     exit_code = 6
+
+
+class NoAnswerError(SubmitError):
+    """The scheduler, or another program, did not answer."""
+
+    exit_code = 14
 
 
 class RunFailedError(FtkitError):
@@ -150,14 +156,35 @@ class MemoryExhaustedError(FtkitError):
 
 
 class UnfitMachineError(FtkitError):
-    """A machine is unfit for a run: `ftkit doctor` or a run's preflight found a fault in it."""
+    """A check of machines failed: `ftkit doctor`, or a run's preflight."""
 
     exit_code = 12
     is_outside = True
 
 
-class DiskFullError(UnfitMachineError):
+class DiskFullError(FtkitError):
     """A disk is full, or a quota is exceeded."""
+
+    exit_code = 13
+    is_outside = True
+
+
+class UnusableFileError(FtkitError):
+    """Files that ftkit wrote can't be used: damaged, changed, copied to another place, or of another version."""
+
+    exit_code = 15
+
+
+class ProvisionError(FtkitError):
+    """A command of a cloud provider's tools failed."""
+
+    exit_code = 16
+
+
+class NotRepeatedError(FtkitError):
+    """A rerun completed, but did not reproduce its original."""
+
+    exit_code = 17
 
 
 _EXTRAS: Final = {
@@ -265,13 +292,18 @@ EXIT_CODES: dict[int, str] = {
     ConfigError.exit_code: "a recipe, profile, option or their combination is wrong",
     NotFoundError.exit_code: "a run, recipe, cluster, image or file was not found",
     PrerequisiteError.exit_code: "a program, package or permission is missing on this machine",
-    SubmitError.exit_code: "the scheduler refused the job or did not answer",
-    RunFailedError.exit_code: "the followed run was canceled, or failed otherwise",
+    SubmitError.exit_code: "the job can't be submitted, canceled or removed",
+    RunFailedError.exit_code: "the followed run did not complete; no other code applies",
     DataError.exit_code: "the data can't be used with the recipe",
     TrainingError.exit_code: "the trainer refused to start or to continue",
     ImageError.exit_code: "an image can't be built, pushed, imported or verified",
     MemoryExhaustedError.exit_code: "the run needs more memory than there is",
-    UnfitMachineError.exit_code: "a disk is full, or 'ftkit doctor' found a fault in a machine",
+    UnfitMachineError.exit_code: "a check of the machines failed",
+    DiskFullError.exit_code: "no space is left on a disk or in its quota",
+    NoAnswerError.exit_code: "the scheduler or another program did not answer in time",
+    UnusableFileError.exit_code: "files of a run or an image can't be used",
+    ProvisionError.exit_code: "a command of the cloud provider's tools failed",
+    NotRepeatedError.exit_code: "a rerun did not reproduce its original",
     130: "interrupted from the keyboard",
 }
 

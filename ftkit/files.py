@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from ftkit.errors import FtkitError, NotFoundError, one_line
+from ftkit.errors import PrerequisiteError, UnusableFileError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -272,15 +272,13 @@ def read_json_if_valid(path: Path, kind: type[ValueT]) -> ValueT | None:
         return None
 
 
-class DamagedFileError(FtkitError):
+class DamagedFileError(UnusableFileError):
     """A file can't be read, or has unexpected content.
 
     Args:
         path: the file.
         reason: why, on one line.
     """
-
-    exit_code = NotFoundError.exit_code
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -297,6 +295,8 @@ class PrivateFileError(DamagedFileError):
     Args:
         path: the file.
     """
+
+    exit_code = PrerequisiteError.exit_code
 
     def __init__(self, path: Path) -> None:
         owner = _owner(path)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
 
-from ftkit.errors import FtkitError, PrerequisiteError
+from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class ProgramOutput:
 class ProgramTimeoutError(FtkitError):
     """A program did not end in time."""
 
-    exit_code = PrerequisiteError.exit_code
+    exit_code = NoAnswerError.exit_code
 
 
 def run(
@@ -322,6 +322,13 @@ def start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] == "Z" else fields[19]
+
+
+def system_start() -> float:
+    """Return when this machine, or the container around this process, was started: the start of its process 1."""
+    with open("/proc/stat", encoding="utf-8") as file:  # noqa: PTH123 - as above
+        booted = next(float(line.split()[1]) for line in file if line.startswith("btime "))
+    return booted + int(start_time(1) or 0) / os.sysconf("SC_CLK_TCK")
 
 
 def group_members(pid: int) -> list[int]:

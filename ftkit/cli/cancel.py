@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     cls=ForwardedCommand,
     short_help="Cancel a run, or all runs of a sweep.",
     examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
-    help=f"""Cancel a run. Its files stay: 'ftkit resume' continues from its newest checkpoint.
+    help=f"""Cancel a run. Its files stay: 'ftkit resume' submits it again, to continue from its newest checkpoint.
 
     {RUN_HELP} The id or the name of a sweep cancels all of its runs that have not ended.
     """,
@@ -48,4 +48,5 @@ def _cancel(run: SubmittedRun, terminal: Terminal) -> None:
     if ended:
         terminal.say(f"{run.id} has already ended: {ended}")
     else:
-        terminal.say(f"canceled {run.id}; to continue from its newest checkpoint: ftkit resume {run.id}")
+        again = "continue" if run.layout.metrics.exists() else "submit"
+        terminal.say(f"canceled {run.id}; to {again} it: ftkit resume {run.id}")

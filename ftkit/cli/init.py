@@ -15,7 +15,7 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import PROJECT_FILE, Context, list_names
-from ftkit.errors import ConfigError, Problem, SubmitError
+from ftkit.errors import ConfigError, NoAnswerError, Problem
 
 if TYPE_CHECKING:
     from ftkit.health.site import Site
@@ -50,7 +50,7 @@ def command(*, yes: bool, force: bool) -> None:
     ctx = replace(here, project=folder)
     site = detect_site(ctx.environment, ctx.root)
     if site.is_slurm_silent:
-        raise SubmitError(
+        raise NoAnswerError(
             "Slurm did not respond, and nothing was written",
             meaning="its programs are installed here; its controller is busy, restarting, or not reachable",
             fix=f"try again in a minute; to train on this machine alone, write 'cluster: local' into {PROJECT_FILE}",

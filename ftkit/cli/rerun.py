@@ -23,7 +23,7 @@ from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.config.paths import is_address
-from ftkit.errors import RunFailedError
+from ftkit.errors import NotRepeatedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -153,7 +153,7 @@ def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
     """Report whether a run reproduced the original.
 
     Raises:
-        RunFailedError: it did not.
+        NotRepeatedError: it did not.
     """
     from ftkit.runs.repeat import judge
 
@@ -162,7 +162,7 @@ def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
         return
     terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"), is_data=True)
     if verdict.beyond_step is not None:
-        raise RunFailedError(
+        raise NotRepeatedError(
             f"{layout.root.name} did not reproduce {verdict.original}",
             fix=f"compare them: ftkit compare {verdict.original} {layout.root.name}",
         )

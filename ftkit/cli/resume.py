@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
     data, global batch and training.data_seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a
     value of the recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result
-    needs '--allow KEY'.
+    needs '--allow KEY'. '--allow code' replaces the run's copies of your script and packages by the files as they are
+    now.
     """,
 )
 @run_argument
@@ -82,7 +84,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.jobs import read_resumable_plan, resume
     from ftkit.launch.preflight import check_trackers, run_checks
-    from ftkit.launch.resume import ResumeArgs, ResumedPlan
+    from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code
     from ftkit.planning.script import ScriptPlan
     from ftkit.runs.metrics_file import RecordTail
 
@@ -106,6 +108,7 @@ def command(  # noqa: PLR0913 - one for each option
         return
     if args.asks_for_changes:
         changed = _replan(plan, args, terminal)
+        changed = renew_code(changed) if "code" in args.allowed else changed
     elif not layout.script.is_file():  # the run was copied here, without the other machine's job script
         changed = ResumedPlan(plan)
     if changed:
@@ -128,12 +131,14 @@ def _resume_script(
     """
     from ftkit.cli.image_check import require_same_image
     from ftkit.launch.jobs import resume
+    from ftkit.launch.resume import ResumedPlan, renew_code
     from ftkit.runs.failure import original_command
 
-    if args.asks_for_changes:
+    if replace(args, allowed=()).asks_for_changes or not set(args.allowed) <= {"code"}:
         fix = f"Start it as a new run: {original_command(plan.layout)}"
-        raise ConfigError([Problem("command line", "", "the plan of a script can't be changed.", fix)])
-    return resume(plan, environment, typed, image_facts=require_same_image(plan, terminal))
+        raise ConfigError([Problem("command line", "", "of a script, only the code can change.", fix)])
+    changed = renew_code(ResumedPlan(plan)) if args.allowed else None
+    return resume(plan, environment, typed, changed, image_facts=require_same_image(plan, terminal))
 
 
 def _fetch(address: str, terminal: Terminal) -> None:
@@ -144,7 +149,7 @@ def _fetch(address: str, terminal: Terminal) -> None:
     terminal.say(f"{plan.id} is in {plan.layout.root}")
 
 
-def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan:
+def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[RunPlan]:
     """Plan the run again, and list the differences."""
     from ftkit.config.image_reference import parse_image
     from ftkit.launch.resume import replan

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
+from ftkit.launch.code import files_of
 from ftkit.launch.observe import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
@@ -21,12 +22,13 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.process import ProgramTimeoutError
+from ftkit.runs.ends import End, note_end
 from ftkit.runs.entry import read_entry
 from ftkit.runs.lease import current_holder, revoke
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import END_REASONS, RunState
+from ftkit.runs.states import Cause, RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def resume(
     plan: RunPlan | ScriptPlan,
     environment: Mapping[str, str],
     command: Sequence[str] = (),
-    changed: ResumedPlan | None = None,
+    changed: ResumedPlan[Any] | None = None,
     image_facts: Mapping[str, str] | None = None,
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
@@ -150,11 +152,10 @@ def resume(
             fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
         )
     submission = submission or adopt_job(layout)
-    reason = None
+    end = None
     if submission:
-        reason = END_REASONS.get(_check_it_ended(SubmittedRun(layout, submission), new).state)
-        if layout.disk_full.exists():
-            reason = "a disk was full"
+        end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
+        end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
     script = render_job(new, prepares=False) if changed else None
     needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
@@ -166,9 +167,16 @@ def resume(
         ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
     for path in ended:
         path.unlink(missing_ok=True)
-    if reason:
-        write_file(layout.end_reason, f"{reason}\n".encode())
-    with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest):
+    if end:
+        note_end(layout, end)
+    files = {layout.root / path: content for path, content in files_of(changed.copies if changed else ()).items()}
+    former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
+    with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest, *former, *files):
+        for path in set(former) - set(files):
+            path.unlink()
+        for path, code in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, code if isinstance(code, bytes) else code.encode())
         if script is not None:
             write_file(layout.plan, plan_to_json(new).encode())
             write_file(layout.script, script.encode())

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ftkit import process
 from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
+from ftkit.runs.ends import find_slurms_words
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import Observation, RunState
+from ftkit.runs.states import STATES, Cause, Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +119,8 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
         state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
         last = replace(last, state=state, reason=stopped_at)
     if last.state is RunState.FAILED and run.layout.disk_full.exists():
-        return replace(last, reason=EXIT_CODES[DiskFullError.exit_code], exit_code=DiskFullError.exit_code)
+        code = DiskFullError.exit_code
+        return replace(last, reason=EXIT_CODES[code], exit_code=code, cause=Cause.DISK_FULL)
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
 
 
@@ -158,14 +161,19 @@ def _find_trainer(run: SubmittedRun, seen: Observation | None) -> Holder | None:
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
     """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
+    slurms = find_slurms_words(run.layout, job_id=run.submission.job_id)
+    if slurms and slurms.cause in STATES:  # it may have been asked to stop, and have left an exit code
+        return Observation(STATES[slurms.cause], is_final=True, reason=slurms.detail, exit_code=exit_code)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Observation(state, is_final=True, exit_code=exit_code)
     if run.layout.canceled.exists():
         return Observation(RunState.CANCELED, is_final=True)
     if run.submission.scheduler == "local":
-        killed = "its process is gone and left no exit code: it was killed, or the machine was restarted"
-        return Observation(RunState.FAILED, is_final=True, reason=killed)
+        cause, reason = Cause.KILLED, "its processes were killed (SIGKILL): its script left no exit code"
+        if process.system_start() > run.submission.submitted:
+            cause, reason = Cause.REBOOT, f"{run.submission.host} was restarted while it ran"
+        return Observation(RunState.FAILED, is_final=True, reason=reason, cause=cause)
     lost = Observation(RunState.UNKNOWN, is_final=False, reason=LOST)
     return _read_final(run, even_if_old=True) or lost
 

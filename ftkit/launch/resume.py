@@ -10,7 +10,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit import __version__
 from ftkit.config.image_reference import NamedImage, parse_image
@@ -19,10 +20,13 @@ from ftkit.config.load import load_image, override_recipe, read_cluster
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.launch.code import CodeCopy, copy_code
 from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
-from ftkit.planning.layout import DataLayout
+from ftkit.launch.script import copy_script
+from ftkit.planning.layout import SCRIPT_CODE, DataLayout, Workspace
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import plan_run
+from ftkit.planning.script import ScriptPlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
     from ftkit.config.recipe import RecipePlan
+    from ftkit.planning.job import CodePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))
@@ -39,6 +44,8 @@ _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length
 _GLOBAL_BATCH = "training.global_batch_size"
 """The place in the data is the step times this: with another value, packs would be trained twice, or skipped."""
 _SEED, _DATA_SEED = "training.seed", "training.data_seed"
+_CODE = "code"
+"""What `--allow` accepts besides keys of the recipe: other code than the run's copies."""
 _LENGTHS = ("training.max_steps", "training.num_epochs")
 _HARMLESS = (
     "evaluation.*",
@@ -101,16 +108,51 @@ class Change:
     after: Any
 
 
+PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
+
+
 @dataclass(frozen=True)
-class ResumedPlan:
+class ResumedPlan(Generic[PlanT]):
     """A new plan, the differences, and notes about them for the user."""
 
-    plan: RunPlan
+    plan: PlanT
     changes: tuple[Change, ...] = ()
     warnings: tuple[str, ...] = ()
+    copies: tuple[CodeCopy, ...] = ()
+    """New copies of the run's code."""
 
 
-def replan(plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None) -> ResumedPlan:
+def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:
+    """Copy the code of a run again, as it is now in the folders that it was copied from.
+
+    Raises:
+        ConfigError: the run has no code of the user's.
+        NotFoundError: a folder is not here; or as `copy_code` does.
+    """
+    plan = resumed.plan
+    if not plan.code:
+        raise ConfigError(
+            [Problem(COMMAND_LINE, "--allow code", "the run has no copy of your code.", "Omit the option.")]
+        )
+    copies = tuple(_copy_again(each, plan) for each in plan.code)
+    changed: tuple[Change, ...] = tuple(
+        Change(f"code: {new.plan.name}", old.sha256[:12], new.plan.sha256[:12])
+        for old, new in zip(plan.code, copies, strict=True)
+    )
+    new_plan = replace(plan, code=tuple(each.plan for each in copies))
+    return ResumedPlan(new_plan, (*resumed.changes, *changed), resumed.warnings, copies)
+
+
+def _copy_again(code: CodePlan, plan: RunPlan | ScriptPlan) -> CodeCopy:
+    folder = Path(code.source)
+    if isinstance(plan, ScriptPlan) and code.name == SCRIPT_CODE:
+        return copy_script(folder / plan.script.path, Workspace(plan.workspace))
+    return copy_code(folder, code.name, "--allow code", is_package=(folder / "__init__.py").is_file())
+
+
+def replan(
+    plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None
+) -> ResumedPlan[RunPlan]:
     """Plan a run again with the same id, model, and data.
 
     Args:
@@ -259,7 +301,7 @@ def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
     unused = [
         Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Omit it.")
         for key in args.allowed
-        if key not in changed
+        if key not in {*changed, _CODE}
     ]
     _raise([*refused, *unused])
 

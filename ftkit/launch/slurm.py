@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
-from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
+from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line
 from ftkit.launch.slurm_states import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
 from ftkit.runs.lease import current_holder
 from ftkit.runs.submission import Submission, SubmittedRun
@@ -179,8 +179,8 @@ def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
     return read_squeue(answer.stdout, runs)
 
 
-def _no_states(stderr: str) -> SubmitError:
-    return SubmitError(
+def _no_states(stderr: str) -> NoAnswerError:
+    return NoAnswerError(
         f"Slurm did not report job states: {clean_stderr(stderr)}",
         meaning="its controller is busy, restarting, or not reachable from this machine",
         fix="try again in a minute; the runs themselves continue",
@@ -269,7 +269,7 @@ _NO_ANSWER = (
 """Messages after which a job may exist: Slurm's protocol failed, or its answer was lost."""
 
 
-class UncertainSubmitError(SubmitError):
+class UncertainSubmitError(NoAnswerError):
     """Slurm's answer is unclear: the job may have been submitted."""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import ConfigError, FtkitError
+from ftkit.errors import UnusableFileError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
 from ftkit.planning.estimates.host_memory import HostMemoryPlan
@@ -144,10 +144,8 @@ def plan_to_json(plan: JobPlan) -> str:
     return to_json(plan)
 
 
-class PlanError(FtkitError):
+class PlanError(UnusableFileError):
     """A written plan can't be read back."""
-
-    exit_code = ConfigError.exit_code
 
 
 def plan_from_json(text: str | bytes, where: str) -> RunPlan:

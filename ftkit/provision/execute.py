@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import one_line, redact
+from ftkit.errors import ProvisionError, one_line, redact
 from ftkit.files import write_file
 from ftkit.provision.state import read_state, write_state
-from ftkit.provision.steps import ProvisionError, placed
+from ftkit.provision.steps import placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ftkit.errors import FtkitError, PrerequisiteError
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -95,9 +93,3 @@ class Provision:
 def placed(command: Command, folder: Path) -> Command:
     """Return a command with the folder of the cluster in its words."""
     return tuple(word.replace(FOLDER, str(folder)) for word in command)
-
-
-class ProvisionError(FtkitError):
-    """A command of the provider's tools failed."""
-
-    exit_code = PrerequisiteError.exit_code

@@ -5,10 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from ftkit.files import read_json_if_valid
 from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.runs.ends import End
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
 from ftkit.runs.progress import list_restarts
@@ -48,7 +51,7 @@ class RunResults:
         num_processes: number of processes of the newest start.
         cost: cost of all GPUs in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: number of times that training was restarted.
-        restart_reasons: for each restart, why the start before it ended; empty if it was not recorded.
+        restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
         gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
         gpu_power: mean of a GPU, in W.
         energy_kwh: energy of all GPUs.
@@ -65,7 +68,7 @@ class RunResults:
     measured_gib: float | None
     training_seconds: float | None
     num_restarts: int
-    restart_reasons: tuple[str, ...] = ()
+    restart_reasons: tuple[Annotated[End | None, BeforeValidator(End.from_json)], ...] = ()
     held_seconds: float | None = None
     num_processes: int | None = None
     cost: float | None = None

@@ -6,7 +6,15 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftkit.errors import DiskFullError, MemoryExhaustedError, RunFailedError
+from ftkit.errors import (
+    DiskFullError,
+    MemoryExhaustedError,
+    NotFoundError,
+    PrerequisiteError,
+    RunFailedError,
+    SubmitError,
+    UnfitMachineError,
+)
 from ftkit.files import read_json_if_valid
 from ftkit.runs.rank_errors import RankError
 from ftkit.runs.states import FAILURES, RunState
@@ -18,6 +26,10 @@ if TYPE_CHECKING:
     from ftkit.runs.submission import SubmittedRun
 
 
+_CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)}
+"""Exit codes with which a job script itself ends; it has logged why."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a run failed.
@@ -26,11 +38,13 @@ class Failure:
         exit_code: the error's exit code if the user can act on it, else that of a failed run.
         error: the error of the rank that failed first; None if no rank recorded one.
         can_resume: whether the run can continue as planned once the cause is fixed.
+        is_in_code: whether the user's code failed: the run has a copy of it, which `ftkit resume` would start again.
     """
 
     exit_code: int
     error: RankError | None
     can_resume: bool
+    is_in_code: bool = False
 
 
 def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
@@ -44,7 +58,17 @@ def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
         return Failure(DiskFullError.exit_code, None, can_resume=True)
     if seen.state is RunState.OUT_OF_MEMORY:
         return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
-    return Failure(RunFailedError.exit_code, error, can_resume=True)
+    if seen.exit_code in _CODES_OF_SCRIPTS:
+        return Failure(seen.exit_code, error, can_resume=True)
+    # If Slurm ended the job, exceptions of ranks follow from that.
+    is_in_code = seen.state is RunState.FAILED and error is not None and _is_in_code(error, run.layout)
+    return Failure(RunFailedError.exit_code, error, can_resume=not is_in_code, is_in_code=is_in_code)
+
+
+def _is_in_code(error: RankError, layout: RunLayout) -> bool:
+    """Return whether an exception was raised in the user's code, or in what it called."""
+    is_exception = not error.was_killed and not error.reports_lost_peer
+    return is_exception and (layout.is_script or f'"{layout.code}/' in error.traceback)
 
 
 def original_command(layout: RunLayout) -> str:

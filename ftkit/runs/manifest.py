@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import ftkit
 from ftkit import process
 from ftkit.config.paths import is_path
-from ftkit.errors import FtkitError, TrainingError, one_line, redact_command
+from ftkit.errors import FtkitError, TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
-from ftkit.runs.metrics_file import read_last_record, read_last_step
+from ftkit.runs.ends import find_end
 from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.records import EndRecord
-from ftkit.runs.summary import first_error, list_checkpoints
+from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.planning.script import ScriptPlan
+    from ftkit.runs.ends import End
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4")
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
@@ -199,14 +199,14 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     if values is None or not isinstance(earlier, list):
         return
     layout = RunLayout(manifest.parent)
-    end = _find_end(layout, earlier)
+    end, failure = _find_end(layout, earlier)
     layout.end_reason.unlink(missing_ok=True)
     start = _describe_start(image) | {
         "restart": num_restarts,
         "versions": _installed_versions(),
         "data": _data_digests(layout, values.get("data_fingerprint")),
-        "after": end.reason,
-        "failure": end.failure,
+        "after": end and end.to_json(),
+        "failure": failure,
         "excluded_nodes": excluded_nodes(layout),
     }
     has_other_data = _has_other_data(layout, earlier, start["data"])
@@ -227,12 +227,20 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
             fix="restore the data and delete the prepared one; or start a new run, with 'model: run:NAME'",
         )
     _check_repeats(values.get("repeats"), start["data"])
-    if num_restarts > 1 and end.failure and end.failure == end.failure_before:
+    if num_restarts > 1 and failure and failure == _mapping(earlier[-1]).get("failure"):
         raise TrainingError(
-            f"{end.failure['where']}, twice in a row: {end.reason}",
+            f"{failure['where']}, twice in a row: {end}",
             meaning="the same failure at the same step is rarely chance: the data, the code, or a node is the cause",
             fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
         )
+
+
+def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> tuple[End | None, dict[str, str] | None]:
+    """Determine how the previous start ended, if there was one, and the failure that ended it."""
+    if not earlier:
+        return None, None
+    began = _mapping(earlier[-1]).get("time")
+    return find_end(layout, began if isinstance(began, float) else 0.0)
 
 
 def _has_other_data(layout: RunLayout, starts: Sequence[Any], found: Mapping[str, str]) -> bool:
@@ -295,53 +303,6 @@ def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
     digests = (read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests")
     return digests if isinstance(digests, dict) else {}
-
-
-@dataclass(frozen=True)
-class _End:
-    """How the previous start ended.
-
-    Args:
-        reason: as text; empty if this is the first start.
-        failure: identifies a recurring failure: the error, and the step; None if no rank recorded an error.
-        failure_before: the failure of the start before the previous one.
-    """
-
-    reason: str = ""
-    failure: dict[str, str] | None = None
-    failure_before: object = None
-
-
-def _find_end(layout: RunLayout, earlier: Sequence[Any]) -> _End:
-    """Determine how the previous start ended, before the errors of its ranks are removed."""
-    if not earlier:
-        return _End()
-    if reason := _read_end_reason(layout):
-        return _End(reason)
-    start = earlier[-1] if isinstance(earlier[-1], dict) else {}
-    began = start.get("time")
-    since = began if isinstance(began, float) else 0.0
-    last = read_last_record(layout.metrics)
-    if isinstance(last, EndRecord) and last.time >= since:
-        return _End({"stopped": "asked to stop", "completed": "completed; more steps were requested"}[last.outcome])
-    error = first_error(layout, since=since)
-    if error is None:
-        return _End("ended without an error: its processes were killed, or its node failed")
-    step = read_last_step(layout.metrics)
-    where = f"after step {step.step}" if step and step.time >= since else "before its first step"
-    reason = f"rank {error.rank} on {error.host} failed: {error.type}: {one_line(error.message)}"
-    if error.reports_lost_peer:
-        reason = f"processes were killed, or their node failed; rank {error.rank} on {error.host} only lost them"
-    # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
-    same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
-    return _End(reason, {"where": where, "error": same}, start.get("failure"))
-
-
-def _read_end_reason(layout: RunLayout) -> str:
-    try:
-        return layout.end_reason.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid
+from ftkit.runs.ends import End
 from ftkit.runs.lease import current_holder
 from ftkit.runs.metrics_file import read_last_record, read_outline
 from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord
@@ -32,14 +33,14 @@ class Restart:
         step: step of the checkpoint that it continued from; None if it ended before.
         job_id: its Slurm job; empty without Slurm.
         host: the host of rank 0.
-        reason: why the previous start ended; empty if it was not recorded.
+        reason: why the previous start ended; None if it was not recorded.
     """
 
     time: float
     step: int | None
     job_id: str
     host: str
-    reason: str
+    reason: End | None
 
 
 def list_restarts(layout: RunLayout) -> list[Restart]:
@@ -49,7 +50,7 @@ def list_restarts(layout: RunLayout) -> list[Restart]:
     listed = manifest.get("starts")
     starts = [each for each in listed if _is_start(each)] if isinstance(listed, list) else []
     if not starts:  # a run of an earlier version
-        return [Restart(record.time, record.resumed_from, "", "", "") for record in records[1:]]
+        return [Restart(record.time, record.resumed_from, "", "", None) for record in records[1:]]
     ends = [*(start["time"] for start in starts[1:]), float("inf")]
     return [
         Restart(
@@ -57,7 +58,7 @@ def list_restarts(layout: RunLayout) -> list[Restart]:
             next((record.resumed_from for record in records if start["time"] <= record.time < end), None),
             str(start.get("job_id", "")),
             str(start.get("host", "")),
-            str(start.get("after", "")),
+            End.from_json(start.get("after")),
         )
         for start, end in list(zip(starts, ends, strict=True))[1:]
     ]

@@ -51,6 +51,11 @@ class RankError:
         return self.exit_code != 1
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal killed the rank: its launcher recorded the signal's name."""
+        return self.type.startswith("SIG")
+
+    @property
     def reports_lost_peer(self) -> bool:
         """Whether it only reports that this rank lost another one, whose error is the cause."""
         return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None

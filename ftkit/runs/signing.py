@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Literal
 
 from ftkit import process
-from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, UnusableFileError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +35,8 @@ _KEY_MARKS: Final[dict[str, Signer]] = {
 """Text in a private key's file (for ssh-keygen, also in a public key's, whose private key an agent has)."""
 
 
-class SignatureError(FtkitError):
+class SignatureError(UnusableFileError):
     """A signature does not match its file, or the key."""
-
-    exit_code = PrerequisiteError.exit_code
 
 
 def find_signer(key: Path, name: Signer | None = None) -> Signer:

@@ -45,14 +45,42 @@ FAILURES = frozenset(
 )
 """States of runs that failed; the user did not request their end."""
 
-END_REASONS = {
-    RunState.CANCELED: "canceled",
-    RunState.NODE_FAILURE: "a node of its job failed",
-    RunState.TIMED_OUT: "its job reached its time limit",
-    RunState.OUT_OF_MEMORY: "its job ran out of memory",
-    RunState.PREEMPTED: "preempted",
+
+class Cause(StrEnum):
+    """Why a start ended. The manifest, the job script's note and `--json` have these values."""
+
+    CANCELED = "canceled"
+    DISK_FULL = "disk-full"
+    ERROR = "error"
+    KILLED = "killed"
+    LOST_PEERS = "lost-peers"
+    MORE_STEPS = "more-steps"
+    NODE_FAILURE = "node-failure"
+    OUT_OF_MEMORY = "out-of-memory"
+    PREEMPTED = "preempted"
+    REBOOT = "reboot"
+    REQUEUED = "requeued"
+    STOP_REQUEST = "stop-request"
+    TIME_LIMIT = "time-limit"
+    UNKNOWN = "unknown"
+
+    @property
+    def words(self) -> str:
+        """The cause in words, without details."""
+        return self.value.replace("-", " ")
+
+
+STATES = {
+    Cause.CANCELED: RunState.CANCELED,
+    Cause.NODE_FAILURE: RunState.NODE_FAILURE,
+    Cause.OUT_OF_MEMORY: RunState.OUT_OF_MEMORY,
+    Cause.PREEMPTED: RunState.PREEMPTED,
+    Cause.TIME_LIMIT: RunState.TIMED_OUT,
 }
-"""Why a start of training ended, if its job ended in this state, which the ranks themselves can't know."""
+"""States of a run whose last start ended so, and did not start again."""
+
+CAUSES = {state: cause for cause, state in STATES.items()}
+"""Why a run's last start ended, if only the scheduler knows."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +95,7 @@ class Observation:
         nodes: names of the nodes, as the scheduler writes them.
         started: when the job started, or is expected to.
         ended: when it ended.
+        cause: why it ended, if that is known and not in the state itself.
     """
 
     state: RunState
@@ -76,6 +105,7 @@ class Observation:
     nodes: str = ""
     started: Seconds | None = None
     ended: Seconds | None = None
+    cause: Cause | None = None
 
     def __str__(self) -> str:
         """Return the state and its reason."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 _CLOCK_TOLERANCE_SECONDS = 60
-_NUM_LOG_LINES = 20
-_LOG_TAIL_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -102,11 +100,11 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
     return min(recent, key=lambda error: (error.reports_lost_peer, error.time), default=None)
 
 
-def log_tail(layout: RunLayout, num_lines: int = _NUM_LOG_LINES) -> list[str]:
-    """Return the last lines of the job's log."""
+def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**16) -> list[str]:
+    """Return the last lines of the job's log, of at most `num_bytes`; all of these if `num_lines` is null."""
     try:
         with layout.job_log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-num_lines:]
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-(num_lines or 0) :]
     except OSError:
         return []

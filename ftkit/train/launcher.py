@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from ftkit import process
 from ftkit.data.imports import keep_bytecode
-from ftkit.errors import FtkitError, one_line
+from ftkit.errors import FtkitError, MemoryExhaustedError, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import revoke_if_dead
@@ -49,10 +49,7 @@ LAUNCHED = "FTKIT_LAUNCHED"
 """Variable with the time when the launcher began, for the ranks' record of the first step."""
 _REPORT_SECONDS = 120
 _HEED_SIGNALS = "--heed-signals"
-_LIKELY_CAUSES = {
-    "SIGBUS": "a memory-mapped file is gone: the file system was full or unreachable",
-    "SIGKILL": "usually the kernel's OOM killer: the node ran out of memory",
-}
+_SIGBUS_MEANING = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
 
 
 def main(arguments: list[str]) -> int:
@@ -62,6 +59,7 @@ def main(arguments: list[str]) -> int:
         The exit code: 1 if a rank failed.
     """
     os.environ[LAUNCHED] = str(time.time())
+    num_oom_kills = _count_oom_kills()
     if arguments[0] == _HEED_SIGNALS:
         arguments = arguments[1:]
     else:
@@ -84,7 +82,7 @@ def main(arguments: list[str]) -> int:
             revoke_if_dead(layout)
             return 0
         sys.stderr.write(f"{error}\n")
-        _record_deaths(layout, error)
+        _record_deaths(layout, error, num_oom_kills)
         revoke_if_dead(layout)
         return 1
     if {"--standalone", "--node-rank=0"} & set(arguments):
@@ -135,15 +133,37 @@ def _were_asked_to_stop(layout: RunLayout, error: ChildFailedError) -> bool:
     return is_stopped and all(failure.exitcode in stop_signals for failure in error.failures.values())
 
 
-def _record_deaths(layout: RunLayout, error: ChildFailedError) -> None:
+def _count_oom_kills() -> int | None:
+    """Return how many processes of this cgroup (v2) the kernel has ended for lack of memory; None if unknown."""
+    with suppress(OSError, StopIteration):
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        group = next(line.removeprefix("0::") for line in groups if line.startswith("0::"))
+        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) for line in events if line.startswith("oom_kill "))
+    return None
+
+
+def _explain_kill(num_before: int | None) -> tuple[str, int]:
+    """Return what is known about a SIGKILL, and the exit code."""
+    now = _count_oom_kills()
+    if now is None or num_before is None:
+        return ": the node's log (dmesg) tells whether by the kernel's OOM killer", 1
+    if now > num_before:
+        return ": by the kernel's OOM killer, for lack of host memory", MemoryExhaustedError.exit_code
+    return ": by another process, not by the kernel's OOM killer", 1
+
+
+def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None) -> None:
     """Write an error for each rank that was killed by a signal."""
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:
             name = failure.signal_name()
-            meaning = _LIKELY_CAUSES.get(name)
-            message = f"rank {rank} was killed by {name}" + (f": {meaning}" if meaning else "")
+            meaning, code = (_SIGBUS_MEANING, 1) if name == "SIGBUS" else ("", 1)
+            if name == "SIGKILL":
+                meaning, code = _explain_kill(num_oom_kills)
+            message = f"rank {rank} was killed by {name}{meaning}"
             # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
-            died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", 1)
+            died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
             with suppress(OSError):
                 write_rank_error(layout.rank_error(rank), died)
 

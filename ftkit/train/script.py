@@ -24,7 +24,7 @@ from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
 from ftkit.runs.lease import held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import append_record
-from ftkit.runs.rank_errors import record_rank_error
+from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import end_with_launcher
 
@@ -173,6 +173,10 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         return _fail(layout, rank.rank, error)
     if code == 0:
         rank.record_end()
+    elif not rank.is_stop_requested:
+        with suppress(OSError):
+            exit_error = SystemExit(f"the script exited with code {code}")
+            write_rank_error(layout.rank_error(rank.rank), RankError.from_exception(exit_error, rank=rank.rank))
     return code
 
 

@@ -151,8 +151,8 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
             cluster.switch("revive-node", victim)
     cluster.wait_for_step(long_run, resumed_from + 1, start=num_starts)
     assert cluster.records(long_run, "start")[-1]["resumed_from"] == resumed_from
-    reasons = [each["reason"] for each in cluster.status(long_run)["restarts"]]
-    assert reasons == ["asked to stop", "asked to stop", "a node of its job failed"]
+    causes = [each["reason"]["cause"] for each in cluster.status(long_run)["restarts"]]
+    assert causes == ["stop-request", "stop-request", "node-failure"]
 
 
 def test_a_canceled_run_ends_and_is_not_requeued(cluster: Cluster, long_run: str) -> None:

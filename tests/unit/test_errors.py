@@ -1,11 +1,63 @@
 from __future__ import annotations
 
 import os
+import re
 from errno import EACCES, EDQUOT, ENOSPC, EROFS
+from pathlib import Path
 
 import pytest
 
-from ftkit.errors import DiskFullError, FtkitError, PrerequisiteError, TrainingError, as_user_error, one_line
+import ftkit
+from ftkit.errors import (
+    EXIT_CODES,
+    DiskFullError,
+    FtkitError,
+    NoAnswerError,
+    NotFoundError,
+    PrerequisiteError,
+    SubmitError,
+    TrainingError,
+    UnfitMachineError,
+    as_user_error,
+    one_line,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_each_kind_of_error_has_an_exit_code_of_its_own_which_the_documentation_explains() -> None:
+    direct = [error for error in FtkitError.__subclasses__() if error.__module__ == "ftkit.errors"]
+    codes = [error.exit_code for error in direct]
+    assert len(set(codes)) == len(codes)
+    assert {0, 1, 2, 130, NoAnswerError.exit_code, *codes} == EXIT_CODES.keys()
+    assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
+    page = (ROOT / "docs" / "when-something-fails.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", page, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+
+
+def test_no_error_borrows_the_exit_code_of_an_unrelated_one() -> None:
+    """An error without a code of its own is in `ftkit.errors`, or derives from one that is."""
+    borrowed = {
+        str(path.relative_to(ROOT)): found
+        for path in sorted(Path(ftkit.__file__).parent.rglob("*.py"))
+        if (found := re.findall(r"^    exit_code = (?:\d+|\w+\.exit_code)$", path.read_text(), re.MULTILINE))
+    }
+    borrowed.pop("ftkit/errors.py")
+    assert borrowed == {
+        "ftkit/files.py": ["    exit_code = PrerequisiteError.exit_code"],  # a permission is missing
+        "ftkit/launch/slurm.py": ["    exit_code = 130"],  # sbatch was interrupted
+        "ftkit/process.py": ["    exit_code = NoAnswerError.exit_code"],
+    }
+
+
+def test_job_scripts_end_with_the_codes_of_what_they_found() -> None:
+    templates = [path for path in (ROOT / "sbatch").rglob("*.j2") if path.is_file()]
+    codes = {int(code) for path in templates for code in re.findall(r"\bexit (\d+)", path.read_text())}
+    terminated = 143
+    assert codes - {0, terminated} == {
+        error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)
+    }
 
 
 def caused_by(cause: Exception) -> Exception:

@@ -78,10 +78,10 @@ def _remarks(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return a line for each run that was restarted, with the reasons, without the errors' texts."""
+    """Return a line for each run that was restarted, with the causes, without their details."""
     lines = []
     for name, run in zip(_names(len(runs)), runs, strict=True):
-        found = Counter(each.partition(":")[0] for each in run.results.restart_reasons if each)
+        found = Counter(each.cause.words for each in run.results.restart_reasons if each)
         if found:
             reasons = ", ".join(reason if number == 1 else f"{reason} ({number})" for reason, number in found.items())
             lines.append(f"{name} was restarted after: {reasons}")

@@ -11,6 +11,7 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
+from ftkit.launch.observe import LOST
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
 from ftkit.runs.storage.sync import read_status
@@ -79,11 +80,11 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
     if error:
         title = f"rank {error.rank} on {error.host} failed first: {error.type}"
         text = error.message if error.is_actionable else error.traceback.rstrip() or error.message
-    elif failure.exit_code == RunFailedError.exit_code:
-        title = f"no rank left an error; end of {short_path(layout.job_log)}:"
-        text = "\n".join(log_tail(layout)) or "(the log is empty)"
     else:
-        title, text = EXIT_CODES[failure.exit_code], f"see {short_path(layout.job_log)}"
+        is_known = failure.exit_code != RunFailedError.exit_code
+        what = EXIT_CODES[failure.exit_code] if is_known else "no rank left an error"
+        title = f"{what}; end of {short_path(layout.job_log)}:"
+        text = "\n".join(log_tail(layout)) or "(the log is empty)"
     terminal.text(Styled(title, "bold"), is_data=is_data)
     terminal.text(redact(text, os.environ), is_data=is_data)
     terminal.text(is_data=is_data)
@@ -190,6 +191,9 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
 def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
     """Return what to do next, in one line."""
     commands = "; ".join(next_commands(layout, seen, failure))
+    if failure and failure.is_in_code:
+        again = f"or continue this run with the corrected code: ftkit resume {layout.root.name} --allow code"
+        return f"correct the code, then run it again: {original_command(layout)}; {again}"
     if failure is None or failure.exit_code == RunFailedError.exit_code:
         return commands
     return f"{'fix that, then' if failure.can_resume else 'fix that, then run again'}: {commands}"
@@ -200,13 +204,15 @@ def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None)
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:
         return [f"ftkit logs {run_id}"]
-    if not seen.is_final and layout.submission.exists():
+    is_lost = seen.state is RunState.UNKNOWN and seen.reason == LOST
+    if not seen.is_final and not is_lost and layout.submission.exists():
         return [f"ftkit status {run_id} --follow", f"ftkit logs {run_id} -f", f"ftkit cancel {run_id}"]
     if seen.state is RunState.COMPLETED:
         words = ("logs", "status") if layout.is_script else ("chat", "eval", "export", "status")
         return [f"ftkit {word} {run_id}" for word in words]
     if failure and not failure.can_resume:
-        return [original_command(layout)]
-    if failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED:
+        return [original_command(layout)] + [f"ftkit resume {run_id} --allow code"] * failure.is_in_code
+    has_failed = failure and failure.exit_code == RunFailedError.exit_code and seen.state is RunState.FAILED
+    if has_failed or is_lost:
         return [f"ftkit logs {run_id}", f"ftkit resume {run_id}"]
     return [f"ftkit resume {run_id}"]

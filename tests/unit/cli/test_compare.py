@@ -76,12 +76,13 @@ def test_the_reasons_of_restarts_are_counted(ftkit: Callable[..., Result], make_
     one, two = make_run("one"), make_run("two")
     for run in (one, two):
         records.write(run, records.step(1, 2.0))
-    ends = ["", "canceled", "rank 0 on n1 failed: RuntimeError: no", "canceled"]
+    failed = {"cause": "error", "detail": "rank 0 on n1: RuntimeError: no"}
+    ends = [None, {"cause": "canceled", "detail": ""}, failed, {"cause": "canceled", "detail": ""}]
     two.layout.manifest.write_text(
         json.dumps({"starts": [{"time": float(n), "after": each} for n, each in enumerate(ends)]})
     )
     out = ftkit("compare", "one", "two").out
-    assert "B was restarted after: canceled (2), rank 0 on n1 failed\n" in out
+    assert "B was restarted after: canceled (2), error\n" in out
     results = json.loads(ftkit("compare", "one", "two", "--json").out)["results"]
     assert [results[run.id]["restart_reasons"] for run in (one, two)] == [[], ends[1:]]
 
@@ -213,6 +214,6 @@ def test_a_sweep_is_canceled_and_its_logs_are_printed_by_its_name(
     programs.answer("scancel")
     canceled = ftkit("cancel", "try-new")
     assert f"{first.id} has already ended: completed" in canceled.err
-    assert f"canceled {second.id}; to continue" in canceled.err
+    assert f"canceled {second.id}; to submit it: ftkit resume" in canceled.err
     assert (canceled.code, f"{third.id} was never submitted" in canceled.err) == (4, True)
     assert [call.split()[-1] for call in programs.calls("scancel")] == [second.submission.job_id]

@@ -57,7 +57,7 @@ def test_a_damaged_run_is_listed_with_its_damage(
     shown = ftkit("status", "victim")
     assert "damaged: plan.json can't be read" in " ".join(shown.out.split())
     assert "400/400" in shown.out
-    assert ftkit("resume", "victim").code == 3
+    assert ftkit("resume", "victim").code == 15
     assert str(tmp_path) in ftkit("resume", "victim").err
 
 
@@ -74,7 +74,7 @@ def test_a_private_run_of_another_user_is_listed_as_unreadable_and_not_as_damage
         assert ftkit("prune", "--dry-run").code == 0
         for command in (["status"], ["resume"], ["report"], ["compare", "good"], ["checkpoints"], ["rm", "--yes"]):
             refused = ftkit(*command, "victim")
-            assert refused.code == 4, refused.err
+            assert refused.code == 5, refused.err
             assert f"{run.id} can't be read: you have no permission; it belongs to" in refused.err
         run.layout.root.chmod(0o700)
         run.layout.plan.chmod(0)
@@ -106,7 +106,7 @@ def test_a_run_of_an_older_ftkit_is_shown_although_its_plan_is_invalid_now(
     assert "damaged" not in shown
     assert reason in shown
     refused = ftkit("resume", "victim")
-    assert refused.code == 3
+    assert refused.code == 15
     for part in (reason, "ftkit 0.0.9 wrote it", "use the ftkit that submitted it; or correct these keys"):
         assert part in " ".join(refused.err.split())
 
@@ -115,7 +115,7 @@ def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..
     copied = run.layout.root.with_name("victim-20270102T030405Z-ffff")
     shutil.copytree(run.layout.root, copied)
     result = ftkit("resume", copied.name)
-    assert result.code == 3
+    assert result.code == 15
     assert f"is that of the run in {run.layout.root}" in result.err
     assert run.layout.exit_code.exists()
     assert ftkit("status", copied.name).code == 0

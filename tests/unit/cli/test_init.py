@@ -82,7 +82,7 @@ def test_nothing_is_set_up_while_slurm_does_not_respond(ftkit: Callable[..., Res
     what = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
     login_node.answer("sinfo", "slurm 24.11.1", stderr=what, code=1)
     refused = ftkit("init", "--yes")
-    assert (refused.code, "Slurm did not respond" in refused.err) == (6, True)
+    assert (refused.code, "Slurm did not respond" in refused.err) == (14, True)
     assert not Path("ftkit.yaml").exists()
     login_node.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source", code=1)
     assert ftkit("init", "--yes").code == 0  # a machine of no cluster

@@ -17,7 +17,7 @@ from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
 from ftkit.cli.terminal.report import choose_samples
-from ftkit.errors import EXIT_CODES, TrainingError, as_user_error, plural
+from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord
@@ -202,6 +202,45 @@ def test_an_unexpected_training_error_is_shown_with_its_traceback_and_not_as_a_b
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("is_script", [True, False])
+@pytest.mark.parametrize("state", ["FAILED", "PREEMPTED"])
+def test_an_exception_of_the_users_code_is_not_answered_with_the_runs_copy_of_it(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any, state: str, *,
+    is_script: bool,
+) -> None:  # fmt: skip
+    run = make_run()
+    run.layout.manifest.write_text(json.dumps({"command": ["ftkit", "run", "my recipe.yaml"]}))
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, state, "1:0"))
+    traceback = f'Traceback\n  File "{run.layout.code}/with-mine/loss.py", line 3, in <module>\nValueError'
+    if is_script:
+        (run.layout.code / "script").mkdir(parents=True)
+        traceback = "Traceback\nValueError"
+    write_rank_error(run.layout.rank_error(3), RankError(2e9, 3, "n2", "ValueError", "bad", traceback, 1))
+    shown = json.loads(ftkit("status", "last", "--json").out)["next"]
+    if state == "FAILED":
+        assert shown == ["ftkit run 'my recipe.yaml'", f"ftkit resume {run.id} --allow code"]
+        assert "correct the code" in ftkit("status", "last", "--follow").err
+    else:
+        assert shown == [f"ftkit resume {run.id}"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failed_preflight_is_no_full_disk(
+    ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
+) -> None:
+    run = make_run()
+    run.layout.logs.mkdir(exist_ok=True)
+    run.layout.job_log.write_text("ftkit: error: no node passes the preflight\n")
+    run.layout.exit_code.write_text("12")
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, "FAILED", "12:0"))
+    followed = ftkit("status", "last", "--follow")
+    assert (followed.code, "disk" in followed.err) == (12, False)
+    assert "no node passes the preflight" in followed.err
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_run_killed_by_slurm_for_memory_has_the_memory_exit_code(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, sacct_line: Any
 ) -> None:
@@ -220,12 +259,12 @@ def test_a_full_disk_is_reported_even_if_no_error_could_be_written(
     programs.answer("sacct", sacct_line(run, "FAILED", "1:0"))
     run.layout.rank_error(0).symlink_to("/dev/full")
     error = as_user_error(TrainingError(f"the checkpoint can't be written: {OSError(28, os.strerror(28))}"))
-    assert record_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == 12
+    assert record_rank_error(error, run.layout.rank_error(0), run.layout.disk_full, rank=0) == DiskFullError.exit_code
     followed = ftkit("status", "last", "--follow")
-    assert followed.code == 12
-    assert "failed: a disk is full" in followed.err
+    assert followed.code == DiskFullError.exit_code
+    assert f"failed: {EXIT_CODES[13]}" in followed.err
     assert f"ftkit resume {run.id}" in followed.err
-    assert f"exit code 12: {EXIT_CODES[12]}" in " ".join(ftkit("status", "last").out.split())
+    assert f"exit code 13: {EXIT_CODES[13]}" in " ".join(ftkit("status", "last").out.split())
 
 
 def test_the_status_reports_a_run_that_was_never_submitted(ftkit: Callable[..., Result], make_run: RunMaker) -> None:

@@ -17,7 +17,7 @@ from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
 from ftkit.runs.progress import list_restarts
-from ftkit.runs.states import RunState
+from ftkit.runs.states import Cause, RunState
 from ftkit.runs.submission import read_submission
 
 if TYPE_CHECKING:
@@ -205,17 +205,17 @@ def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
 
 
 @pytest.mark.parametrize(
-    ("accounting", "reason"),
+    ("accounting", "cause"),
     [
-        ("CANCELLED by 1000", "canceled"),
-        ("TIMEOUT", "its job reached its time limit"),
-        ("FAILED", "preempted"),
-        ("FAILED", "a disk was full"),
+        ("CANCELLED by 1000", Cause.CANCELED),
+        ("TIMEOUT", Cause.TIME_LIMIT),
+        ("FAILED", Cause.PREEMPTED),
+        ("FAILED", Cause.DISK_FULL),
     ],
 )
 def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     accounting: str,
-    reason: str,
+    cause: Cause,
     make_run: RunMaker,
     programs: FakePrograms,
     sacct_line: Callable[..., str],
@@ -226,7 +226,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     layout.manifest.write_text("{}")
     record_start(layout.manifest, tmp_path)
     layout.end_reason.write_text("preempted\n")  # by the job script, which then could not requeue itself
-    if reason == "a disk was full":
+    if cause is Cause.DISK_FULL:
         layout.disk_full.touch()
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting))
@@ -234,8 +234,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     resume(read_plan(layout), os.environ)
     record_start(layout.manifest, tmp_path)
     record_start(layout.manifest, tmp_path)
-    killed = "ended without an error: its processes were killed, or its node failed"
-    assert [each.reason for each in list_restarts(layout)] == [reason, killed]
+    assert [each.reason and each.reason.cause for each in list_restarts(layout)] == [cause, Cause.UNKNOWN]
 
 
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:

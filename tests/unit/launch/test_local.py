@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +16,7 @@ from ftkit.launch.jobs import cancel
 from ftkit.launch.local import LocalScheduler
 from ftkit.launch.observe import observe
 from ftkit.runs.lease import Holder
-from ftkit.runs.states import RunState
+from ftkit.runs.states import Cause, RunState
 from ftkit.runs.submission import SubmittedRun
 
 if TYPE_CHECKING:
@@ -71,7 +73,24 @@ def test_a_killed_script_is_reported_as_failed(started: Callable[[str], Submitte
     os.kill(int(run.submission.job_id), signal.SIGKILL)
     wait_until(lambda: observe(run).is_final)
     assert observe(run).state is RunState.FAILED
+    assert observe(run).cause is Cause.KILLED
     assert "killed" in observe(run).reason
+
+
+def test_a_run_that_a_restart_of_the_machine_ended_says_so(
+    started: Callable[[str], SubmittedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started("exec sleep 3600")
+    os.kill(int(run.submission.job_id), signal.SIGKILL)
+    monkeypatch.setattr(process, "system_start", lambda: run.submission.submitted + 60)
+    wait_until(lambda: observe(run).is_final)
+    assert (observe(run).state, observe(run).cause) == (RunState.FAILED, Cause.REBOOT)
+    assert "was restarted" in observe(run).reason
+
+
+def test_the_start_of_this_system_is_before_that_of_this_process() -> None:
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    assert time.time() - uptime - 2 <= process.system_start() <= time.time()
 
 
 def test_remaining_processes_of_a_killed_script_count_as_running(started: Callable[[str], SubmittedRun]) -> None:

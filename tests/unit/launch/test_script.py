@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ftkit.cli.page.report import read_report
 from ftkit.config.context import Context
-from ftkit.errors import ConfigError
+from ftkit.errors import ConfigError, SubmitError
+from ftkit.launch.code import files_of
+from ftkit.launch.jobs import resume, submit
+from ftkit.launch.local import LocalScheduler
+from ftkit.launch.render import render_job
 from ftkit.launch.resolve import RunArgs
+from ftkit.launch.resume import ResumedPlan, renew_code
 from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.planning.script import ScriptPlan, read_job_plan
+from ftkit.runs.manifest import build_manifest
+from ftkit.runs.submission import Submission
 
 
 @pytest.fixture
@@ -90,3 +99,50 @@ def test_the_report_of_a_scripts_run_shows_its_command(ctx: Context) -> None:
     plan.layout.plan.write_text(plan_to_json(plan))
     report = read_report(plan.layout, "completed")
     assert (report.name, report.summary) == ("my-train", "my train.py --lr 1; 2 processes, local")
+
+
+@pytest.fixture
+def failed(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> ScriptPlan:
+    """A script's run that has failed, whose script has been corrected since."""
+    plan, copies = resolve_script(ScriptArgs(Path("my train.py")), RunArgs(), [], ctx)
+    submission = Submission("local", "4194305", 0.0, socket.gethostname())  # above the largest pid of Linux
+    monkeypatch.setattr(LocalScheduler, "submit", lambda *_, **__: submission)
+    submit(plan, render_job(plan), build_manifest(plan, [], ctx.project), {}, files=files_of(copies))
+    plan.layout.exit_code.write_text("1")
+    (ctx.project / "my train.py").write_text("print('corrected')")
+    return plan
+
+
+def test_a_resumed_script_is_the_runs_copy_unless_a_new_one_is_allowed(ctx: Context, failed: ScriptPlan) -> None:
+    copy = failed.layout.code / "script" / "my train.py"
+    resume(failed, {})
+    assert copy.read_text() == "print()"
+    failed.layout.exit_code.write_text("1")
+    (ctx.project / "added.py").write_text("")
+    resume(failed, {}, changed=renew_code(ResumedPlan(failed)))
+    assert copy.read_text() == "print('corrected')"
+    assert copy.with_name("added.py").is_file()
+    (new,) = read_job_plan(failed.layout).code
+    assert new.sha256 != failed.code[0].sha256
+    changes = json.loads(failed.layout.manifest.read_text())["submissions"][-1]["changes"]
+    assert changes == {"code: script": {"before": failed.code[0].sha256[:12], "after": new.sha256[:12]}}
+
+
+def test_the_runs_copy_stays_if_the_new_one_is_not_submitted(
+    ctx: Context, failed: ScriptPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise SubmitError("no")
+
+    monkeypatch.setattr(LocalScheduler, "submit", refuse)
+    (ctx.project / "added.py").write_text("")
+    with pytest.raises(SubmitError):
+        resume(failed, {}, changed=renew_code(ResumedPlan(failed)))
+    assert [path.name for path in (failed.layout.code / "script").iterdir()] == ["my train.py"]
+    assert (failed.layout.code / "script" / "my train.py").read_text() == "print()"
+    assert read_job_plan(failed.layout) == failed
+
+
+def test_a_run_without_code_of_the_user_has_none_to_renew(failed: ScriptPlan) -> None:
+    with pytest.raises(ConfigError, match="no copy of your code"):
+        renew_code(ResumedPlan(replace(failed, code=())))

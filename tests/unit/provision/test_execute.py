@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ftkit.cli.cluster import command as cluster
-from ftkit.errors import ConfigError, NotFoundError
-from ftkit.provision.steps import ProvisionError
+from ftkit.errors import ConfigError, NotFoundError, ProvisionError
 
 if TYPE_CHECKING:
     from pathlib import Path

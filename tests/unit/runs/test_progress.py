@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ftkit.runs.ends import End
 from ftkit.runs.manifest import explain_missing_digests, record_start
 from ftkit.runs.progress import list_restarts, measure_silence, seconds_left
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import StageRecord, StartRecord
-from ftkit.runs.states import Observation, RunState
+from ftkit.runs.states import Cause, Observation, RunState
 from ftkit.runs.summary import summarize
 
 if TYPE_CHECKING:
@@ -48,18 +49,22 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
         layout.rank_error(3), replace(error, time=time.time(), message="Read error: Connection reset by peer")
     )
     record_start(layout.manifest, none)
+    killed = replace(error, time=time.time(), type="SIGKILL", message="rank 3 was killed by SIGKILL")
+    write_rank_error(layout.rank_error(3), killed)
+    record_start(layout.manifest, none)
     assert [(each.step, each.reason) for each in list_restarts(layout)] == [
-        (None, "ended without an error: its processes were killed, or its node failed"),
-        (1, "asked to stop"),
-        (None, "rank 3 on n7 failed: RuntimeError: NCCL: unhandled system error"),
-        (None, "processes were killed, or their node failed; rank 3 on n7 only lost them"),
+        (None, End(Cause.UNKNOWN, "no rank left an error, and Slurm no word in the job's log")),
+        (1, End(Cause.STOP_REQUEST)),
+        (None, End(Cause.ERROR, "rank 3 on n7: RuntimeError: NCCL: unhandled system error")),
+        (None, End(Cause.LOST_PEERS, "rank 3 on n7: RuntimeError: Read error: Connection reset by peer")),
+        (None, End(Cause.KILLED, "rank 3 on n7: SIGKILL: rank 3 was killed by SIGKILL")),
     ]
 
 
 def test_restarts_of_earlier_versions_have_no_reason(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, start(1.0, 0), start(2.0, 10))
-    assert [(each.step, each.reason) for each in list_restarts(run.layout)] == [(10, "")]
+    assert [(each.step, each.reason) for each in list_restarts(run.layout)] == [(10, None)]
 
 
 def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:

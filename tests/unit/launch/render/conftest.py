@@ -49,6 +49,7 @@ STAND_INS = {
     "scontrol": (
         'if [[ "$1 $2" == "show job" ]]; then echo "${FAKE_JOB:-PreemptTime=None}"\n'
         'elif [[ "$1 $2" == "show config" ]]; then echo "${FAKE_CONFIG:-}"\n'
+        'elif [[ "$1 $2" == "show node" ]]; then echo "${FAKE_NODE:-}"\n'
         'elif [[ $1 == show ]]; then printf "%s\\n" ${FAKE_NODES:-n1 n2}\n'
         'else exit "${FAKE_REQUEUE_CODE:-0}"; fi\n'
     ),

@@ -13,6 +13,7 @@ import pytest
 from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.cluster import NcclSpec
+from ftkit.errors import NotFoundError, SubmitError
 from ftkit.planning.layout import DataLayout
 from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, to_line
@@ -127,7 +128,7 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped")}
     assert _signal_while_training(machine, slurm_plan, signal.SIGUSR1)[0] == 0
     assert _requeued(machine)
-    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "its time limit was near\n"
+    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "time-limit\t\n"
     assert not list(slurm_plan.layout.root.glob("stop-requested*"))
     assert machine.exit_code(slurm_plan) is None, "a run that continues has no exit code"
 
@@ -135,9 +136,9 @@ def test_near_the_time_limit_the_trainer_stops_and_the_job_is_requeued(slurm_pla
 @pytest.mark.parametrize(
     ("accounting", "reason"),
     [
-        ("REQUEUED NODE_FAIL RUNNING", "a node of its job failed"),
+        ("REQUEUED NODE_FAIL RUNNING", "node-failure"),
         ("PREEMPTED RUNNING", "preempted"),
-        ("REQUEUED PENDING", "its job was requeued"),
+        ("REQUEUED PENDING", "requeued"),
         ("RUNNING", None),
     ],
 )
@@ -148,6 +149,29 @@ def test_a_job_that_slurm_requeued_asks_the_accounting_why(
     assert machine.run(slurm_plan)[0] == 0
     noted = slurm_plan.layout.end_reason
     assert (noted.read_text(encoding="utf-8").strip() if noted.exists() else None) == reason
+
+
+@pytest.mark.parametrize(
+    ("log", "node", "note"),
+    [
+        ("*** JOB 12345 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***\n", "", None),
+        ("", "NodeName=n1\n   State=DOWN+NOT_RESPONDING\n   BootTime=2026-01-01T00:00:00", "node-failure\tn1"),
+        ("", "NodeName=n1\n   State=IDLE\n   BootTime=2026-01-03T00:00:00 SlurmdStartTime=None", "node-failure\tn1"),
+        ("", "NodeName=n1\n   State=IDLE\n   BootTime=2026-01-01T00:00:00 SlurmdStartTime=None", "preempted"),
+        ("", "", "preempted"),
+    ],
+)
+def test_the_log_and_the_node_are_asked_before_the_accounting(
+    log: str, node: str, note: str | None, slurm_plan: RunPlan, machine: Machine
+) -> None:
+    slurm_plan.layout.logs.mkdir(parents=True)
+    earlier = "*** JOB 12345 ON n1 CANCELLED AT 2026-01-02T03:00:00 DUE TO NODE FAILURE ***\n"
+    slurm_plan.layout.job_log.write_text(f"{earlier}2026-01-02T03:04:00Z ftkit: job 12345 on n[1-2], restart 1\n{log}")
+    machine.environment = {"SLURM_RESTART_COUNT": "2", "FAKE_ACCOUNTING": "PREEMPTED", "FAKE_NODE": node}
+    assert machine.run(slurm_plan)[0] == 0
+    noted = slurm_plan.layout.end_reason
+    assert (noted.read_text(encoding="utf-8").strip() if noted.exists() else None) == note
+    assert bool(machine.calls("sacct")) == (note == "preempted")
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -209,7 +233,7 @@ def test_a_preempted_job_stops_and_is_requeued(code: int, slurm_plan: RunPlan, m
     machine.environment = {"FAKE_TRAINER": f"{WAIT_FOR_REQUEST}{_end('stopped')}; exit {code}"}
     assert _signal_the_task(machine, slurm_plan)[0] == 0
     assert _requeued(machine)
-    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "asked to stop\n"
+    assert slurm_plan.layout.end_reason.read_text(encoding="utf-8") == "stop-request\t\n"
     assert machine.exit_code(slurm_plan) is None
 
 
@@ -281,7 +305,7 @@ def test_prepared_data_needs_no_container(plan: RunPlan, machine: Machine) -> No
 
 def test_a_job_with_gpus_does_not_prepare_data_that_was_deleted(slurm_plan: RunPlan, machine: Machine) -> None:
     code, said = machine.run(slurm_plan, prepares=False)
-    assert code == machine.exit_code(slurm_plan) == 8
+    assert code == machine.exit_code(slurm_plan) == NotFoundError.exit_code
     assert "the prepared data was deleted" in said
     assert f"ftkit resume {slurm_plan.id}" in said
     assert not machine.calls("srun")
@@ -419,9 +443,8 @@ def test_a_completed_run_that_is_extended_is_requeued(slurm_plan: RunPlan, machi
 def test_a_rejected_requeue_is_a_failure(slurm_plan: RunPlan, machine: Machine) -> None:
     machine.environment = {"FAKE_TRAINER": WAIT_FOR_REQUEST + _end("stopped"), "FAKE_REQUEUE_CODE": "1"}
     code, said = _signal_while_training(machine, slurm_plan, signal.SIGUSR1)
-    assert code == 1
     assert "refused to requeue" in said
-    assert machine.exit_code(slurm_plan) == 1
+    assert code == machine.exit_code(slurm_plan) == SubmitError.exit_code
 
 
 def test_data_preparation_completes_before_a_job_is_requeued(slurm_plan: RunPlan, machine: Machine) -> None:

@@ -1,0 +1,160 @@
+"""Why a start of a run's training ended: one value, from whoever knows it, for every command that shows it.
+
+The words that Slurm wrote to the job's log come first: they need neither accounting nor network. Then comes the note of
+whoever ended the start: the job script, or `ftkit resume`, which has asked the scheduler; then the trainer's last
+record; then the errors of the ranks. What none of them knows is unknown, and is not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from ftkit.errors import MemoryExhaustedError, one_line
+from ftkit.files import write_file
+from ftkit.runs.metrics_file import read_last_record, read_last_step
+from ftkit.runs.records import EndRecord
+from ftkit.runs.states import CAUSES, Cause
+from ftkit.runs.summary import first_error, log_tail
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.states import Observation
+
+
+@dataclass(frozen=True)
+class End:
+    """How a start ended.
+
+    Attributes:
+        cause: why.
+        detail: the node, or the error of a rank; empty if there is none.
+    """
+
+    cause: Cause
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cause.words}: {self.detail}" if self.detail else self.cause.words
+
+    def to_json(self) -> dict[str, str]:
+        """Return the end as the manifest has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: object) -> End | None:
+        """Read an end from a manifest. Earlier versions wrote a text, which may be damaged, or empty."""
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            value = {"cause": value} if value in set(Cause) else {"detail": value}
+        cause = next((each for each in Cause if each == value.get("cause")), Cause.UNKNOWN)
+        return cls(cause, str(value.get("detail") or ""))
+
+    @classmethod
+    def of_run(cls, seen: Observation) -> End | None:
+        """Return how a run's last start ended, by its observed state; None if only the ranks know."""
+        cause = seen.cause or CAUSES.get(seen.state)
+        return cls(cause) if cause else None
+
+
+def note_end(layout: RunLayout, end: End) -> None:
+    """Note why the last start ended, for the next one: its ranks can't know it."""
+    write_file(layout.end_reason, f"{end.cause}\t{end.detail}\n".encode())
+
+
+def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | None]:
+    """Determine how the start that began at `since` ended, before its files are removed.
+
+    Returns:
+        The end; and, if a rank recorded an error, the step and the error without what differs between occurrences, to
+        recognize the same failure.
+    """
+    words, note = find_slurms_words(layout, since=since), _read_note(layout)
+    if words and words.cause not in _FOLLOWS:
+        return words, None
+    if end := note or words:
+        return end, None
+    last = read_last_record(layout.metrics)
+    if isinstance(last, EndRecord) and last.time >= since:
+        return End({"stopped": Cause.STOP_REQUEST, "completed": Cause.MORE_STEPS}[last.outcome]), None
+    error = first_error(layout, since=since)
+    if error is None:
+        return End(Cause.UNKNOWN, "no rank left an error, and Slurm no word in the job's log"), None
+    step = read_last_step(layout.metrics)
+    where = f"after step {step.step}" if step and step.time >= since else "before its first step"
+    detail = f"rank {error.rank} on {error.host}: {error.type}: {one_line(error.message)}"
+    cause = Cause.LOST_PEERS if error.reports_lost_peer else Cause.KILLED if error.was_killed else Cause.ERROR
+    cause = Cause.OUT_OF_MEMORY if error.exit_code == MemoryExhaustedError.exit_code else cause
+    # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
+    same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
+    return End(cause, detail), {"where": where, "error": same}
+
+
+def _read_note(layout: RunLayout) -> End | None:
+    try:
+        note = layout.end_reason.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+    cause, _, detail = note.partition("\t")
+    return End.from_json({"cause": cause, "detail": detail} if cause in set(Cause) else note)
+
+
+# --- Slurm's words -------------------------------------------------------------------------------
+
+_LOG_BYTES = 2**20
+_TRAINING = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ftkit: training\b")
+"""What the job script logs before each start of training."""
+_WORDS: Final = re.compile(
+    r"slurmstepd\S*: error: \*\*\* (?P<unit>JOB|STEP) (?P<job>\d+)\S* ON (?P<node>\S+) CANCELLED AT \S+"
+    r"(?: DUE TO (?P<why>PREEMPTION|TIME LIMIT|NODE FAILURE|JOB REQUEUE))?"
+    r"|Detected \d+ oom[_-]kill event|: (?:task|tasks) \S+: Out Of Memory|exceeded memory limit"
+)
+"""Messages of slurmstepd (req.c, task/cgroup) and srun when a job or a step ends before its programs do."""
+_CAUSES_IN_WORDS: Final = {
+    "PREEMPTION": Cause.PREEMPTED,
+    "TIME LIMIT": Cause.TIME_LIMIT,
+    "NODE FAILURE": Cause.NODE_FAILURE,
+    "JOB REQUEUE": Cause.REQUEUED,
+}
+_FOLLOWS: Final = {Cause.CANCELED, Cause.REQUEUED}
+"""What Slurm also writes when a job script requeues its job, or the user cancels it for a known reason."""
+_FAILED_NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
+
+
+def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: str | None = None) -> End | None:
+    """Return why Slurm ended a start, by its words in the job's log; None if there are none.
+
+    The first word counts: what follows is its consequence.
+
+    Args:
+        layout: the run's folder.
+        since: when that start recorded itself; another one has begun since. By default, the start is the last one.
+        job_id: the only job whose words count.
+    """
+    lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
+    starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
+    if since is None:
+        return _read_words(lines[max(starts, default=0) :], job_id)
+    begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
+    return _read_words(lines[max(begun, default=0) : max(starts, default=None)], job_id)
+
+
+def _read_words(lines: Sequence[str], job_id: str | None) -> End | None:
+    for line in lines:
+        found = _WORDS.search(line)
+        if found is None or (found["job"] and job_id not in (None, found["job"])):
+            continue
+        if found["job"] is None:
+            return End(Cause.OUT_OF_MEMORY)
+        if found["why"]:
+            nodes = [match[1] for each in lines if (match := _FAILED_NODE.search(each))]
+            cause = _CAUSES_IN_WORDS[found["why"]]
+            return End(cause, ", ".join(dict.fromkeys(nodes)) if cause is Cause.NODE_FAILURE else "")
+        if found["unit"] == "JOB":  # srun also ends a step of which one task has failed, in the same words
+            return End(Cause.CANCELED)
+    return None

@@ -1,0 +1,102 @@
+"""Why a start ended: Slurm's words in the job's log, notes of the job script, and what earlier versions recorded."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.ends import End, find_end, find_slurms_words, note_end
+from ftkit.runs.progress import list_restarts
+from ftkit.runs.states import CAUSES, FAILURES, STATES, Cause, RunState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BEGAN = datetime(2026, 11, 23, 22, 10, tzinfo=UTC).timestamp()
+START = """2026-11-23T22:{0}9:49Z ftkit: job 2 on n[1-2], restart {0}
+2026-11-23T22:{0}9:49Z ftkit: training
+2026-11-23 22:58:23,474 rank 0 INFO ftkit.train.components.metrics: step 334/1000000: loss 5.5711
+"""
+JOB = "slurmstepd-n1: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"
+STEP = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"
+LOST = "srun: error: Node failure on n2\n" + JOB.format(" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run's folder with an empty log."""
+    layout = RunLayout(tmp_path)
+    layout.logs.mkdir()
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (JOB.format(" DUE TO PREEMPTION"), End(Cause.PREEMPTED)),
+        (STEP.format(" DUE TO PREEMPTION"), End(Cause.PREEMPTED)),
+        (JOB.format(" DUE TO TIME LIMIT"), End(Cause.TIME_LIMIT)),
+        (LOST, End(Cause.NODE_FAILURE, "n2")),
+        (JOB.format(" DUE TO JOB REQUEUE"), End(Cause.REQUEUED)),
+        (JOB.format(""), End(Cause.CANCELED)),
+        (JOB.format(" DUE TO PREEMPTION") + JOB.format(" DUE TO JOB REQUEUE"), End(Cause.PREEMPTED)),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=2.0. Some of the step tasks have been OOM Killed.\n",
+         End(Cause.OUT_OF_MEMORY)),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=2.batch.\n", End(Cause.OUT_OF_MEMORY)),
+        ("srun: error: n1: task 0: Out Of Memory\n", End(Cause.OUT_OF_MEMORY)),
+        ("slurmstepd-n1: error: Step 2.0 exceeded memory limit (9 > 8), being killed\n", End(Cause.OUT_OF_MEMORY)),
+        (STEP.format(""), None),  # srun ends the other tasks after one has failed
+        ("the text that a user prints: CANCELLED AT noon DUE TO PREEMPTION\n", None),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_start_is_read_from_slurms_words(words: str, end: End | None, layout: RunLayout) -> None:
+    layout.job_log.write_text(START.format(0) + words)
+    assert find_slurms_words(layout) == end
+    assert find_slurms_words(layout, job_id="2") == end
+    if "JOB 2" in words or "STEP 2" in words:
+        assert find_slurms_words(layout, job_id="1") is None
+    layout.job_log.write_text(START.format(0) + words + START.format(1))
+    assert find_slurms_words(layout, since=BEGAN) == end
+    assert find_slurms_words(layout) is None, "the start after it has not ended"
+
+
+def test_words_about_another_start_than_the_recorded_one_do_not_count(layout: RunLayout) -> None:
+    preempted, lost = JOB.format(" DUE TO PREEMPTION"), JOB.format(" DUE TO NODE FAILURE")
+    layout.job_log.write_text(START.format(0) + preempted + START.format(1) + lost + START.format(2))
+    # The second one ended before it recorded itself.
+    assert [find_slurms_words(layout, since=BEGAN + 600 * n) for n in (0, 1)] == [
+        End(Cause.PREEMPTED), End(Cause.NODE_FAILURE),
+    ]  # fmt: skip
+    layout.job_log.write_text(START.format(0) + preempted + START.format(1) + START.format(2))
+    assert find_end(layout, BEGAN + 600)[0].cause is Cause.UNKNOWN
+
+
+def test_a_note_precedes_the_words_that_follow_from_it(layout: RunLayout) -> None:
+    note_end(layout, End(Cause.TIME_LIMIT))  # by the job script, which then requeues its job
+    layout.job_log.write_text(START.format(0) + JOB.format(" DUE TO JOB REQUEUE") + START.format(1))
+    assert find_end(layout, BEGAN) == (End(Cause.TIME_LIMIT), None)
+    layout.job_log.write_text(START.format(0) + JOB.format(" DUE TO PREEMPTION") + START.format(1))
+    assert find_end(layout, BEGAN) == (End(Cause.PREEMPTED), None)
+
+
+def test_reasons_that_earlier_versions_recorded_as_texts_are_kept(layout: RunLayout) -> None:
+    starts = [{"time": 1.0, "after": text} for text in ("", "canceled", "rank 0: no: really", 7, {"cause": "novel"})]
+    layout.manifest.write_text(json.dumps({"starts": starts}))
+    assert [each.reason for each in list_restarts(layout)] == [
+        End(Cause.CANCELED),
+        End(Cause.UNKNOWN, "rank 0: no: really"),
+        End(Cause.UNKNOWN, "7"),
+        End(Cause.UNKNOWN),
+    ]
+    layout.end_reason.write_text("a node of its job failed\n")
+    assert find_end(layout, BEGAN)[0] == End(Cause.UNKNOWN, "a node of its job failed")
+
+
+def test_each_state_that_only_the_scheduler_knows_has_one_cause() -> None:
+    assert set(CAUSES) == {RunState.CANCELED, *FAILURES} - {RunState.FAILED}
+    assert {state: cause for cause, state in STATES.items()} == CAUSES
