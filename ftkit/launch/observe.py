@@ -115,6 +115,9 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     elif last.is_final and was_canceled:
         return replace(last, state=RunState.CANCELED, reason="")
     last = _failed_preparation(run, last) or last
+    by_slurm = _read_slurms_words(run) if last.state is RunState.FAILED else None
+    if by_slurm and by_slurm.state is RunState.OUT_OF_MEMORY:  # of a step; Slurm reports the exit code of the script
+        last = replace(last, state=by_slurm.state)
     if last.is_final and stopped_at:
         state = RunState.STOPPED if last.state is RunState.COMPLETED else last.state
         last = replace(last, state=state, reason=stopped_at)
@@ -161,9 +164,8 @@ def _find_trainer(run: SubmittedRun, seen: Observation | None) -> Holder | None:
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
     """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
-    slurms = find_slurms_words(run.layout, job_id=run.submission.job_id)
-    if slurms and slurms.cause in STATES:  # it may have been asked to stop, and have left an exit code
-        return Observation(STATES[slurms.cause], is_final=True, reason=slurms.detail, exit_code=exit_code)
+    if by_slurm := _read_slurms_words(run):  # it may have been asked to stop, and have left an exit code
+        return replace(by_slurm, exit_code=exit_code)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
         return Observation(state, is_final=True, exit_code=exit_code)
@@ -176,6 +178,12 @@ def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
         return Observation(RunState.FAILED, is_final=True, reason=reason, cause=cause)
     lost = Observation(RunState.UNKNOWN, is_final=False, reason=LOST)
     return _read_final(run, even_if_old=True) or lost
+
+
+def _read_slurms_words(run: SubmittedRun) -> Observation | None:
+    """Return how Slurm ended the run, by its words in the job's log; None if it did not."""
+    end = find_slurms_words(run.layout, job_id=run.submission.job_id)
+    return Observation(STATES[end.cause], is_final=True, reason=end.detail) if end and end.cause in STATES else None
 
 
 def _completed_from_files(run: SubmittedRun) -> Observation | None:

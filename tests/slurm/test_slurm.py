@@ -155,6 +155,20 @@ def test_a_run_that_lost_a_node_is_requeued_with_slurms_default_timeouts(cluster
     assert causes == ["stop-request", "stop-request", "node-failure"]
 
 
+def test_a_preemption_without_grace_time_is_known_where_nodes_do_not_reach_the_accounting(
+    cluster: Cluster, long_run: str
+) -> None:
+    num_starts = len(cluster.records(long_run, "start"))
+    before = cluster.wait_for_step(long_run, 1, start=num_starts - 1)
+    with cluster.without_grace_or_accounting():
+        urgent = ("--partition=urgent", "--output=/dev/null", "--wrap=true")
+        nodes = f"--nodelist={','.join(cluster.nodes(cluster.job(long_run)))}"
+        cluster.execute("sbatch", "--wait", "--exclusive", nodes, *urgent)
+        cluster.start_again(long_run)
+        cluster.wait_for_step(long_run, before, start=num_starts)
+    assert cluster.status(long_run)["restarts"][-1]["reason"] == {"cause": "preempted", "detail": ""}
+
+
 def test_a_canceled_run_ends_and_is_not_requeued(cluster: Cluster, long_run: str) -> None:
     job = cluster.job(long_run)
     cluster.ftkit("cancel", job)

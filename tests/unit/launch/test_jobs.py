@@ -291,3 +291,32 @@ def test_a_job_that_could_not_be_canceled_is_not_marked_canceled(
         cancel(run)
     assert not run.layout.canceled.exists()
     assert observe(run).state is RunState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("words", "accounting", "state"),
+    [
+        ("*** JOB 1 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***", "", RunState.PREEMPTED),
+        ("*** JOB 1 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***", "", RunState.TIMED_OUT),
+        ("*** JOB 1 ON n1 CANCELLED AT 2026-01-02T03:04:05 ***", "", RunState.CANCELED),
+        ("StepId=1.0 exceeded memory limit (9 > 8), being killed", "", RunState.OUT_OF_MEMORY),
+        ("StepId=1.0 exceeded memory limit (9 > 8), being killed", "FAILED", RunState.OUT_OF_MEMORY),
+        ("*** JOB 2 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO PREEMPTION ***", "", RunState.COMPLETED),
+        ("*** JOB 1 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO JOB REQUEUE ***", "", RunState.COMPLETED),
+    ],
+)
+def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
+    words: str,
+    accounting: str,
+    state: RunState,
+    make_run: RunMaker,
+    programs: FakePrograms,
+    sacct_line: Callable[..., str],
+) -> None:
+    run = make_run(job_id="1")
+    run.layout.logs.mkdir(exist_ok=True)
+    run.layout.job_log.write_text(f"2026-01-02T03:04:00Z ftkit: training\nslurmstepd-n1: error: {words}\n")
+    run.layout.exit_code.write_text("0")  # the trainer stopped in time
+    programs.answer("squeue")
+    programs.answer("sacct", sacct_line(run, accounting, "137:0") if accounting else "")
+    assert observe(run).state is state

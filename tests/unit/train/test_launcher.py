@@ -6,15 +6,21 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from waiting import wait_until
 
 from ftkit import process
+from ftkit.errors import MemoryExhaustedError
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.rank_errors import read_rank_error
+from ftkit.train import launcher as launcher_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 RANK = """
 import sys, time
@@ -52,6 +58,27 @@ def rank(launcher: subprocess.Popen[str]) -> int:
     pid = int(read(launcher))
     assert read(launcher) == "ready"
     return pid
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "meaning", "code"),
+    [
+        (1, 2, "by the kernel's OOM killer, for lack of host memory", MemoryExhaustedError.exit_code),
+        (1, 1, "not by the kernel's OOM killer", 1),
+        (None, None, "dmesg", 1),
+    ],
+)
+def test_a_sigkill_is_the_kernels_only_if_it_counted_one(
+    before: int | None, now: int | None, meaning: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "_count_oom_kills", lambda: now)
+    failure = SimpleNamespace(exitcode=-9, timestamp=7, signal_name=lambda: "SIGKILL")
+    layout = RunLayout(tmp_path)
+    launcher_module._record_deaths(layout, cast("Any", SimpleNamespace(failures={1: failure})), before)
+    error = read_rank_error(layout.rank_error(1))
+    assert error is not None
+    assert (error.was_killed, error.exit_code, error.can_resume) == (True, code, code == 1)
+    assert meaning in error.message
 
 
 def test_a_rank_ends_if_its_launcher_is_killed(launcher: subprocess.Popen[str], rank: int) -> None:
