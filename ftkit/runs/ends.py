@@ -51,7 +51,7 @@ class End:
         if not value:
             return None
         if not isinstance(value, dict):
-            value = {"cause": value} if value in set(Cause) else {"detail": value}
+            value = {"cause": value} if value in list(Cause) else {"detail": value}
         cause = next((each for each in Cause if each == value.get("cause")), Cause.UNKNOWN)
         return cls(cause, str(value.get("detail") or ""))
 

@@ -85,12 +85,12 @@ def test_a_note_precedes_the_words_that_follow_from_it(layout: RunLayout) -> Non
 
 
 def test_reasons_that_earlier_versions_recorded_as_texts_are_kept(layout: RunLayout) -> None:
-    starts = [{"time": 1.0, "after": text} for text in ("", "canceled", "rank 0: no: really", 7, {"cause": "novel"})]
+    starts = [{"time": 1.0, "after": text} for text in ("", "canceled", "rank 0: no: really", [7], {"cause": [7]})]
     layout.manifest.write_text(json.dumps({"starts": starts}))
     assert [each.reason for each in list_restarts(layout)] == [
         End(Cause.CANCELED),
         End(Cause.UNKNOWN, "rank 0: no: really"),
-        End(Cause.UNKNOWN, "7"),
+        End(Cause.UNKNOWN, "[7]"),
         End(Cause.UNKNOWN),
     ]
     layout.end_reason.write_text("a node of its job failed\n")
