@@ -25,6 +25,7 @@ STEP = {
     "epoch": 0.5,
     "learning_rate": 1e-3,
     "grad_norm": 1.0,
+    "targets": 4096,
     "tokens_per_second": 12345.6,
     "step_seconds": 0.5,
     "overhead_ratio": 0.1,

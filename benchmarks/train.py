@@ -33,12 +33,12 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.planning.estimates.flops import document_flops
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.setup import GPUS
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import FirstStepRecord, StepRecord
+from ftkit.train.components.mfu import count_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +147,7 @@ class Result:
     """Summary of a trainer's steps; `failure` is the reason if there are none.
 
     Attributes:
+        tokens_per_second: tokens of documents on one process; a pack has no padding here.
         start_seconds: from the start of torchrun to the end of step 1, where the trainer records it.
         phases: seconds of each of its phases.
     """
@@ -260,6 +261,11 @@ def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespa
     return measure(plan, command, read_steps, options)
 
 
+def tokens_per_step(plan: RunPlan) -> int:
+    """Return the tokens of a step's documents, which fill its packs."""
+    return plan.batch.global_batch_size * plan.recipe.training.sequence_length
+
+
 def torchrun(plan: RunPlan) -> list[str]:
     """Return torchrun's options that start the plan's processes."""
     return ["--standalone", f"--nproc-per-node={plan.placement.world_size}"]
@@ -293,7 +299,7 @@ def measure(
     seconds = statistics.median(step.seconds for step in steady)
     waits = [step.data_wait_ratio for step in steady if step.data_wait_ratio is not None]
     return Result(
-        tokens_per_second=plan.batch.tokens_per_step / seconds / plan.placement.world_size,
+        tokens_per_second=tokens_per_step(plan) / seconds / plan.placement.world_size,
         memory_gib=max(step.memory_gib for step in steady),
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
@@ -353,8 +359,8 @@ def main() -> None:
             plan.layout.plan.write_text(plan_to_json(plan))
             shape, training = plan.recipe.model.architecture, plan.recipe.training
             peak = GPUS[options.gpu].peak_flops(training.compute_precision)
-            flops = sum(length * document_flops(shape, training, length).total for length in lengths)
-            mfu_of_one_token = flops / training.sequence_length / peak
+            num_targets = sum(lengths) - len(lengths)  # all but the first token of each document
+            mfu_of_one_token = count_flops(shape, training, np.array(lengths), num_targets) / sum(lengths) / peak
             ours = measure_ftkit(plan, options)
             print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
             print("start: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ours.phases.items()), flush=True)

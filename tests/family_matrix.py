@@ -57,7 +57,7 @@ LAYERS = 4
 TRAINING = TrainingPlan(
     sequence_length=LENGTH, global_batch_size=2, max_steps=STEPS, learning_rate=3e-3, precision="fp32"
 )
-BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2, tokens_per_step=2 * LENGTH)
+BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2)
 COLUMNS = ("packed", "unpacked", "adapters", "4 bits", "exported")
 
 SIZES: dict[tuple[str, ...], int] = {

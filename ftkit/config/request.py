@@ -96,6 +96,7 @@ class RunRequest:
         suffix: makes the run's id unique.
         data_stamp: text that changes when the recipe's files change.
         num_packs: packs of the training split, if the data is already prepared.
+        num_tokens: tokens of their documents, without padding.
         padding: ratio of the tokens of padded rows to those of packs; None if unknown.
         model: the model with its complete shape and parameter counts; None if the recipe's shape is complete.
         origins: origins of the values, for messages.
@@ -112,6 +113,7 @@ class RunRequest:
     suffix: str
     data_stamp: str = ""
     num_packs: int | None = None
+    num_tokens: int | None = None
     padding: float | None = None
     model: ModelPlan | None = None
     origins: Origins = field(default_factory=Origins)

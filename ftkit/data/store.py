@@ -221,6 +221,16 @@ class PackStore:
     def __len__(self) -> int:
         return len(self._pack_ends)
 
+    def document_lengths(self, packs: Sequence[int]) -> NDArray[np.int64]:
+        """Return the tokens of each document in packs; padding is no document."""
+        last = np.asarray(self._pack_ends[packs])
+        first = np.where(np.asarray(packs) > 0, self._pack_ends[np.asarray(packs) - 1], 0)
+        counts = last - first
+        documents = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        begins = np.where(documents > 0, self._document_ends[documents - 1], 0)
+        lengths: NDArray[np.int64] = self._document_ends[documents] - begins
+        return lengths
+
     def read(self, packs: Sequence[int]) -> NDArray[np.int32]:
         """Read packs.
 

@@ -294,13 +294,14 @@ def build_request(
 def read_packs(data: DataLayout) -> dict[str, Any]:
     """Return the request's fields about packs, from the data's manifest; none if the data is not prepared."""
     prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
-    names = ("num_train_packs", "sequence_length", "num_row_tokens")
-    num_packs, length, num_row_tokens = (prepared.get(name, 0) for name in names)
-    if not all(isinstance(value, int) for value in (num_packs, length, num_row_tokens)):
+    names = ("num_train_packs", "num_train_tokens", "sequence_length", "num_row_tokens")
+    num_packs, num_tokens, length, num_row_tokens = (prepared.get(name, 0) for name in names)
+    if not all(isinstance(value, int) for value in (num_packs, num_tokens, length, num_row_tokens)):
         return {}
-    num_tokens = num_packs * length
-    padding = num_row_tokens / num_tokens if num_tokens and num_row_tokens else None
-    return {"num_packs": num_packs if "num_train_packs" in prepared else None, "padding": padding}
+    if "num_train_packs" not in prepared:
+        return {}
+    padding = num_row_tokens / (num_packs * length) if num_packs * length and num_row_tokens else None
+    return {"num_packs": num_packs, "num_tokens": num_tokens or None, "padding": padding}
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:

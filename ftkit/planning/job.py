@@ -56,7 +56,8 @@ class CodePlan:
 class JobPlan(ABC):
     """The plan of a run for scheduler, runtime and run folder. Frozen, and written to plan.json unchanged."""
 
-    version: int
+    version: Literal[2]
+    """Of the plan's fields and their meaning; a plan with another version is refused."""
     ftkit_version: str
     id: str
     name: str

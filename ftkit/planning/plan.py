@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ftkit.planning.job import PlacementPlan
     from ftkit.planning.layout import RunLayout
 
-PLAN_VERSION = 1
 PREPARATION_VERSION = 7
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
@@ -42,7 +41,6 @@ class BatchPlan:
     micro_batch_size: int
     accumulation_steps: int
     global_batch_size: int
-    tokens_per_step: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,10 @@ class RunPlan(JobPlan):
     num_parameters: int
     num_trained: int
     num_steps: int | None
+    fill_ratio: float | None
+    """Fraction of the packs that is not padding; None before the data is prepared."""
+    num_tokens: int | None
+    """Tokens of the documents of all steps, without padding; None before the data is prepared."""
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
     """Plans of earlier versions have none, because their recipes set both."""
     host_memory: HostMemoryPlan | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.model import ArchitecturePlan, ModelPlan
@@ -28,7 +28,7 @@ from ftkit.planning.estimates.parameters import count_by_config, count_model, de
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import PLAN_VERSION, PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
+from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def plan_run(
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
+    fill, num_steps = _fill_ratio(chosen, request), count_steps(chosen, request.num_packs)
     planned, memory = RecipePlan.of(recipe, model, chosen), predict_memory(setup)
     return RunPlan(
         **job,
@@ -84,10 +85,12 @@ def plan_run(
         engine=engine.of(setup),
         batch=_batch(setup),
         memory=memory,
-        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding),
+        speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
         num_parameters=count_model(shape).total,
         num_trained=method_counts(shape, chosen).trained,
-        num_steps=count_steps(chosen, request.num_packs),
+        num_steps=num_steps,
+        fill_ratio=fill,
+        num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
             *_notes_on_packs(chosen, request.num_packs),
             *_notes(setup, cluster, memory),
@@ -169,6 +172,23 @@ def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
     return -(-num_packs * training.num_epochs // training.global_batch_size)
 
 
+def _fill_ratio(training: TrainingSpec, request: RunRequest) -> float | None:
+    """Return the fraction of the prepared packs that is not padding; None if there are none yet."""
+    if not request.num_packs or request.num_tokens is None:
+        return None
+    return request.num_tokens / (request.num_packs * training.sequence_length)
+
+
+def _count_tokens(training: TrainingSpec, num_steps: int | None, request: RunRequest) -> int | None:
+    """Return the tokens of the documents of all steps; an epoch's last step may have fewer packs than the others."""
+    if num_steps is None or not request.num_packs or request.num_tokens is None:
+        return None
+    num_packs = num_steps * training.global_batch_size
+    if training.max_steps is None and training.num_epochs is not None:
+        num_packs = training.num_epochs * request.num_packs
+    return round(num_packs * request.num_tokens / request.num_packs)
+
+
 def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:
     """Return the image in the runtime's form: a path, the docker engine's name, or an address."""
     if cluster.runtime == "none" or image is None:
@@ -188,7 +208,7 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
 class JobFields(TypedDict):
     """The fields of a `JobPlan` that follow from cluster and request."""
 
-    version: int
+    version: Literal[2]
     id: str
     name: str
     created: datetime
@@ -204,7 +224,7 @@ def plan_job(cluster: ClusterProfile, request: RunRequest, name: str, num_nodes:
     """Return the fields that every kind of plan takes from cluster and request."""
     has_container = cluster.runtime != "none"
     return {
-        "version": PLAN_VERSION,
+        "version": 2,
         "id": f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
         "name": name,
         "created": request.created,
@@ -231,7 +251,6 @@ def _batch(setup: Setup) -> BatchPlan:
         micro_batch_size=training.micro_batch_size,
         accumulation_steps=training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks),
         global_batch_size=training.global_batch_size,
-        tokens_per_step=training.global_batch_size * training.sequence_length,
     )
 
 

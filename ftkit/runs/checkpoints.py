@@ -46,6 +46,8 @@ class TrainState:
         evaluations_without_improvement: number of consecutive ones, up to the newest.
         num_packs: number of packs in these steps, each counted as often as it was trained; None in checkpoints of
             earlier versions. The last step of an epoch that was planned as the last one may have had fewer packs.
+        num_tokens: number of tokens of the documents in these packs, without padding.
+        num_targets: number of them that counted in the loss.
     """
 
     step: int
@@ -53,6 +55,8 @@ class TrainState:
     best: BestEvaluation | None = None
     evaluations_without_improvement: int = 0
     num_packs: int | None = None
+    num_tokens: int = 0
+    num_targets: int = 0
 
 
 @dataclass(frozen=True)

@@ -120,12 +120,12 @@ class RouterStats:
 class StepRecord:
     """The state after an optimizer step.
 
-    `loss` is the mean over the target tokens of this step, `tokens` counts all input tokens so far,
-    `tokens_per_second` is over all processes, `overhead_ratio` is the fraction of the time since the last
-    record that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
-    batch to work on, `mfu` the model FLOPs utilization (None if the GPUs' peak is unknown). For a mixture,
-    `sources` has the loss of this step for each source with target tokens in it. For a mixture of experts, `routers`
-    has what its routers did in this step; `loss` is without the load-balancing loss.
+    `loss` is the mean over the target tokens of this step. `tokens` counts the tokens of all documents so far, without
+    padding, and `targets` those of them in the loss. `tokens_per_second` is `tokens` since the last record, over all
+    processes; `mfu` is the model FLOPs utilization in this time (None if the GPUs' peak is unknown), `overhead_ratio`
+    the fraction of it that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
+    batch to work on. For a mixture, `sources` has the loss of this step for each source with target tokens in it. For a
+    mixture of experts, `routers` has what its routers did in this step; `loss` is without the load-balancing loss.
     """
 
     event: ClassVar[str] = "step"
@@ -137,6 +137,7 @@ class StepRecord:
     learning_rate: float
     grad_norm: float
     tokens: Count
+    targets: Count
     tokens_per_second: float
     step_seconds: Seconds
     overhead_ratio: float

@@ -68,8 +68,7 @@ class TrainingLoop:
 
     def train(self) -> Outcome:
         """Train until the last step, early stopping or a stop request; always end with a checkpoint."""
-        tokens_per_step = self.plan.batch.tokens_per_step
-        reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, tokens_per_step)
+        reporter = StepReporter(self.recorder, self.trace, self.mfu_meter, self.num_steps, self.state)
         stopwatch, reducer = Stopwatch(), StepReducer(self.sources)
         stopped = False
         first_step = self.state.step + 1
@@ -88,9 +87,9 @@ class TrainingLoop:
                 with stopwatch.work():
                     outcome = self._train_step(batch)
                     previous = reducer.pop()  # host sync: on the previous step, while the device computes this one
-                self.state = self._next_state()
+                self.state = self._next_state(batch)
                 stop = self._is_stop_requested()
-                reducer.push(self.state.step, batch.num_targets, outcome, stopwatch.take(), stop=stop)
+                reducer.push(self.state.step, batch, outcome, stopwatch.take(), stop=stop)
                 stopped = self._report_and_check(reporter, previous)
                 watchdog.end()
                 if stopped or self._syncs_with_step() or self.state.step == first_step:
@@ -108,10 +107,16 @@ class TrainingLoop:
             self.rank_times.report_stragglers()
         return "completed" if self.is_complete else "stopped"
 
-    def _next_state(self) -> TrainState:
+    def _next_state(self, batch: StepBatch) -> TrainState:
         """Return the state after one more step."""
         step = self.state.step + 1
-        return replace(self.state, step=step, num_packs=self.batches.num_packs_before(step))
+        return replace(
+            self.state,
+            step=step,
+            num_packs=self.batches.num_packs_before(step),
+            num_tokens=self.state.num_tokens + batch.num_tokens,
+            num_targets=self.state.num_targets + batch.num_targets,
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -192,7 +197,7 @@ class TrainingLoop:
         """Report a step, if there is one; return whether a stop was requested."""
         if result is None:
             return False
-        reporter.count(result, self.batches.num_packs_of_step(result.step - 1))
+        reporter.count(result)
         every = self.plan.recipe.training.log_every_steps
         if result.step % every == 0 or result.step in {1, self.num_steps} or result.stop_requested:
             reporter.report(result, self.batches.epoch_of_step(result.step))

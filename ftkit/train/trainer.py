@@ -32,7 +32,7 @@ from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.mfu import make_mfu_meter
+from ftkit.train.components.mfu import MfuMeter
 from ftkit.train.components.profiler import check_profile
 from ftkit.train.components.rank_times import RankTimes
 from ftkit.train.components.trackers.worker import open_trackers
@@ -149,7 +149,7 @@ class Trainer:
                 evaluator=evaluator,
                 recorder=self.recorder,
                 trace=self.trace,
-                mfu_meter=make_mfu_meter(self.plan.recipe, store, self.world),
+                mfu_meter=MfuMeter.of(self.plan.recipe, self.world),
                 checkpointer=checkpointer,
                 num_steps=num_steps,
                 state=state,

@@ -253,7 +253,7 @@ def cache_config(hub: Path) -> None:
 
 def records(outcome: Any) -> str:
     step = StepRecord(
-        time=1.0, step=10, num_steps=10, loss=1.0, epoch=1.0, learning_rate=1e-3, grad_norm=1.0, tokens=100,
+        time=1.0, step=10, num_steps=10, loss=1.0, epoch=1.0, learning_rate=1e-3, grad_norm=1.0, tokens=100, targets=50,
         tokens_per_second=10.0, step_seconds=0.1, overhead_ratio=0.0, data_wait_ratio=0.0, mfu=None, memory_gib=None,
     )  # fmt: skip
     end = EndRecord(time=2.0, outcome=outcome, step=10, training_seconds=1.0, export=None)

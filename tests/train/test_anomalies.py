@@ -5,10 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.train.components.anomalies import AnomalyWatch
+from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.metrics import StepResult, StepTiming
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ def watch(policy: OnNonfinite, recorder: Recorder) -> AnomalyWatch:
 
 
 def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
-    return StepResult(number, loss, {}, norm, 1e-3, stop_requested=False, timing=StepTiming(1.0, 1.0, 0.0))
+    batch = StepBatch([], 0, np.empty(0, np.int64))
+    return StepResult(number, batch, loss, {}, norm, 1e-3, stop_requested=False, timing=StepTiming(1.0, 1.0, 0.0))
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, NAN), (float("inf"), NAN), (1.0, float("inf"))])

@@ -1,56 +1,115 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.config.recipe import RecipePlan, RecipeSpec
+from ftkit.config.recipe import RecipePlan
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.store import DocumentBatch, PackStore, PackWriter
 from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
+from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.mfu import MfuMeter, make_mfu_meter
+from ftkit.runs.checkpoints import TrainState
+from ftkit.train.components.batches import BatchSchedule
+from ftkit.train.components.metrics import StepReporter, StepResult, StepTiming
+from ftkit.train.components.mfu import MfuMeter, count_flops
+from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ftkit.runs.records import StepRecord
+    from ftkit.train.components.metrics import Recorder
+    from ftkit.train.memory.trace import MemoryTrace
     from ftkit.train.world import World
 
+LENGTHS = (16, 9, 30, 5, 12)
+TARGETS = sum((length - 1) // 2 for length in LENGTHS)
+PACKS = (2, 1, 2)
+"""Documents in each pack, of 32 tokens."""
 
-def plan_of(recipe: RecipeSpec) -> RecipePlan:
-    return RecipePlan.of(recipe, plan_model(recipe.model, None), TrainingPlan.of(recipe.training, 1, "none"))
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> RecipePlan:
+    found = load_recipe("olmo3-7b-full", Context(tmp_path, tmp_path, {}), ["model.architecture.sliding_window=8"])
+    return RecipePlan.of(found, plan_model(found.model, None), TrainingPlan.of(found.training, 1, "none"))
 
 
-def test_mfu_counts_attention_within_documents_and_projection_of_targets_only(tmp_path: Path, world: World) -> None:
-    ctx = Context(tmp_path, tmp_path, {})
-    recipe = plan_of(load_recipe("olmo3-7b-full", ctx, ["model.architecture.sliding_window=8"]))
-    labels = np.where(np.arange(16) % 2, 0, IGNORED).astype(np.int32)
-    document = Document(np.zeros(16, dtype=np.int32), labels)
+@pytest.fixture
+def store(tmp_path: Path) -> PackStore:
+    """Three packs of several documents, padding, and every second token in the loss."""
+    documents = [
+        Document(np.zeros(length, np.int32), np.where(np.arange(length) % 2, 0, IGNORED).astype(np.int32))
+        for length in LENGTHS
+    ]
     with PackWriter(tmp_path / "train") as writer:
-        writer.write(DocumentBatch.of([document] * 400), [2] * 200)
-    measured = make_mfu_meter(recipe, PackStore(tmp_path / "train", 32), world)
-    keys, in_window = mean_visible_keys(16, None), mean_visible_keys(16, 8)
-    expected = token_flops(recipe.model.architecture, recipe.training, keys, in_window, target_ratio=7 / 16)
-    assert measured.flops_per_pack == pytest.approx(32 * expected.total)
-    assert measured.mfu(1000.0) is None  # the peak of a CPU is not known
+        writer.write(DocumentBatch.of(documents), PACKS)
+    return PackStore(tmp_path / "train", 32)
 
 
-def test_padding_does_not_count_as_work(tmp_path: Path, world: World) -> None:
-    recipe = plan_of(load_recipe("olmo3-7b-full", Context(tmp_path, tmp_path, {})))
-    documents = [Document(np.arange(1, 9, dtype=np.int32), np.arange(2, 10, dtype=np.int32)) for _ in range(2)]
-    flops = {}
-    for length in (16, 64):
-        with PackWriter(tmp_path / str(length)) as writer:
-            writer.write(DocumentBatch.of(documents * 2), [2, 2])
-        flops[length] = make_mfu_meter(recipe, PackStore(tmp_path / str(length), length), world).flops_per_pack
-    assert flops[64] == pytest.approx(flops[16])
+def test_the_documents_of_packs_are_counted_without_padding(store: PackStore) -> None:
+    for packs in ([0], [1], [2, 0], [2, 1, 0], [1, 1]):
+        expected = [LENGTHS[each] for pack in packs for each in range(sum(PACKS[:pack]), sum(PACKS[: pack + 1]))]
+        assert store.document_lengths(packs).tolist() == expected
 
 
-def test_mfu_is_a_fraction_of_the_peak_of_all_gpus() -> None:
-    assert MfuMeter(flops_per_pack=6e9 * 4096, peak_flops=8 * 989e12).mfu(80_000 / 4096) == pytest.approx(
-        0.0607, rel=1e-2
+def test_flops_are_those_of_each_document_and_the_projection_of_targets_only(recipe: RecipePlan) -> None:
+    lengths = np.array(LENGTHS)
+    shape, training = recipe.model.architecture, recipe.training
+    expected = sum(
+        length * token_flops(shape, training, mean_visible_keys(length, None), mean_visible_keys(length, 8), 0.5).total
+        for length in LENGTHS
     )
+    assert count_flops(shape, training, lengths, sum(LENGTHS) // 2) == pytest.approx(expected)
+    no_window = shape.model_copy(update={"sliding_window": None})
+    assert count_flops(no_window, training, lengths, 0) > count_flops(shape, training, lengths, 0)
+
+
+def test_all_ranks_count_the_tokens_of_the_whole_step_once(store: PackStore) -> None:
+    """Also if ranks divide packs, and in the last step of an epoch, which has fewer packs than the batch."""
+    groups = [(rank, size, ContextGroup()) for size in (1, 2) for rank in range(size)]
+    for rank, size, context in [*groups, (0, 1, ContextGroup(1, 2)), (0, 2, ContextGroup(0, 2))]:
+        sizes = BatchPlan(micro_batch_size=1, accumulation_steps=2 // size, global_batch_size=2)
+        schedule = BatchSchedule(store, sizes, seed=1, num_packs_in_run=3, rank=rank, size=size, context=context)
+        steps = [schedule.step(0), schedule.step(1)]
+        assert sum(each.num_tokens for each in steps) == sum(LENGTHS)
+        assert sum(each.num_targets for each in steps) == TARGETS
+        assert steps[1].num_tokens == store.document_lengths(schedule.packs_of_step(1)).sum()
+
+
+class Records:
+    def __init__(self) -> None:
+        self.written: list[StepRecord] = []
+
+    def write(self, record: StepRecord) -> None:
+        self.written.append(record)
+
+
+def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
+    recipe: RecipePlan, store: PackStore
+) -> None:
+    plan = BatchPlan(micro_batch_size=1, accumulation_steps=2, global_batch_size=2)
+    schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=3, rank=0, size=1)
+    records, trace = Records(), cast("MemoryTrace", SimpleNamespace(peak_gib=lambda: None))
+    state = TrainState(7, "data", num_tokens=1000, num_targets=400)
+    reporter = StepReporter(cast("Recorder", records), trace, MfuMeter(recipe, 1e15), 9, state)
+    for number in (0, 1):
+        timing, batch = StepTiming(2.0, 2.0, 0.0), schedule.step(number)
+        result = StepResult(8 + number, batch, 1.0, {}, 1.0, 1e-3, stop_requested=False, timing=timing)
+        reporter.count(result)
+    reporter.report(result, 1.0)
+    (record,) = records.written
+    tokens = sum(LENGTHS)
+    assert (record.tokens, record.targets, record.tokens_per_second) == (1000 + tokens, 400 + TARGETS, tokens / 4)
+    flops = count_flops(recipe.model.architecture, recipe.training, np.array(LENGTHS), TARGETS)
+    assert record.mfu == pytest.approx(flops / 4 / 1e15)
+
+
+def test_mfu_on_a_cpu_is_unknown(recipe: RecipePlan, world: World) -> None:
+    assert MfuMeter.of(recipe, world).mfu(np.array(LENGTHS), 10, 1.0) is None

@@ -230,7 +230,7 @@ def test_attention_across_documents_is_detected(
         verify_isolation(probe(engine, world))
 
 
-BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2, tokens_per_step=512)
+BATCH = BatchPlan(micro_batch_size=2, accumulation_steps=1, global_batch_size=2)
 
 
 def packing_of(model: Any, world: World, wanted: Packing = "auto") -> PackingChoice:

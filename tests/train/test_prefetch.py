@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+NO_DOCUMENTS = np.empty(0, np.int64)
+
+
 def batch_of(step: int) -> StepBatch:
-    return StepBatch([], num_targets=step)
+    return StepBatch([], step, NO_DOCUMENTS)
 
 
 def threads_that_build() -> list[threading.Thread]:
@@ -80,7 +83,7 @@ def test_a_run_records_how_long_it_waited_for_data(finished_run: Any) -> None:
 def test_batches_reach_a_gpu_from_pinned_memory() -> None:
     device = torch.device("cuda", 0)
     packs = np.arange(3 * 3 * 64, dtype=np.int32).reshape(3, 3, 64)
-    host = StepBatch([to_micro_batch(packs, HOST)], num_targets=1)
+    host = StepBatch([to_micro_batch(packs, HOST)], 1, NO_DOCUMENTS)
     assert host.pinned().micro_batches[0].tokens.is_pinned()
     with prefetched(lambda _: host, range(3), device) as batches:
         for batch in batches:

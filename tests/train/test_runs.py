@@ -224,19 +224,24 @@ def test_a_run_with_more_epochs_continues_after_the_shorter_last_batch_of_the_fo
 ) -> None:
     words = ("training.max_steps=null", "training.schedule=constant", "evaluation.sql_execution=null")
     run = make_run("longer", *words, "training.num_epochs=1", "training.global_batch_size=16", processes=1)
-    num_packs = len(PreparedData(run.plan.data_directory).read_train())
+    manifest = PreparedData(run.plan.data_directory).read_manifest()
+    num_packs = manifest.num_train_packs
     assert num_packs % 16, "the last batch of the first epoch is shorter"
+    assert manifest.fill_ratio < 1, "packs have padding"
     run.train_here(world)
+    last = run.records(StepRecord)[-1]
+    assert (last.tokens, last.targets) == (manifest.num_train_tokens, manifest.num_train_targets)
     training = run.plan.recipe.training.model_copy(update={"num_epochs": 2})
     longer = replace(run, plan=replace(run.plan, recipe=run.plan.recipe.model_copy(update={"training": training})))
     longer.train_here(world)
     last, num_steps = longer.records(StepRecord)[-1], 2 * -(-num_packs // 16)
     assert (last.step, last.num_steps, last.epoch) == (num_steps, num_steps, 2.0)
+    assert (last.tokens, last.targets) == (2 * manifest.num_train_tokens, 2 * manifest.num_train_targets)
 
 
 @pytest.mark.parametrize("num_packs", [10, None], ids=["shorter last batch", "checkpoint of an earlier version"])
 def test_steps_after_a_checkpoint_take_the_packs_after_its_own(num_packs: int | None) -> None:
-    plan = BatchPlan(micro_batch_size=4, accumulation_steps=1, global_batch_size=4, tokens_per_step=32)
+    plan = BatchPlan(micro_batch_size=4, accumulation_steps=1, global_batch_size=4)
     state, store, end = TrainState(3, "data", num_packs=num_packs), cast("PackStore", range(10)), 30
     schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=end, rank=0, size=1, state=state)
     num_steps = schedule.count_steps()

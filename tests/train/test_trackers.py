@@ -33,7 +33,7 @@ def start(resumed_from: int = 0) -> StartRecord:
 
 
 def step(number: int, loss: float) -> StepRecord:
-    return StepRecord(1.0, number, 4, 0.5, loss, 1e-3, 0.7, 100, 50.0, 2.0, 0.1, 0.01, None, None)
+    return StepRecord(1.0, number, 4, 0.5, loss, 1e-3, 0.7, 100, 60, 50.0, 2.0, 0.1, 0.01, None, None)
 
 
 def evaluation(number: int, accuracy: float | None) -> EvaluationRecord:

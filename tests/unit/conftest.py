@@ -94,6 +94,7 @@ def step(number: int, loss: float = 1.5, num_steps: int = 400, **values: Any) ->
         "learning_rate": 1e-3,
         "grad_norm": 1.0,
         "tokens": number * 8192,
+        "targets": number * 4096,
         "tokens_per_second": 12345.6,
         "step_seconds": 0.5,
         "overhead_ratio": 0.1,

@@ -227,8 +227,9 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
     if speed:
         measured = median(each.step_seconds for each in history.steady) if history.steady else None
         add("Step time", speed.step_seconds, measured or None, duration)
-        add("Tokens/s per GPU", speed.tokens_per_second / world, history.speed, count)
-        add("MFU", speed.mfu, history.mfu, "{:.1%}".format)
+        full = "" if plan.fill_ratio is not None else " (planned for full packs)"
+        add(f"Tokens/s per GPU{full}", speed.tokens_per_second / world, history.speed, count)
+        add(f"MFU{full}", speed.mfu, history.mfu, "{:.1%}".format)
     if plan.placement.device == "cuda":
         add("Peak memory per GPU", plan.memory.total, history.peak_gib, gib)
     seconds = plan.training_seconds

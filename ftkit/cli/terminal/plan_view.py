@@ -131,11 +131,12 @@ def _batch(plan: RunPlan) -> str:
     batch = plan.batch
     together = plan.recipe.training.gpus_per_pack
     num = plan.placement.world_size // together
+    fill = "" if plan.fill_ratio is None else f", {plan.fill_ratio:.1%} full"
     owners = plural(num, "process") if together == 1 else f"{plural(num, 'group')} of {together} processes"
     return (
         f"{plural(batch.micro_batch_size, 'pack')} × {owners} × "
         f"{batch.accumulation_steps} accumulation = {plural(batch.global_batch_size, 'pack')} "
-        f"({batch.tokens_per_step:,} tokens) per step"
+        f"of {plan.recipe.training.sequence_length:,} tokens per step{fill}"
     )
 
 
@@ -154,7 +155,8 @@ def _steps(plan: RunPlan) -> str:
     epochs = plural(training.num_epochs, "epoch") if training.num_epochs else ""
     if plan.num_steps is None:
         return f"{epochs}; the step count is known once the data is prepared"
-    tokens = f"{count(plan.num_steps * plan.batch.tokens_per_step)} tokens"
+    most = plan.num_steps * plan.batch.global_batch_size * training.sequence_length
+    tokens = f"up to {count(most)} tokens" if plan.num_tokens is None else f"{count(plan.num_tokens)} tokens"
     return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
 
 
@@ -192,6 +194,8 @@ def _speed(plan: RunPlan) -> str:
         )
     each = speed.tokens_per_second / plan.placement.world_size
     text = f"about {duration(speed.step_seconds)} per step, {count(each)} tokens/s per GPU ({speed.mfu:.0%} MFU)"
+    if plan.fill_ratio is None:
+        text += " with full packs"
     if speed.bound != "gpu":
         text += f", limited by the {speed.bound}"
     if plan.training_seconds is None:

@@ -101,7 +101,8 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     first, last = summary.first_step, summary.last_step
     if first and last:
         speed = f"{count(last.tokens_per_second)} tokens/s"
-        facts.append(("progress", f"step {last.step}/{last.num_steps}, {count(last.tokens)} tokens, {speed}"))
+        tokens = f"{count(last.tokens)} tokens ({count(last.targets)} of them trained)"
+        facts.append(("progress", f"step {last.step}/{last.num_steps}, {tokens}, {speed}"))
         facts.append(("loss", f"{first.loss:.4f} → {last.loss:.4f}"))
         facts += [("experts", experts_text(last.routers))] if last.routers else []
     if summary.before or summary.after:

@@ -121,7 +121,7 @@ class StepTimePlan:
     Attributes:
         bound: the resource that limits the step time.
         step_seconds: duration of an optimizer step.
-        tokens_per_second: over all processes.
+        tokens_per_second: tokens of documents, without padding, over all processes.
         mfu: model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak.
     """
 
@@ -131,20 +131,21 @@ class StepTimePlan:
     mfu: float
 
 
-def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0) -> StepTimePlan:
+def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float = 1.0) -> StepTimePlan:
     """Predict the speed of a run, assuming that each pack is one document with all of its tokens in the loss.
 
     Args:
         setup: setup of the run.
         gpu: the GPUs.
         padding: ratio of computed tokens to a pack's tokens, if documents are padded rows; it adds micro-batches.
+        fill: fraction of a pack that is not padding; padding is computed, but does not count in throughput and MFU.
     """
     training = setup.training
     early, last = (_micro_batch_seconds(setup, gpu, is_last=is_last) for is_last in (False, True))
     bound: Bound = max(last, key=lambda name: last[name])
     num_micro_batches = ceil(padding * setup.num_micro_batches)
     step = (num_micro_batches - 1) * max(early.values()) + last[bound] + _optimizer_seconds(setup, gpu)
-    total = training.global_batch_size * training.sequence_length / step
+    total = fill * training.global_batch_size * training.sequence_length / step
     flops = document_flops(setup.shape, training, training.sequence_length).total
     peak = setup.num_processes * gpu.peak_flops(training.compute_precision)
     return StepTimePlan(bound, step, total, total * flops / peak)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
@@ -19,8 +20,6 @@ from ftkit.train.world import ContextGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
     from ftkit.data.store import PackStore
     from ftkit.planning.plan import BatchPlan
     from ftkit.runs.checkpoints import TrainState
@@ -31,10 +30,21 @@ ALONE = ContextGroup()
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This process's micro-batches of a step, and the number of targets of the step over all processes."""
+    """A step: this process's micro-batches, and what the step trains on over all processes.
+
+    Attributes:
+        num_targets: tokens in the loss.
+        document_lengths: int64 [documents], tokens of each document, without padding.
+    """
 
     micro_batches: list[MicroBatch]
     num_targets: int
+    document_lengths: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.document_lengths.sum())
 
     def pinned(self) -> StepBatch:
         """Return it in pinned memory, from which copies to a GPU are asynchronous."""
@@ -45,7 +55,7 @@ class StepBatch:
         return self._each(lambda micro_batch: micro_batch.on(device))
 
     def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
-        return StepBatch([change(micro_batch) for micro_batch in self.micro_batches], self.num_targets)
+        return replace(self, micro_batches=[change(micro_batch) for micro_batch in self.micro_batches])
 
 
 class BatchSchedule:
@@ -89,14 +99,8 @@ class BatchSchedule:
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
-        return [pack_at(index, len(self._store), self._seed) for index in self._indices(step)]
-
-    def num_packs_of_step(self, step: int) -> int:
-        """Return the number of packs of a step over all processes."""
-        return len(self._indices(step))
-
-    def _indices(self, step: int) -> range:
-        return range(self.num_packs_before(step), self.num_packs_before(step + 1))
+        indices = range(self.num_packs_before(step), self.num_packs_before(step + 1))
+        return [pack_at(index, len(self._store), self._seed) for index in indices]
 
     def num_packs_before(self, step: int) -> int:
         """Return the number of packs of all steps before this one, over all processes."""
@@ -116,13 +120,13 @@ class BatchSchedule:
     def step(self, step: int) -> StepBatch:
         """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
-        num_targets = int(self._store.num_targets[packs].sum())
+        num_targets, lengths = int(self._store.num_targets[packs].sum()), self._store.document_lengths(packs)
         micro, length = self._plan.micro_batch_size, self._store.sequence_length
         first_token = self.num_packs_before(step) * length
         if not self._is_packed:
             rows = pad_documents(self._store.read(packs), micro * length, self._size)[self._rank :: self._size]
             padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self._is_mixed) for each in rows]
-            return StepBatch(padded, num_targets)
+            return StepBatch(padded, num_targets, lengths)
         micro_batches = []
         for accumulation in range(self._plan.accumulation_steps):
             begin = (accumulation * self._size + self._rank) * micro
@@ -140,7 +144,7 @@ class BatchSchedule:
                 context=self._context,
             )
             micro_batches.append(batch)
-        return StepBatch(micro_batches, num_targets)
+        return StepBatch(micro_batches, num_targets, lengths)
 
 
 def to_micro_batch(

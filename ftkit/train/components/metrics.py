@@ -6,9 +6,10 @@ import logging
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from ftkit.errors import one_line
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
 from ftkit.runs.records import EndRecord, Record, RouterStats, SourceLoss, StartRecord, StepRecord
 from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.components.batches import StepBatch
 from ftkit.train.memory.host_staging import empty_pinned_like
 from ftkit.train.model.routers import RouterSums, router_stats
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
+    from ftkit.runs.checkpoints import TrainState
     from ftkit.train.components.mfu import MfuMeter
     from ftkit.train.memory.trace import MemoryTrace
     from ftkit.train.world import World
@@ -166,6 +169,7 @@ class StepResult:
     """A step, reduced over all ranks; `loss` is the mean over its targets, `sources` has that of each source."""
 
     step: int
+    batch: StepBatch
     loss: float
     sources: dict[str, SourceLoss]
     grad_norm: float
@@ -178,7 +182,7 @@ class StepResult:
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    num_targets: int
+    batch: StepBatch
     learning_rate: float
     numbers: torch.Tensor
     """Loss, stop requests, sums by source, those of routers, and gradient norm; on the host once `copied` is done."""
@@ -200,7 +204,7 @@ class StepReducer:
         self._pending: _Pending | None = None
         self._buffer: torch.Tensor | None = None
 
-    def push(self, step: int, num_targets: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
+    def push(self, step: int, batch: StepBatch, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
         """Start the sums of a step. Collective; the step before must have been popped."""
         stop_requests = torch.full_like(outcome.loss, float(stop))
         local = [
@@ -217,7 +221,7 @@ class StepReducer:
             numbers = self._buffer.copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._pending = _Pending(step, num_targets, outcome.learning_rate, numbers, copied, timing)
+        self._pending = _Pending(step, replace(batch, micro_batches=[]), outcome.learning_rate, numbers, copied, timing)
 
     @property
     def is_done(self) -> bool:
@@ -237,13 +241,14 @@ class StepReducer:
         num_by_source = 2 * len(self._sources)
         return StepResult(
             pending.step,
-            loss / pending.num_targets,
+            pending.batch,
+            loss / pending.batch.num_targets,
             mean_losses(self._sources, others[:num_by_source]),
             grad_norm,
             pending.learning_rate,
             stop > 0,
             pending.timing,
-            router_stats(others[num_by_source:], pending.num_targets),
+            router_stats(others[num_by_source:], pending.batch.num_targets),
         )
 
 
@@ -266,29 +271,29 @@ class StepReporter:
     """Writes a record every few steps, with the throughput since the last record."""
 
     def __init__(
-        self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, num_steps: int, tokens_per_step: int
+        self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, num_steps: int, state: TrainState
     ) -> None:
+        """Start with no steps; `state` has the tokens before them."""
         self._recorder = recorder
         self._trace = trace
         self._mfu_meter = mfu_meter
         self._num_steps = num_steps
-        self._tokens_per_step = tokens_per_step
-        self._timings: list[StepTiming] = []
-        self._num_packs = 0
+        self._num_tokens, self._num_targets = state.num_tokens, state.num_targets
+        self._results: list[StepResult] = []
 
-    def count(self, result: StepResult, num_packs: int) -> None:
-        """Add a step's time, and its packs over all ranks, to the next record."""
-        self._timings.append(result.timing)
-        self._num_packs += num_packs
+    def count(self, result: StepResult) -> None:
+        """Add a step to the next record."""
+        self._results.append(result)
+        self._num_tokens += result.batch.num_tokens
+        self._num_targets += result.batch.num_targets
 
     def report(self, result: StepResult, epoch: float) -> None:
         """Write the record of the last added step; `epoch` is the number of epochs so far."""
-        seconds = sum(timing.seconds for timing in self._timings)
-        work = sum(timing.work_seconds for timing in self._timings)
-        wait = sum(timing.wait_seconds for timing in self._timings)
-        steps, num_packs = len(self._timings), self._num_packs
-        self._timings, self._num_packs = [], 0
-        speed = steps * self._tokens_per_step / seconds
+        results, self._results = self._results, []
+        seconds = sum(each.timing.seconds for each in results)
+        work = sum(each.timing.work_seconds for each in results)
+        wait = sum(each.timing.wait_seconds for each in results)
+        lengths = np.concatenate([each.batch.document_lengths for each in results])
         record = StepRecord(
             time=time.time(),
             step=result.step,
@@ -297,12 +302,13 @@ class StepReporter:
             loss=result.loss,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
-            tokens=result.step * self._tokens_per_step,
-            tokens_per_second=speed,
-            step_seconds=seconds / steps,
+            tokens=self._num_tokens,
+            targets=self._num_targets,
+            tokens_per_second=int(lengths.sum()) / seconds,
+            step_seconds=seconds / len(results),
             overhead_ratio=1 - work / seconds,
             data_wait_ratio=wait / seconds,
-            mfu=self._mfu_meter.mfu(num_packs / seconds),
+            mfu=self._mfu_meter.mfu(lengths, sum(each.batch.num_targets for each in results), seconds),
             memory_gib=self._trace.peak_gib(),
             sources=result.sources,
             routers=result.routers,

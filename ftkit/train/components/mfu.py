@@ -8,53 +8,58 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ftkit.data.packing import find_padding
+from ftkit.config.recipe import RecipePlan
 from ftkit.planning.estimates.flops import token_flops
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.setup import gpu_of_device
 
 if TYPE_CHECKING:
-    from ftkit.config.recipe import RecipePlan
-    from ftkit.data.store import PackStore
+    from numpy.typing import NDArray
+
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.config.training import TrainingSpec
     from ftkit.train.world import World
 
-NUM_SAMPLED_PACKS = 64
+
+def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArray[np.int64], num_targets: int) -> float:
+    """Count the FLOPs of documents, forward and backward; recomputation and padding are not counted.
+
+    A token attends only to its own document, and the output projection is computed only for targets.
+
+    Args:
+        shape: shape of the model.
+        training: the settings, which decide what is trained.
+        lengths: int64 [documents], tokens of each, at least one document.
+        num_targets: tokens in the loss, over all documents.
+    """
+    num_tokens = int(lengths.sum())
+    seen = np.minimum(lengths, shape.sliding_window or lengths)
+    keys = float((lengths * (lengths + 1) / 2).sum()) / num_tokens
+    in_window = float((seen * (lengths - (seen - 1) / 2)).sum()) / num_tokens
+    return num_tokens * token_flops(shape, training, keys, in_window, num_targets / num_tokens).total
 
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """Converts a throughput to MFU.
+    """Measures MFU.
 
     Attributes:
-        flops_per_pack: FLOPs of an average pack, forward and backward (`ftkit.planning.estimates.step_time`), without
-            padding, which is computed but not useful.
         peak_flops: FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
     """
 
-    flops_per_pack: float
+    recipe: RecipePlan
     peak_flops: float | None
 
-    def mfu(self, packs_per_second: float) -> float | None:
-        """Return MFU from 0 to 1; None without a known peak."""
-        return None if self.peak_flops is None else packs_per_second * self.flops_per_pack / self.peak_flops
+    @classmethod
+    def of(cls, recipe: RecipePlan, world: World) -> MfuMeter:
+        """Return the meter of a run on these processes."""
+        is_known = world.device.type == "cuda" and count_model(recipe.model.architecture).is_exact
+        gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
+        return cls(recipe, None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision))
 
-
-def make_mfu_meter(recipe: RecipePlan, store: PackStore, world: World) -> MfuMeter:
-    """Count the FLOPs of an average pack, on packs spread evenly over the data.
-
-    A token attends only to its own document, and the output projection is computed only for targets.
-    """
-    packs = store.read(range(0, len(store), -(-len(store) // NUM_SAMPLED_PACKS)))
-    positions = packs[:, 2]
-    is_real = ~find_padding(packs)
-    keys = positions[is_real] + 1
-    shape, window = recipe.model.architecture, recipe.model.architecture.sliding_window
-    in_window = keys if window is None else np.minimum(keys, window)
-    targets = float(store.num_targets.mean()) * len(packs) / len(keys)
-    flops = token_flops(shape, recipe.training, float(keys.mean()), float(in_window.mean()), targets)
-    is_known = world.device.type == "cuda" and count_model(shape).is_exact
-    gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
-    return MfuMeter(
-        flops.total * len(keys) / len(packs),
-        None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision),
-    )
+    def mfu(self, lengths: NDArray[np.int64], num_targets: int, seconds: float) -> float | None:
+        """Return MFU from 0 to 1, of documents that were trained on in this time; None without a known peak."""
+        if self.peak_flops is None:
+            return None
+        recipe = self.recipe
+        return count_flops(recipe.model.architecture, recipe.training, lengths, num_targets) / seconds / self.peak_flops

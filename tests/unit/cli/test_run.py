@@ -75,7 +75,7 @@ def test_a_dry_run_prints_only_the_script_and_writes_nothing(
     assert result.code == 0
     assert result.out == scripts[0]
     assert result.out.startswith("#!")
-    assert "8 packs × 2 processes × 2 accumulation = 32 packs (8,192 tokens) per step" in result.err
+    assert "8 packs × 2 processes × 2 accumulation = 32 packs of 256 tokens per step" in result.err
     assert not workspace.root.exists()
 
 

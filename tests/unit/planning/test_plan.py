@@ -110,6 +110,27 @@ def test_a_plan_of_another_version_is_rejected_with_a_fix() -> None:
     with pytest.raises(FtkitError) as caught:
         plan_from_json("{}", "somewhere/plan.json")
     assert "somewhere/plan.json" in caught.value.what
+    older = json.loads(plan_to_json(plan())) | {"version": 1}
+    with pytest.raises(FtkitError, match="version") as caught:
+        plan_from_json(json.dumps(older), "somewhere/plan.json")
+    assert "use the ftkit that submitted it" in caught.value.fix
+
+
+def test_planned_tokens_and_throughput_leave_out_the_padding_of_the_prepared_packs() -> None:
+    recipe = DEMO.model_copy(
+        update={"training": DEMO.training.model_copy(update={"max_steps": None, "num_epochs": 2, "compile": "none"})}
+    )
+    length, batch = recipe.training.sequence_length, recipe.training.global_batch_size
+    request = replace(REQUEST, num_packs=3 * batch + 1, num_tokens=(3 * batch + 1) * length * 3 // 4)
+    cluster = LOCAL.model_copy(update={"device": "cuda", "gpu": "h200"})
+    unknown, known = (plan_run(recipe, cluster, None, each, ftkit_version="0") for each in (REQUEST, request))
+    assert (unknown.fill_ratio, unknown.num_tokens) == (None, None)
+    assert (known.num_steps, known.num_tokens) == (7, 2 * request.num_tokens)  # the last step has fewer packs
+    assert known.fill_ratio == pytest.approx(0.75, rel=1e-3)
+    full, real = unknown.speed, known.speed
+    assert (real.step_seconds, real.bound) == (full.step_seconds, full.bound)
+    for one, two in ((real.tokens_per_second, full.tokens_per_second), (real.mfu, full.mfu)):
+        assert one == pytest.approx(known.fill_ratio * two)
 
 
 def test_the_run_folder_is_named_by_name_time_and_suffix() -> None:
@@ -127,7 +148,6 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
     )
     batch = plan(recipe, request=replace(REQUEST, gpus_per_node=processes)).batch
     assert batch.accumulation_steps == accumulation
-    assert batch.tokens_per_step == total * DEMO.training.sequence_length
 
 
 def test_sql_is_not_scored_for_data_without_sql() -> None:

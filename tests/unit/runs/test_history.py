@@ -114,7 +114,7 @@ def test_spans_are_contiguous_for_any_records(
         record: Record = {
             "stage": StageRecord(now, "x"),
             "start": start(now, number),
-            "step": StepRecord(now, number, 30, 0.0, 1.0, 1.0, 1.0, 1, 1.0, pause / 2, 0.1, 0.1, None, None),
+            "step": StepRecord(now, number, 30, 0.0, 1.0, 1.0, 1.0, 1, 1, 1.0, pause / 2, 0.1, 0.1, None, None),
             "evaluation": evaluation(now),
             "checkpoint": CheckpointRecord(now, number, "x", 1.0, pause),
             "end": EndRecord(now, "stopped", number, 1.0, None),

@@ -28,7 +28,7 @@ from ftkit.runs.records import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-STEP = StepRecord(1.0, 10, 400, 0.5, 1.5, 1e-3, 1.0, 81920, 1e4, 0.5, 0.1, 0.0, None, None)
+STEP = StepRecord(1.0, 10, 400, 0.5, 1.5, 1e-3, 1.0, 81920, 40960, 1e4, 0.5, 0.1, 0.0, None, None)
 STAGE = StageRecord(0.0, "packing")
 
 
