@@ -23,7 +23,8 @@ from ftkit.cli.terminal.format import finite, short_path
         "ftkit compare demo other --html comparison.html",
     ),
     help=f"""Show runs side by side: differences in recipe, data, image, versions and cluster; their results; and
-    their losses after the same numbers of tokens. The last line says whether the losses are equal, bit for bit.
+    their losses where all have a record: after the same number of tokens, or else at the same step. The
+    last line says whether the losses are equal, bit for bit.
 
     {RUN_HELP} The id or the name of a sweep selects all of its runs.
     """,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ftkit.runs.records import StartRecord
 
 NUM_POINTS = 10
-"""Number of points at which loss curves are compared."""
+"""Maximum number of points at which losses are shown."""
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 
 
@@ -103,17 +102,37 @@ class Difference:
     values: tuple[Any, ...]
 
 
+AlignedBy = Literal["tokens", "step"]
+
+
+@dataclass(frozen=True)
+class AlignedLosses:
+    """Losses of several runs where each has a record.
+
+    Attributes:
+        by: what is equal there, besides the run.
+        num_common: the number of such places.
+        points: some of them, each with the loss of every run.
+    """
+
+    by: AlignedBy
+    num_common: int
+    points: tuple[tuple[int, tuple[float, ...]], ...]
+
+
 @dataclass(frozen=True)
 class CurveComparison:
     """A run's loss curve compared with the first run's.
 
     Attributes:
-        num_common: points after the same number of tokens.
+        by: what is equal at the compared points.
+        num_common: points at which both have a record.
         largest_difference: largest difference of the losses at these points, if both are finite; None without such
             points.
-        first_difference: tokens after which the losses differ for the first time; None if they are equal.
+        first_difference: tokens or step after which the losses differ for the first time; None if they are equal.
     """
 
+    by: AlignedBy
     num_common: int
     largest_difference: float | None
     first_difference: int | None
@@ -166,39 +185,35 @@ def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     return found
 
 
-def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> list[tuple[int, tuple[float, ...]]]:
-    """Return the losses of runs after the same numbers of tokens, evenly spaced over the range that all runs cover.
-
-    Losses between two records are interpolated linearly, since the steps of runs may have different numbers of tokens.
-    """
-    if not all(run.curve for run in runs):
-        return []
-    first = max(run.curve[0].tokens for run in runs)
-    last = min(run.curve[-1].tokens for run in runs)
-    if last < first:
-        return []
-    places = sorted({first + (last - first) * index // max(1, num_points - 1) for index in range(num_points)})
-    return [(tokens, tuple(_loss_at(run.curve, tokens) for run in runs)) for tokens in places]
+def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> AlignedLosses:
+    """Return the losses of runs where each has a record: at most `num_points` of these, evenly spaced."""
+    by, losses = _align(runs)
+    last = len(losses) - 1
+    chosen = {last * index // max(1, num_points - 1) for index in range(num_points)} if losses else set()
+    return AlignedLosses(by, len(losses), tuple(losses[index] for index in sorted(chosen)))
 
 
 def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
-    """Compare two loss curves at the numbers of tokens at which both have a record."""
-    losses = {point.tokens: point.loss for point in first.curve}
-    common = [(point.tokens, losses[point.tokens], point.loss) for point in other.curve if point.tokens in losses]
-    differing = [tokens for tokens, one, two in common if repr(one) != repr(two)]  # two NaN are equal
-    gaps = [abs(one - two) for _, one, two in common if isfinite(one) and isfinite(two)]
-    largest = max(gaps, default=None)
-    return CurveComparison(len(common), largest, differing[0] if differing else None)
+    """Compare two loss curves where both have a record."""
+    by, losses = _align([first, other])
+    differing = [place for place, (one, two) in losses if repr(one) != repr(two)]  # two NaN are equal
+    gaps = [abs(one - two) for _, (one, two) in losses if isfinite(one) and isfinite(two)]
+    return CurveComparison(by, len(losses), max(gaps, default=None), differing[0] if differing else None)
 
 
-def _loss_at(curve: Sequence[LossPoint], tokens: int) -> float:
-    after = bisect_left(curve, tokens, key=lambda point: point.tokens)
-    right = curve[min(after, len(curve) - 1)]
-    left = curve[max(0, after - 1)]
-    if right.tokens <= tokens or right.tokens == left.tokens:
-        return right.loss
-    weight = (tokens - left.tokens) / (right.tokens - left.tokens)
-    return left.loss + weight * (right.loss - left.loss)
+def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, list[tuple[int, tuple[float, ...]]]]:
+    """Return the losses that were recorded after the same number of tokens, or else at the same step.
+
+    Runs on the same packs have the same tokens where their numbers of packs are equal, whatever their batches; with
+    another order of packs, only where an epoch ends.
+    """
+    found: dict[AlignedBy, list[tuple[int, tuple[float, ...]]]] = {}
+    for by in ("tokens", "step"):
+        curves = [{getattr(point, by): point.loss for point in run.curve} for run in runs]
+        places = sorted(set(curves[0]).intersection(*curves))
+        found[by] = [(place, tuple(curve[place] for curve in curves)) for place in places]
+    by = "tokens" if len(found["tokens"]) > 1 else max(found, key=lambda each: len(found[each]))
+    return by, found[by]
 
 
 # --- Inputs of a run -----------------------------------------------------------------------------

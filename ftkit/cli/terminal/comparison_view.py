@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ftkit.cli.page.comparison import ComparisonReport
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.compare import ComparedRun, Difference
+    from ftkit.runs.compare import AlignedBy, ComparedRun, Difference
 
 
 def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
@@ -51,11 +51,16 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
     columns = (Column("RESULT"), *(Column(name, is_number=True) for name in names))
     results = _results(runs)
     terminal.table(columns, [(title, *(each[title] for each in results)) for title in results[0]])
-    points = align_losses(runs)
-    if points:
+    aligned = align_losses(runs)
+    if aligned.points:
         terminal.text(is_data=True)
-        columns = (Column("TOKENS", is_number=True), *(Column(f"LOSS {name}", is_number=True) for name in names))
-        terminal.table(columns, [(count(tokens), *(f"{loss:.4f}" for loss in losses)) for tokens, losses in points])
+        form = count if aligned.by == "tokens" else str
+        losses = (Column(f"LOSS {name}", is_number=True) for name in names)
+        columns = (Column(aligned.by.upper(), is_number=True), *losses)
+        rows = [(form(place), *map("{:.4f}".format, each)) for place, each in aligned.points]
+        terminal.table(columns, rows)
+        if aligned.num_common > len(rows):
+            terminal.text(f"{len(rows)} of {aligned.num_common} such records", is_data=True)
     terminal.text(is_data=True)
     for line in _remarks(runs):
         terminal.text(line, is_data=True)
@@ -97,12 +102,18 @@ def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:
 def _verdict(first: ComparedRun, other: ComparedRun) -> str:
     found = compare_curves(first, other)
     if found.num_common == 0:
-        return "no records at the same number of tokens"
-    common = f"{plural(found.num_common, 'record')} at the same number of tokens"
+        return "no records at the same number of tokens or the same step"
+    where = "at the same number of tokens" if found.by == "tokens" else "at the same step, after other tokens"
+    common = f"{plural(found.num_common, 'record')} {where}"
     if found.first_difference is None:
         return f"losses are equal, bit for bit ({common})"
     at_most = "" if found.largest_difference is None else f", by at most {found.largest_difference:.2g}"
-    return f"losses differ from {count(found.first_difference)} tokens on{at_most} ({common})"
+    return f"losses differ from {_place(found.by, found.first_difference)} on{at_most} ({common})"
+
+
+def _place(by: AlignedBy, place: int) -> str:
+    """Return where records are compared, as text."""
+    return f"{count(place)} tokens" if by == "tokens" else f"step {place}"
 
 
 def _short(value: Any) -> str:
@@ -147,11 +158,12 @@ def _result(run: ComparedRun) -> dict[str, str]:
 
 def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Return the values of `ftkit compare --json`."""
+    aligned = align_losses(runs)
     return {
         "runs": [run.id for run in runs],
         "differences": [asdict(each) for each in find_differences(runs)],
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
-        "losses": [{"tokens": tokens, "losses": losses} for tokens, losses in align_losses(runs)],
+        "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.points],
         "against_first": {run.id: asdict(compare_curves(runs[0], run)) for run in runs[1:]},
     }

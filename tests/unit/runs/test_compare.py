@@ -89,24 +89,46 @@ def test_an_empty_folder_compares_as_unknown(make_run: RunMaker) -> None:
     assert read_run(layout).results == UNKNOWN
 
 
-def test_losses_are_aligned_by_tokens_and_interpolated_between_records() -> None:
-    fine = with_curve("fine", (0, 4.0), (10, 3.0), (20, 2.0), (30, 1.0))
-    coarse = with_curve("coarse", (10, 5.0), (50, 1.0))
-    assert align_losses([fine, coarse], 3) == [(10, (3.0, 5.0)), (20, (2.0, 4.0)), (30, (1.0, 3.0))]
-    assert align_losses([fine, with_curve("later", (40, 1.0), (50, 1.0))]) == []
-    assert align_losses([fine, with_curve("none")]) == []
+def test_only_recorded_losses_are_compared() -> None:
+    fine = with_curve("fine", (5, 4.0), (10, 3.0), (20, 2.0), (30, 1.0))
+    coarse = with_curve("coarse", (10, 5.0), (25, 3.0), (30, 1.5), (40, 1.0))
+    found = align_losses([fine, coarse])
+    assert (found.by, found.num_common, found.points) == ("tokens", 2, ((10, (3.0, 5.0)), (30, (1.0, 1.5))))
+    assert compare_curves(fine, coarse).first_difference == 10
+    assert align_losses([fine, with_curve("none")]).points == ()
 
 
-@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1), st.integers(1, 12))
-def test_a_curve_aligned_with_itself_stays_within_its_bounds(steps: list[tuple[int, float]], num_points: int) -> None:
-    tokens, points = 0, []
-    for more, loss in steps:
-        tokens += more
-        points.append((tokens, loss))
-    run = with_curve("one", *points)
-    for _, (one, two) in align_losses([run, run], num_points):
-        assert one == two
-        assert min(loss for _, loss in points) - 1e-9 <= one <= max(loss for _, loss in points) + 1e-9
+def test_runs_on_other_tokens_are_compared_at_the_same_steps() -> None:
+    one = with_curve("one", (11, 4.0), (19, 3.0), (32, 2.0))
+    other_order = with_curve("other", (9, 4.5), (21, 2.5), (32, 2.0))  # an epoch has the same tokens in any order
+    assert align_losses([one, other_order]).points == ((0, (4.0, 4.5)), (1, (3.0, 2.5)), (2, (2.0, 2.0)))
+    found = compare_curves(one, other_order)
+    assert (found.by, found.num_common, found.first_difference, found.largest_difference) == ("step", 3, 0, 0.5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1, max_size=40),
+    st.integers(1, 12),
+)
+def test_each_compared_loss_is_one_that_a_run_recorded(
+    one: list[tuple[int, float]], two: list[tuple[int, float]], num_points: int
+) -> None:
+    runs = []
+    for name, steps in (("one", one), ("two", two), ("self", one)):
+        tokens, points = 0, []
+        for more, loss in steps:
+            tokens += more
+            points.append((tokens, loss))
+        runs.append(with_curve(name, *points))
+    found = align_losses(runs, num_points)
+    assert len(found.points) <= min(num_points, found.num_common)
+    for place, losses in found.points:
+        for run, loss in zip(runs, losses, strict=True):
+            assert (place, loss) in [(getattr(point, found.by), point.loss) for point in run.curve]
+    itself = align_losses([runs[0], runs[2]], len(one))
+    assert itself.num_common == len(one)
+    assert [loss for _, (loss, _) in itself.points] == [loss for _, loss in one]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +136,7 @@ def test_a_curve_aligned_with_itself_stays_within_its_bounds(steps: list[tuple[i
     [
         (((10, 3.0), (20, 2.0)), (2, 0.0, None)),
         (((10, 3.0), (20, 2.5)), (2, 0.5, 20)),
-        (((15, 3.0),), (0, None, None)),
+        (((15, 3.0),), (1, 0.0, None)),  # at the same step
         (((10, 3.0), (30, float("nan"))), (2, 0.0, None)),
     ],
 )
