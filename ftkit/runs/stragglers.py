@@ -1,7 +1,8 @@
-"""Stragglers: nodes that compute more slowly than the others, found from what each rank measures of itself.
+"""Stragglers: GPUs that compute more slowly than the others, found from what each rank measures of itself.
 
 In synchronous training all ranks take equally long for a step, because the fast ones wait for the slow one in each
-collective. The times between the collectives distinguish them.
+collective. The times between the collectives distinguish them. Ranks on CPUs are not compared: how long they compute
+depends on what else the machine does, so a slow one is no finding about it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RankTiming:
     Attributes:
         rank: the process's rank.
         host: its host.
+        device: what it computes on, as torch calls it: cpu or cuda.
         step: the last measured step.
         num_steps: number of measured steps.
         step_seconds: time of a step, without checkpoints and evaluations.
@@ -42,6 +44,7 @@ class RankTiming:
 
     rank: Count
     host: str
+    device: str
     step: Count
     num_steps: Count
     step_seconds: Seconds
@@ -52,17 +55,42 @@ class RankTiming:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A host whose slowest rank takes longer than the ranks of the other hosts, by the fraction `slowdown`."""
+    """Slow ranks of a host.
+
+    Attributes:
+        slowdown: by which fraction the slowest takes longer than the ranks of the other hosts, or, if there is only one
+            host, than the other ranks.
+        is_only_host: whether the run has a single host; the host itself can't be slow then, only some of its GPUs.
+    """
 
     host: str
     ranks: tuple[int, ...]
     slowdown: float
+    is_only_host: bool = False
 
     @property
     def reason(self) -> str:
-        """How much slower the host is, as text."""
-        shown = ", ".join(map(str, self.ranks[:_MAX_SHOWN])) + (", …" if len(self.ranks) > _MAX_SHOWN else "")
-        return f"{100 * self.slowdown:.0f}% slower than the others (rank{'s' if len(self.ranks) > 1 else ''} {shown})"
+        """How much slower the ranks are, as text."""
+        return f"{self._slower} (rank{self._plural} {self._shown})"
+
+    def __str__(self) -> str:
+        if not self.is_only_host:
+            return f"node {self.host} is {self.reason}"
+        # A process has one GPU, so on a single host ranks and GPUs have the same numbers.
+        place = f"rank{self._plural} {self._shown} (GPU{self._plural} {self._shown} of {self.host})"
+        return f"{place} {'are' if self._plural else 'is'} {self._slower}"
+
+    @property
+    def _slower(self) -> str:
+        return f"{100 * self.slowdown:.0f}% slower than the others"
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(map(str, self.ranks[:_MAX_SHOWN])) + (", …" if len(self.ranks) > _MAX_SHOWN else "")
+
+    @property
+    def _plural(self) -> str:
+        return "s" if len(self.ranks) > 1 else ""
 
 
 def read_timings(layout: RunLayout) -> list[RankTiming]:
@@ -73,11 +101,13 @@ def read_timings(layout: RunLayout) -> list[RankTiming]:
 
 
 def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
-    """Return the hosts with ranks that compute more slowly than those of all other hosts, the slowest first.
+    """Return the hosts with GPUs that compute more slowly than those of all other hosts, the slowest first.
 
-    On a single host, each rank is compared with its neighbors.
+    On a single host, each GPU is compared with its neighbors.
     """
-    known = [each for each in timings if each.num_steps >= MIN_STEPS and each.compute_seconds > 0]
+    known = [
+        each for each in timings if each.device == "cuda" and each.num_steps >= MIN_STEPS and each.compute_seconds > 0
+    ]
     is_single = len({each.host for each in known}) == 1
     slow: dict[str, dict[int, float]] = {}
     for one in known:
@@ -87,5 +117,5 @@ def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
         slowdown = one.compute_seconds / median(others) - 1 if others else 0.0
         if slowdown >= _MIN_SLOWDOWN:
             slow.setdefault(one.host, {})[one.rank] = slowdown
-    found = [Straggler(host, tuple(ranks), max(ranks.values())) for host, ranks in slow.items()]
+    found = [Straggler(host, tuple(ranks), max(ranks.values()), is_single) for host, ranks in slow.items()]
     return sorted(found, key=lambda each: each.slowdown, reverse=True)

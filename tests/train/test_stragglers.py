@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
 from forked_ranks import SLOW_RANK
 
-from ftkit.runs.stragglers import find_stragglers, read_timings
+from ftkit.files import write_json
+from ftkit.planning.layout import RunLayout
+from ftkit.runs.stragglers import RankTiming, find_stragglers, read_timings
+from ftkit.train.components.rank_times import RankTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    import pytest
     from conftest import Run
+
+    from ftkit.train.world import World
 
 
 def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
@@ -28,7 +35,23 @@ def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
     assert (first.num_steps, second.num_steps) == (24, 24)
     assert second.compute_seconds > 1.5 * first.compute_seconds
     assert first.collective_wait_seconds > second.collective_wait_seconds
-    (found,) = find_stragglers(timings)
+    assert "slower than the others" not in run.layout.rank_log(0).read_text()  # of a CPU, that is no finding
+    assert run.layout.stragglers.read_text() == ""
+    (found,) = find_stragglers(replace(each, device="cuda") for each in timings)
     assert found.ranks == (1,)
-    assert f"node {found.host} is {found.reason}" in run.layout.rank_log(0).read_text()
-    assert run.layout.stragglers.read_text() == f"{found.host}\t{found.reason}\n"
+
+
+@pytest.mark.parametrize("hosts", [("h0", "h0"), ("h0", "h1")])
+def test_slow_gpus_are_logged_and_their_node_is_left_to_the_job_script(
+    hosts: tuple[str, str], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(tmp_path)
+    layout.logs.mkdir()
+    times = RankTimes(layout, world, (), excludes_stragglers=True)
+    for rank, seconds in enumerate((1.0, 1.5)):
+        write_json(layout.rank_timing(rank), RankTiming(rank, hosts[rank], "cuda", 24, 24, 2.0, 0.0, seconds, 0.1))
+    times.report_stragglers()
+    times.report_stragglers()
+    (found,) = find_stragglers(read_timings(layout))
+    assert [record.message for record in caplog.records] == [str(found)]
+    assert layout.stragglers.read_text() == f"{hosts[1]}\t{found.reason}\n"

@@ -202,9 +202,8 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
             facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
-    slow = [f"node {each.host} is {each.reason}" for each in status.stragglers]
-    if slow:
-        facts.append(("slow", Styled("\n".join(slow), "yellow")))
+    if status.stragglers:
+        facts.append(("slow", Styled("\n".join(map(str, status.stragglers)), "yellow")))
     if status.verdict:
         facts.append(("repetition", str(status.verdict)))
     if status.doubts:

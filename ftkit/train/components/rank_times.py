@@ -138,9 +138,8 @@ class RankTimes:
             return
         self._written, self._num_unwritten = time.monotonic(), 0
         medians = (median(values) for values in zip(*self._steps, strict=True))
-        timing = RankTiming(
-            self._world.rank, socket.gethostname(), self._last_step, len(self._steps), *map(float, medians)
-        )
+        rank, host, device = self._world.rank, socket.gethostname(), self._world.device.type
+        timing = RankTiming(rank, host, device, self._last_step, len(self._steps), *map(float, medians))
         with suppress(OSError):
             write_json(self._layout.rank_timing(self._world.rank), timing)
             if is_due and self._world.is_first:
@@ -151,7 +150,7 @@ class RankTimes:
         found = find_stragglers(read_timings(self._layout))
         for each in found:
             if each.host not in self._reported:
-                log.warning("node %s is %s", each.host, each.reason)
+                log.warning("%s", each)
                 self._reported.add(each.host)
         if self._excludes:
             with suppress(OSError):

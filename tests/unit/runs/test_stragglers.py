@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from ftkit.runs.stragglers import MIN_STEPS, RankTiming, Straggler, find_straggl
 
 
 def timing(rank: int, compute: float, *, per_host: int = 8, num_steps: int = 100) -> RankTiming:
-    return RankTiming(rank, f"h{rank // per_host}", 500, num_steps, 2.0, 0.0, compute, 0.1)
+    return RankTiming(rank, f"h{rank // per_host}", "cuda", 500, num_steps, 2.0, 0.0, compute, 0.1)
 
 
 def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
@@ -21,7 +22,20 @@ def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
     (found,) = find_stragglers(timings)
     assert (found.host, found.ranks) == ("h17", (139,))
     assert found.slowdown == pytest.approx(0.14, abs=0.02)
+    assert str(found).startswith("node h17 is 1")
     assert found.reason.endswith("slower than the others (rank 139)")
+
+
+def test_of_a_single_host_the_slow_gpus_are_named_and_not_the_node() -> None:
+    (found,) = find_stragglers([timing(rank, 1.3 if rank == 2 else 1.0) for rank in range(8)])
+    assert str(found) == "rank 2 (GPU 2 of h0) is 30% slower than the others"
+
+
+@pytest.mark.parametrize("per_host", [1, 8])
+def test_ranks_on_cpus_are_not_compared(per_host: int) -> None:
+    timings = [timing(rank, 1.3 if rank == 2 else 1.0, per_host=per_host) for rank in range(8)]
+    assert find_stragglers(timings)
+    assert find_stragglers([replace(each, device="cpu") for each in timings]) == []
 
 
 @pytest.mark.parametrize(
