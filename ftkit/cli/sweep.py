@@ -35,7 +35,7 @@ def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -
             *((plan.sweep.values if plan.sweep else {}).get(key, "-") for key in keys),
             "?" if plan.num_steps is None else str(plan.num_steps),
             str(plan.placement.world_size),
-            gib(plan.memory.total) if plan.placement.device == "cuda" else "-",
+            gib(plan.memory.total),
             f"{count(plan.speed.tokens_per_second)} tok/s" if plan.speed else "-",
             "-" if plan.training_seconds is None else duration(plan.training_seconds),
             _cost(plan),

@@ -43,7 +43,7 @@ class RunResults:
     Attributes:
         tokens_per_second_per_process: the median over the step records; a process has one GPU.
         mfu: the median, from 0 to 1.
-        predicted_gib: the plan's prediction of a GPU's peak memory.
+        predicted_gib: the plan's prediction of the peak memory of a device.
         measured_gib: peak memory of a device, the largest over ranks and stages.
         training_seconds: time between the first and the last record of each start, without time in the queue.
         held_seconds: time in which the run occupied its processes, including start-up and repeated steps.
@@ -294,8 +294,6 @@ def _cost(plan: Mapping[str, Any], history: History) -> float | None:
 
 
 def _predicted_gib(plan: Mapping[str, Any]) -> float | None:
-    """Return the sum of the parts of the predicted peak; None without a GPU."""
-    if _mapping(plan.get("placement")).get("device") != "cuda":
-        return None
+    """Return the sum of the parts of the predicted peak; None if the plan has none."""
     memory = {key: value for key, value in _mapping(plan.get("memory")).items() if isinstance(value, float)}
     return sum(memory.values()) if memory else None

@@ -124,8 +124,9 @@ class StepRecord:
     padding, and `targets` those of them in the loss. `tokens_per_second` is `tokens` since the last record, over all
     processes; `mfu` is the model FLOPs utilization in this time (None if the GPUs' peak is unknown), `overhead_ratio`
     the fraction of it that was not forward, backward or optimizer, `data_wait_ratio` the fraction in which there was no
-    batch to work on. For a mixture, `sources` has the loss of this step for each source with target tokens in it. For a
-    mixture of experts, `routers` has what its routers did in this step; `loss` is without the load-balancing loss.
+    batch to work on; `memory_gib` is the peak of rank 0 so far, as in a `MemoryRecord`. For a mixture, `sources` has
+    the loss of this step for each source with target tokens in it. For a mixture of experts, `routers` has what its
+    routers did in this step; `loss` is without the load-balancing loss.
     """
 
     event: ClassVar[str] = "step"

@@ -12,11 +12,13 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ftkit.cli.page.report import read_report
 from ftkit.errors import MemoryExhaustedError, TrainingError
 from ftkit.planning.estimates.host_memory import HostMemoryPlan
 from ftkit.planning.layout import RunLayout
+from ftkit.runs.history import read_history
 from ftkit.runs.metrics_file import read_records
-from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord
+from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord, StepRecord
 from ftkit.train import trainer as session
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -76,6 +78,17 @@ def test_memory_is_recorded_for_each_stage_of_a_run_in_order(finished_run: Any) 
         assert record.allocated_gib <= record.peak_gib <= record.largest_peak_gib
     assert isinstance([*read_records(finished_run.layout.metrics)][-1], EndRecord)
     assert "memory after first backward: " in finished_run.layout.rank_log(1).read_text()
+
+
+def test_planned_and_measured_memory_of_a_run_on_cpus_count_the_same(finished_run: Any) -> None:
+    """Forked ranks have the modules of the tests too, so they take a little more."""
+    report = read_report(finished_run.layout, "completed")
+    (row,) = [each for each in report.comparisons if each.title == "Peak memory per process"]
+    assert row.ratio is not None
+    assert 0.7 < row.ratio < 2
+    steps = finished_run.records(StepRecord)
+    peaks = [record.peak_gib for record in finished_run.records(MemoryRecord) if record.time <= steps[-1].time]
+    assert max(peaks) * 0.99 <= steps[-1].memory_gib <= read_history(finished_run.layout).peak_gib
 
 
 def test_the_first_step_records_the_seconds_of_each_stage_before_it(finished_run: Any) -> None:

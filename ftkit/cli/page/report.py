@@ -230,8 +230,8 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
         full = "" if plan.fill_ratio is not None else " (planned for full packs)"
         add(f"Tokens/s per GPU{full}", speed.tokens_per_second / world, history.speed, count)
         add(f"MFU{full}", speed.mfu, history.mfu, "{:.1%}".format)
-    if plan.placement.device == "cuda":
-        add("Peak memory per GPU", plan.memory.total, history.peak_gib, gib)
+    device = "GPU" if plan.placement.device == "cuda" else "process"
+    add(f"Peak memory per {device}", plan.memory.total, history.peak_gib, gib)
     seconds = plan.training_seconds
     trained = sum(span.seconds for span in history.spans if span.kind in ("training", "repeated", "checkpoint"))
     add("Time of all steps", seconds, trained or None, duration)

@@ -50,7 +50,7 @@ def draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSampl
     memory = bar_chart(
         "memory", "Peak memory of each stage, maximum over all processes",
         [(each.stage, each.largest_peak_gib) for each in history.memory],
-        marks=[("plan", plan.memory.total)] if plan and on_gpus else [],
+        marks=[("plan", plan.memory.total)] if plan else [],
     )  # fmt: skip
     kinds = ", ".join(dict.fromkeys(span.kind for span in history.spans))
     charts = [

@@ -144,7 +144,7 @@ def _result(run: ComparedRun) -> dict[str, str]:
         "processes": show(found.num_processes, str),
         "tokens/s per process": show(found.tokens_per_second_per_process, count),
         "MFU": show(found.mfu, "{:.1%}".format),
-        "GPU memory, predicted": show(found.predicted_gib, gib),
+        "peak memory, predicted": show(found.predicted_gib, gib),
         "peak memory, measured": show(found.measured_gib, gib),
         "training time": show(found.training_seconds, duration),
         "time with start-up": show(found.held_seconds, duration),

@@ -117,8 +117,9 @@ def _in_gib(parts: Mapping[str, float]) -> str:
 
 
 def _advice(plan: RunPlan, capacity: float) -> str:
-    predicted, usable = plan.memory.total, USABLE_MEMORY * capacity
-    suggestions = suggest_changes(plan.setup, plan.cluster, usable if predicted > usable else _TOO_LOW * predicted)
+    predicted, usable, libraries = plan.memory.total, USABLE_MEMORY * capacity, plan.memory.libraries
+    lower = libraries + _TOO_LOW * (predicted - libraries)
+    suggestions = suggest_changes(plan.setup, plan.cluster, usable if predicted > usable else lower)
     if not suggestions:
         return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)

@@ -99,10 +99,8 @@ class MemoryTrace:
         phases = {stage: round(end - begin, 3) for stage, begin, end in zip(stages, times[:-1], times[1:], strict=True)}
         return FirstStepRecord(now, step, round(now - times[0], 3), phases)
 
-    def peak_gib(self) -> float | None:
-        """Return the peak of allocated memory since the start, over all stages; None on CPUs."""
-        if self._world.device.type != "cuda":
-            return None
+    def peak_gib(self) -> float:
+        """Return the peak of allocated memory since the start, over all stages; on a CPU, of the resident set."""
         return max(self._highest, read_memory(self._world.device).peak)
 
     def _record(self, memory: DeviceMemory) -> None:

@@ -435,7 +435,7 @@ def test_a_model_too_large_for_this_machine_is_rejected(
     if fits:
         assert bool(check_memory(large, main_gib)) == warns
     else:
-        with pytest.raises(MemoryExhaustedError, match=r"about 20 GiB of memory, this machine has 9 GiB"):
+        with pytest.raises(MemoryExhaustedError, match=r"about 21 GiB of memory, this machine has 9 GiB"):
             check_memory(large, main_gib)
     elsewhere = replace(large, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
     assert check_memory(elsewhere, main_gib) == []
