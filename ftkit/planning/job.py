@@ -98,6 +98,8 @@ class JobPlan(ABC):
         return place.num_nodes > 1 and place.device == "cuda" if setting is None else setting
 
     def cost_of(self, seconds: float) -> float | None:
-        """Return the cost of all GPUs for this time, in the profile's currency; None if the price is unknown."""
+        """Return the cost of all GPUs for this time, in the profile's currency; None on CPUs, or for no known price."""
         price = self.cluster.price_per_gpu_hour
-        return None if price is None else price * self.placement.world_size * seconds / 3600
+        if price is None or self.placement.device == "cpu":
+            return None
+        return price * self.placement.world_size * seconds / 3600

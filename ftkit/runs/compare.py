@@ -48,7 +48,7 @@ class RunResults:
         training_seconds: time between the first and the last record of each start, without time in the queue.
         held_seconds: time in which the run occupied its processes, including start-up and repeated steps.
         num_processes: number of processes of the newest start.
-        cost: cost of all GPUs in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
+        cost: cost of the GPUs of each start in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
         num_restarts: number of times that training was restarted.
         restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
         gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
@@ -287,10 +287,10 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _cost(plan: Mapping[str, Any], history: History) -> float | None:
-    price, held = _mapping(plan.get("cluster")).get("price_per_gpu_hour"), history.held_seconds
-    if held is None or not isinstance(price, int | float) or _mapping(plan.get("placement")).get("device") != "cuda":
+    price, seconds = _mapping(plan.get("cluster")).get("price_per_gpu_hour"), history.process_seconds
+    if seconds is None or not isinstance(price, int | float) or _mapping(plan.get("placement")).get("device") != "cuda":
         return None
-    return price * history.starts[-1].world_size * held / 3600
+    return price * seconds / 3600
 
 
 def _predicted_gib(plan: Mapping[str, Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -77,6 +78,8 @@ class History:
     anomalies: tuple[AnomalyRecord, ...] = ()
     end: EndRecord | None = None
     spans: tuple[Span, ...] = ()
+    process_seconds: float | None = None
+    """Seconds in which the run occupied its processes, times their number in each start: those that cost."""
     training_seconds: float | None = None
     """Between the first and the last record of each start's training, without the time in the queue."""
     problem: str = ""
@@ -98,6 +101,13 @@ class History:
         return median(self.speeds) if self.speeds else None
 
     @property
+    def speed_curve(self) -> tuple[list[int], list[float]]:
+        """The tokens after each of the records for the throughput, and its speed; without steps that were repeated."""
+        both = zip(self.steady, self.speeds, strict=True)
+        kept = [(each.tokens, speed) for each, speed in both if self.steps.get(each.step) is each]
+        return [tokens for tokens, _ in kept], [speed for _, speed in kept]
+
+    @property
     def mfu(self) -> float | None:
         """The median MFU, from 0 to 1."""
         found = [each.mfu for each in self.steady if each.mfu is not None]
@@ -112,6 +122,16 @@ class History:
     def held_seconds(self) -> float | None:
         """Seconds in which the run occupied its processes, including start-up and repeated steps."""
         return sum(span.seconds for span in self.spans if span.kind != "down") if self.starts else None
+
+    def tokens_at(self, step: int) -> float:
+        """Return the tokens after a step, for a place in a chart: between two records, in proportion to the steps."""
+        later = bisect_left(known := list(self.steps), step)
+        right = self.steps[known[min(later, len(known) - 1)]] if known else None
+        if right is None or right.step <= step:
+            return right.tokens if right else 0.0
+        left = self.steps[known[later - 1]] if later else None
+        begin, tokens = (left.step, left.tokens) if left else (0, 0)
+        return tokens + (right.tokens - tokens) * (step - begin) / (right.step - begin)
 
     @property
     def time_use(self) -> dict[str, float]:
@@ -177,6 +197,7 @@ def read_history(layout: RunLayout) -> History:
         anomalies=tuple(each for each in records if isinstance(each, AnomalyRecord)),
         end=last if isinstance(last, EndRecord) else None,
         spans=tuple(timeline.spans),
+        process_seconds=timeline.process_seconds() if starts else None,
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,
         problem=read.problem,
     )
@@ -201,6 +222,17 @@ class _Timeline:
         self._stalled = 0.0
         self._step = 0
         self._has_started = False
+        self._begin_of_start = 0
+        self._sizes: dict[int, int] = {}
+        """Number of processes of each start, by the index of its first span."""
+
+    def process_seconds(self) -> float:
+        """Return the seconds without downtime, times the processes: of the start before for one that never trained."""
+        total, size = 0.0, next(iter(self._sizes.values()), 0)
+        for index, span in enumerate(self.spans):
+            size = self._sizes.get(index, size)
+            total += size * span.seconds * (span.kind != "down")
+        return total
 
     def add(self, record: Record) -> None:
         """Add the time between the last record and this one."""
@@ -214,6 +246,8 @@ class _Timeline:
             case StartRecord():
                 self._close(record.time)
                 self._mark_repeated_after(record.resumed_from)
+                begin = self._begin_of_start
+                self._sizes[len(self.spans) if begin in self._sizes else begin] = record.world_size
                 self._stage, self._step = "", record.resumed_from
             case StepRecord():
                 self._add_step(record)
@@ -233,7 +267,7 @@ class _Timeline:
                 self.spans.append(Span("down", self._cursor, begin, "between two starts"))
                 self._cursor = begin
             self._cursor = begin if self._cursor is None else self._cursor
-            self._has_started, self._stalled, self._step = True, 0.0, 0
+            self._has_started, self._stalled, self._step, self._begin_of_start = True, 0.0, 0, len(self.spans)
             self._stage = self._stage or "starting processes"
 
     def _close(self, time: float) -> None:

@@ -6,11 +6,12 @@ must not hide the others.
 
 from __future__ import annotations
 
+import math
 from typing import IO, TYPE_CHECKING
 
 from ftkit.errors import one_line, plural
 from ftkit.files import DamagedFileError, PrivateFileError, check_regular
-from ftkit.runs.records import EvaluationRecord, Record, StepRecord, from_line, is_damaged, to_line
+from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord, from_line, is_damaged, to_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +22,8 @@ MAX_LINE_BYTES = 2**23
 TAIL_BYTES = 2**26
 """Number of bytes at the end of a file in which its newest record is searched."""
 
-_STEP_LINE = b'{"event": "step"'
-"""The first characters of a step's record, as `to_line` writes it."""
+_STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
+"""The first characters of the records of steps and starts, as `to_line` writes them."""
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -159,10 +160,13 @@ def append_record(path: Path, record: Record, *, begins_line: bool = False) -> N
 
 
 def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
-    """Read the newest step's record from the end of the file."""
+    """Read the newest step's record from the end of the file, without steps that a later start repeats."""
+    resumed_from: float = math.inf
     for line in _lines_backwards(path, tail_bytes):
-        record = from_line(line) if line.startswith(_STEP_LINE) else None
-        if isinstance(record, StepRecord):
+        record = from_line(line) if line.startswith((_STEP_LINE, _START_LINE)) else None
+        if isinstance(record, StartRecord):
+            resumed_from = min(resumed_from, record.resumed_from)
+        elif isinstance(record, StepRecord) and record.step <= resumed_from:
             return record
     return None
 

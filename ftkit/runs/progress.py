@@ -77,7 +77,7 @@ def list_anomalies(layout: RunLayout) -> list[AnomalyRecord]:
 def seconds_left(summary: TrainingSummary) -> float | None:
     """Return the remaining time at the speed of the last steps; None if that is unknown."""
     last = summary.last_step
-    if last is None or (summary.end and summary.end.time >= last.time):
+    if last is None or summary.end:
         return None
     return (last.num_steps - last.step) * last.step_seconds
 

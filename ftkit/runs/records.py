@@ -264,8 +264,9 @@ class ScriptStepRecord:
 class EndRecord:
     """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
 
-    `best_step` is the step of the best evaluation, which is exported. `early_stopping_patience` is set if it ended
-    training before the last step. `has_checkpoint` is false for scripts, for which it is unknown.
+    `training_seconds` are those of the last start. `best_step` is the step of the best evaluation, which is exported.
+    `early_stopping_patience` is set if it ended training before the last step. `has_checkpoint` is false for scripts,
+    for which it is unknown.
     """
 
     event: ClassVar[str] = "end"

@@ -64,6 +64,8 @@ def summarize(layout: RunLayout) -> TrainingSummary:
         if name := _LAST_OF.get(type(record)):
             found[name] = record
         match record:
+            case StartRecord():  # the run goes on: the end of an earlier start is none
+                found.pop("end", None)
             case StepRecord():
                 found["first_step"] = record
             case EvaluationRecord(when="before"):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.history import History
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
         for index, (name, found) in pairs
     ]  # fmt: skip
     validation = [
-        Line(name, _validation_tokens(found), [each.loss for each in found.evaluations], has_points=True,
-             color=index)
+        Line(name, [found.tokens_at(each.step) for each in found.evaluations],
+             [each.loss for each in found.evaluations], has_points=True, color=index)
         for index, (name, found) in pairs
     ]  # fmt: skip
     speeds = [
-        Line(name, [each.tokens for each in found.steady], found.speeds, is_raw=True, color=index)
+        Line(name, *found.speed_curve, is_raw=True, color=index)
         for index, (name, found) in pairs
     ]  # fmt: skip
     power = [
@@ -73,10 +72,3 @@ def draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[
                                                 form="{:,.0f}".format, from_zero=True, is_over_time=True))),
     ]  # fmt: skip
     return [chart for chart in charts if chart.svg]
-
-
-def _validation_tokens(history: History) -> list[float]:
-    """Return the number of trained tokens at each evaluation."""
-    last = history.last_step
-    per_step = last.tokens / last.step if last and last.step else 0.0
-    return [each.step * per_step for each in history.evaluations]

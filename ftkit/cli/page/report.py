@@ -191,10 +191,16 @@ def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
         total = history.spans[-1].end - history.spans[0].begin
         steps = f"{last.step:,} of {last.num_steps:,} steps" if last else ""
         tiles.append(Tile("Time", duration(total), steps))
-        cost = plan.cost_of(total) if plan else None
+        cost = _cost(plan, history) if plan else None
         if cost is not None:
             tiles.append(Tile("Cost", f"{cost:,.2f}", "at the profile's price"))
     return tiles
+
+
+def _cost(plan: RunPlan, history: History) -> float | None:
+    """Return the cost of the processes of all starts, without the time between them."""
+    seconds = history.process_seconds
+    return None if seconds is None else plan.cost_of(seconds / plan.placement.world_size)
 
 
 def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
@@ -235,9 +241,8 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
     seconds = plan.training_seconds
     trained = sum(span.seconds for span in history.spans if span.kind in ("training", "repeated", "checkpoint"))
     add("Time of all steps", seconds, trained or None, duration)
-    if seconds is not None and history.spans:
-        total = history.spans[-1].end - history.spans[0].begin
-        add("Cost", plan.cost_of(seconds), plan.cost_of(total), "{:,.2f}".format)
+    if seconds is not None:
+        add("Cost", plan.cost_of(seconds), _cost(plan, history), "{:,.2f}".format)
     add("Steps", plan.num_steps, history.end.step if history.end else None, "{:,.0f}".format)
     return found
 

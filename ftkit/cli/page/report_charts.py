@@ -36,14 +36,9 @@ def draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSampl
     """Draw the charts that a run has data for."""
     on_gpus = plan is not None and plan.placement.device == "cuda"
     device = "GPU" if on_gpus else "process"
-    kept = [
-        (each.tokens, speed)
-        for each, speed in zip(history.steady, history.speeds, strict=True)
-        if history.steps.get(each.step) is each
-    ]
     speed = LineChart(
         "speed", f"Tokens per second per {device}", f"tokens/s per {device}",
-        [Line("measured", [x for x, _ in kept], [y for _, y in kept], is_raw=True, color=4)],
+        [Line("measured", *history.speed_curve, is_raw=True, color=4)],
         expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
         form=count, from_zero=True, height=bars_height(len(history.memory)),
     )  # fmt: skip
@@ -68,14 +63,13 @@ def draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSampl
 
 def _losses(history: History) -> LineChart:
     steps, last = list(history.steps.values()), history.last_step
-    per_step = last.tokens / last.step if last and last.step else 0.0
     description = (
         f"Training loss from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
     )
     validation = history.evaluations
     lines = [
         Line("training", [each.tokens for each in steps], [each.loss for each in steps], is_raw=True),
-        Line("validation", [each.step * per_step for each in validation], [each.loss for each in validation],
+        Line("validation", [history.tokens_at(each.step) for each in validation], [each.loss for each in validation],
              has_points=True, color=1),
     ]  # fmt: skip
     return LineChart("loss", description, "loss", lines)

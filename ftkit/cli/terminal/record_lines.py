@@ -106,7 +106,8 @@ def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for ea
             line = plural(record.step, "optimizer step")
         case EndRecord():
             line = (
-                f"{record.outcome} after {plural(record.step, 'step')}, {duration(record.training_seconds)} of training"
+                f"{record.outcome} after {plural(record.step, 'step')}, "
+                f"{duration(record.training_seconds)} of training since the last start"
             ) + early_stopping(record)
     return line
 

@@ -110,6 +110,8 @@ def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
         facts.append(("validation", " → ".join(moments)))
     if summary.end:
         what = "of training" if summary.end.has_checkpoint else "from start to end"
+        if summary.start and summary.start.resumed_from:
+            what += f" since step {summary.start.resumed_from}"
         facts.append(("time", f"{duration(summary.end.training_seconds)} {what}{early_stopping(summary.end)}"))
         if summary.end.best_step is not None:
             facts.append(("best", f"step {summary.end.best_step}"))

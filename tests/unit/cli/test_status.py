@@ -20,7 +20,7 @@ from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
-from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord
+from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord, StartRecord
 from ftkit.runs.states import Observation, RunState
 from ftkit.runs.stragglers import RankTiming
 
@@ -72,6 +72,17 @@ def test_a_slow_node_is_reported(ftkit: Callable[..., Result], make_run: RunMake
     assert "node h17 is 14% slower than the others (rank 2)" in ftkit("status", run.id).out
     (found,) = json.loads(ftkit("status", run.id, "--json").out)["stragglers"]
     assert (found["host"], found["ranks"]) == ("h17", [2])
+
+
+def test_the_time_of_a_resumed_run_is_said_to_be_that_since_its_checkpoint(
+    ftkit: Callable[..., Result], make_run: RunMaker, records: Any
+) -> None:
+    resumed, whole = make_run("resumed"), make_run("whole")
+    for run, step in ((resumed, 300), (whole, 0)):
+        records.write(run, StartRecord(1.0, 400, step, 2, "fsdp2", "cpu", 1000, {}))
+        finish(run, records)
+    assert "1 min 15 s of training since step 300" in " ".join(ftkit("status", resumed.id).out.split())
+    assert "since step" not in ftkit("status", whole.id).out
 
 
 def test_the_load_of_experts_is_shown_for_mixtures_only(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.cli.page.report import read_report
 from ftkit.planning.layout import RunLayout
+from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs import metrics_file
+from ftkit.runs.compare import read_run
 from ftkit.runs.history import History, Span, merge_spans, read_history
 from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.records import (
@@ -74,6 +78,50 @@ def test_time_is_divided_by_activity(make_run: RunMaker, records: Any) -> None:
     )
     assert found.held_seconds == pytest.approx(130.0 - 68.0)
     assert len(found.speeds) == 1  # the first record of each start is skipped
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["with the manifest", "without"])
+def test_the_time_of_each_start_counts_its_own_processes(
+    make_run: RunMaker, records: Any, *, is_recorded: bool
+) -> None:
+    run = make_run()
+    if is_recorded:
+        run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 200.0}]}))
+    on_two = [StageRecord(100.0, "building the model"), start(110.0), records.step(10, time=120.0, step_seconds=1.0)]
+    on_eight = [
+        StageRecord(200.0, "building the model"), replace(start(210.0, 10), world_size=8),
+        records.step(20, time=220.0, step_seconds=1.0), EndRecord(230.0, "completed", 20, 1.0, None),
+    ]  # fmt: skip
+    records.write(run, *on_two, *on_eight)
+    found = read_history(run.layout)
+    if is_recorded:
+        assert found.held_seconds == 20 + 30
+        assert found.process_seconds == 20 * 2 + 30 * 8
+    else:  # when the second start began is unknown
+        assert found.process_seconds == (20 + 90) * 2 + 20 * 8
+
+
+def test_the_cost_of_report_and_comparison_is_that_of_the_gpus_held(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    plan = read_plan(run.layout)
+    cluster = plan.cluster.model_copy(update={"price_per_gpu_hour": 3600.0, "device": "cuda", "gpu": "h200"})
+    priced = replace(plan, cluster=cluster, placement=replace(plan.placement, device="cuda"))
+    run.layout.plan.write_text(plan_to_json(priced))
+    run.layout.manifest.write_text(json.dumps({"starts": [{"time": 100.0}, {"time": 900.0}]}))
+    records.write(run, start(110.0), records.step(10, time=120.0), start(910.0, 10), records.step(20, time=920.0))
+    assert read_run(run.layout).results.cost == 2 * (20 + 20)  # not the 780 seconds in the queue
+    (tile,) = [each for each in read_report(run.layout, "running").tiles if each.title == "Cost"]
+    assert tile.value == "80.00"
+    on_cpus = replace(priced, placement=replace(plan.placement, device="cpu"))
+    assert on_cpus.cost_of(1.0) is None
+
+
+def test_an_evaluation_is_drawn_between_the_records_before_and_after_it(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    records.write(run, records.step(1, tokens=90), records.step(11, tokens=1090), records.step(21, tokens=1990))
+    found = read_history(run.layout)
+    assert [found.tokens_at(step) for step in (0, 1, 6, 11, 16, 21, 30)] == [0, 90, 590, 1090, 1540, 1990, 1990]
+    assert History().tokens_at(3) == 0
 
 
 def test_the_highest_peak_of_a_stage_is_kept(make_run: RunMaker, records: Any) -> None:

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.planning.layout import RunLayout
+from ftkit.runs.progress import seconds_left
 from ftkit.runs.rank_errors import RankError, write_rank_error
-from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample
+from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample, StartRecord
 from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
@@ -37,6 +38,19 @@ def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: An
     assert (summary.before, summary.after) == (before, after)
     assert summary.checkpoint == replace(checkpoint, path=str(run.layout.checkpoint(20)))
     assert summary.end == replace(records.end(), export=str(run.layout.export))
+
+
+def test_a_resumed_run_is_at_its_checkpoint_until_it_records_a_step(make_run: RunMaker, records: Any) -> None:
+    run = make_run()
+    stopped = records.end("stopped", 25, export=None)
+    records.write(run, records.step(1, 6.0), records.step(20, 1.0), records.step(25, 0.5), stopped)
+    assert (summarize(run.layout).end, seconds_left(summarize(run.layout))) == (stopped, None)
+    records.write(run, StartRecord(1e9, 400, 20, 2, "fsdp2", "cpu", 1000, {}))
+    summary = summarize(run.layout)
+    assert summary.last_step == records.step(20, 1.0)
+    assert (summary.end, seconds_left(summary)) == (None, 380 * 0.5)
+    records.write(run, records.step(30, 0.4), StartRecord(1e9, 400, 0, 2, "fsdp2", "cpu", 1000, {}))
+    assert summarize(run.layout).last_step is None
 
 
 def test_paths_of_a_moved_run_are_where_its_files_are_now(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
