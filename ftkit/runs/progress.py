@@ -74,10 +74,14 @@ def list_anomalies(layout: RunLayout) -> list[AnomalyRecord]:
     return [found[key] for key in sorted(found)]
 
 
-def seconds_left(summary: TrainingSummary) -> float | None:
-    """Return the remaining time at the speed of the last steps; None if that is unknown."""
-    last = summary.last_step
-    if last is None or summary.end:
+def seconds_left(summary: TrainingSummary, log_every_steps: int) -> float | None:
+    """Return the remaining time at the speed of the last steps, without checkpoints and evaluations; None if unknown.
+
+    The first record of a start says little: it includes compiling.
+    """
+    last, begun_at = summary.last_step, summary.start.resumed_from if summary.start else 0
+    first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
+    if last is None or summary.end or begun_at < last.step <= first:
         return None
     return (last.num_steps - last.step) * last.step_seconds
 

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from ftkit.cli.terminal.format import count, duration, printable
 from ftkit.cli.terminal.record_lines import record_line
-from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StepRecord
+from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class LiveView:
         self._task = self._progress.add_task("submitted", total=None, numbers="")
         self._is_waiting = True
         self._stage: StageRecord | None = None
+        self._is_first_step = False
         self._progress.start()
 
     def state(self, seen: Observation) -> None:
@@ -119,9 +120,11 @@ class LiveView:
                 description="training",
                 total=record.num_steps,
                 completed=record.step,
-                numbers=_numbers(record),
+                numbers=_numbers(record, is_first=self._is_first_step),
             )
+            self._is_first_step = False
             return
+        self._is_first_step |= isinstance(record, StartRecord)
         if isinstance(record, StageRecord):
             self._stage = record
             self._show_waiting(printable(record.stage))
@@ -148,7 +151,8 @@ class LiveView:
         self._progress.stop()
 
 
-def _numbers(record: StepRecord) -> str:
-    left = duration((record.num_steps - record.step) * record.step_seconds)
+def _numbers(record: StepRecord, *, is_first: bool) -> str:
+    """Describe a step; how much time is left is unknown from the first record of a start, which includes compiling."""
+    left = "" if is_first else f" {duration((record.num_steps - record.step) * record.step_seconds)} left"
     speed = f"{count(record.tokens_per_second)} tok/s"
-    return f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed} {left} left"
+    return f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"

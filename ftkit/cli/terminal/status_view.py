@@ -179,8 +179,8 @@ def _job_facts(status: RunStatus) -> list[tuple[str, Cell]]:
 def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     """Return the rows about the time left, a stall, restarts, anomalies and slow nodes."""
     facts: list[tuple[str, Cell]] = []
-    left = seconds_left(status.summary)
-    if left is not None and status.seen.state is RunState.RUNNING:
+    left = _seconds_left(status)
+    if left is not None:
         facts.append(("left", f"about {duration(left)} at this rate"))
     silence = status.silence
     if silence and silence.is_stalled:
@@ -209,6 +209,13 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     if status.doubts:
         facts.append(("not repeatable", "; ".join(status.doubts)))
     return facts
+
+
+def _seconds_left(status: RunStatus) -> float | None:
+    trainer = _trainer(status.plan)
+    if status.seen.state is not RunState.RUNNING or trainer is None:
+        return None
+    return seconds_left(status.summary, trainer.recipe.training.log_every_steps)
 
 
 def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
@@ -283,7 +290,7 @@ def run_status_as_json(status: RunStatus) -> dict[str, Any]:
             "engine": trainer.engine.name if trainer else None,
             "num_steps": summary.last_step.num_steps if summary.last_step else trainer and trainer.num_steps,
             **{key: asdict(record) if record else None for key, record in vars(summary).items()},
-            "seconds_left": seconds_left(summary) if status.seen.state is RunState.RUNNING else None,
+            "seconds_left": _seconds_left(status),
             "silent_seconds": status.silence.seconds if status.silence else None,
             "is_stalled": bool(status.silence and status.silence.is_stalled),
             "restarts": [asdict(restart) for restart in status.restarts],

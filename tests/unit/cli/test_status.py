@@ -370,6 +370,19 @@ def test_a_terminal_shows_a_progress_bar_for_steps_and_lines_for_other_records(r
         assert part in shown
 
 
+def test_no_time_left_is_predicted_from_the_first_record_of_a_start(records: Any) -> None:
+    """It includes compiling."""
+    terminal, output = screen()
+    view = LiveView(terminal)
+    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.record(StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 1000, {}))
+    for number, is_shown in ((1, False), (10, True)):
+        view.record(records.step(number))
+        view._progress.refresh()
+        assert (" left" in output.getvalue()) == is_shown
+    view.close()
+
+
 def test_a_log_gets_few_lines_for_a_long_run(records: Any) -> None:
     terminal, output = screen()
     view = PlainView(terminal)

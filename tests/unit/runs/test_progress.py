@@ -69,11 +69,11 @@ def test_restarts_of_earlier_versions_have_no_reason(make_run: RunMaker, records
 
 def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
-    assert seconds_left(summarize(run.layout)) is None
+    assert seconds_left(summarize(run.layout), 10) is None
     records.write(run, records.step(100, step_seconds=2.0))
-    assert seconds_left(summarize(run.layout)) == 600
+    assert seconds_left(summarize(run.layout), 10) == 600
     records.write(run, records.end("stopped", 100))
-    assert seconds_left(summarize(run.layout)) is None
+    assert seconds_left(summarize(run.layout), 10) is None
 
 
 @pytest.mark.parametrize(("seconds", "is_stalled"), [(299, False), (301, True)])
