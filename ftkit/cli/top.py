@@ -73,6 +73,6 @@ def _show(folder: RunFolder, samples: list[NodeSample], terminal: Terminal) -> N
             busy = gpu.utilization if gpu.sm_activity is None else gpu.sm_activity
             numbers = ((busy, "%"), (gpu.memory_gib, " GiB"), (gpu.power, " W"), (gpu.temperature, " °C"))
             cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in (*numbers, (gpu.clock, " MHz"))]
-            limited = ", ".join(gpu.throttle) or (f"sampled {age(time.time() - sample.time)} ago" if is_old else "")
-            rows.append([sample.host, str(gpu.index), *cells, Styled(limited, "yellow")])
+            old = (f"sampled {age(time.time() - sample.time)} ago",) if is_old else ()
+            rows.append([sample.host, str(gpu.index), *cells, Styled(", ".join((*old, *gpu.throttle)), "yellow")])
     terminal.table(_COLUMNS, rows)

@@ -202,7 +202,7 @@ def _speed(plan: RunPlan) -> str:
         return text
     cost = plan.cost_of(plan.training_seconds)
     price = "" if cost is None else f", which costs {cost:,.2f} at the profile's price_per_gpu_hour"
-    return f"{text}; {duration(plan.training_seconds)} in total{price}"
+    return f"{text}; {duration(plan.training_seconds)} for all steps{price}"
 
 
 def describe_runtime(plan: JobPlan) -> str:

@@ -79,6 +79,13 @@ def test_samples_are_written_shown_and_served(
     thread.join()
 
 
+def test_an_old_sample_is_not_shown_as_the_present_one(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    run = make_run("ended")
+    run.layout.gpu_samples.mkdir()
+    (run.layout.gpu_samples / "n1.jsonl").write_text(to_line(node(1000.0, throttle=("power",))))
+    assert re.search(r"sampled .* ago, power", ftkit("top", run.id).out)
+
+
 def test_each_dashboard_query_uses_a_served_metric() -> None:
     dashboard = (Path(ftkit.__file__).parent / "dashboards" / "grafana.json").read_text()
     json.loads(dashboard)
