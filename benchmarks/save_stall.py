@@ -37,7 +37,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from train import CASES, CHECKOUT, make_plan
+from train import CASES, CHECKOUT, make_plan, training_of
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.execution import GIB
@@ -297,7 +297,8 @@ def measure_in_processes(
     """
     if "RANK" in os.environ:
         options.overrides = [*SIMPLE, *options.overrides]
-        plan = make_plan(options.case, CASES[options.case], options, options.folder)
+        training = training_of(options.case, options)
+        plan = make_plan(training, options.folder, name=options.case, device=options.device)
         with init_world(plan.placement) as world:
             measure(plan, world)
         os._exit(0)  # as the trainer does: threads of the communication library can abort while the interpreter ends

@@ -1,6 +1,10 @@
 """Benchmark the throughput of the trainer and of other trainers on random weights and packs of random tokens.
 
-    python benchmarks/train.py --case olmo3-7b-8layers [--gpus 1] [--peer trl] [--steps 16] [key=value …]
+    python benchmarks/train.py --case olmo3-7b-8layers [--gpus 1] [--peer trl] [--steps 16] [--record DIR] [key=value …]
+    python benchmarks/train.py --case 'llama3-8b training.method=lora' --case 'gemma3-1b training.micro_batch_size=2'
+
+A case is a name in `CASES` or a shape that ftkit knows, with overrides of its own. A case that fails does not end the
+others. `--record` writes a JSON record of each trainer (`recording.py`) as soon as it ends.
 
 Each row is a separate run: first ftkit's trainer, started as in a job, then each peer on the same packs, with the same
 initial weights and batch size. The table shows medians of the steps after the warm-up. Equal losses of step 1 show that
@@ -16,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -27,12 +32,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from recording import Row, Training, nvidia_smi, record_of, write_record
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.errors import FtkitError
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
 from ftkit.planning.setup import GPUS
@@ -150,6 +157,9 @@ class Result:
         tokens_per_second: tokens of documents on one process; a pack has no padding here.
         start_seconds: from the start of torchrun to the end of step 1, where the trainer records it.
         phases: seconds of each of its phases.
+        device_gib: used on the fullest GPU after the last step: PyTorch's allocator with what it holds in reserve, and
+            all that it does not count.
+        repeats: seconds of each step that was counted.
     """
 
     tokens_per_second: float = 0.0
@@ -160,44 +170,53 @@ class Result:
     data_wait_ratio: float | None = None
     start_seconds: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    device_gib: float | None = None
+    repeats: tuple[float, ...] = ()
     failure: str = ""
 
 
-def make_plan(name: str, case: Case, options: argparse.Namespace, workspace: Path) -> RunPlan:
-    """Plan a run of the case on this machine."""
+def training_of(text: str, options: argparse.Namespace) -> Training:
+    """Return what `NAME key=value …` and the call's own overrides train."""
+    name, *own = shlex.split(text)
+    case = CASES.get(name) or Case(name, ())
+    overrides = (*case.overrides, *own, *options.overrides)
+    return Training(case.architecture, overrides, options.gpu, options.gpus, case.context_parallel, case.documents)
+
+
+def make_plan(training: Training, workspace: Path, *, name: str = "benchmark", device: str = "cuda") -> RunPlan:
+    """Plan such a run on one machine, which need not be this one."""
     ctx = Context(Path("/nonexistent"), Path("/nonexistent"), {})
-    num = options.gpus
+    num = training.gpus
     overrides = [
-        f"model.architecture={case.architecture}",
+        f"model.architecture={training.architecture}",
         "data.source.num_heldout=0",
         "data.train_on=all",
         "evaluation.sql_execution=null",
         "training.precision=bf16",
         "training.micro_batch_size=1",
         "training.activation_checkpointing=none",
-        f"training.global_batch_size={num // case.context_parallel}",
-        f"training.context_parallel={case.context_parallel}",
+        f"training.global_batch_size={num // training.context_parallel}",
+        f"training.context_parallel={training.context_parallel}",
         "training.max_steps=1000",
         "training.checkpoint_every_steps=1000",
         "training.log_every_steps=1",
         "training.learning_rate=1e-5",
         "training.schedule=constant",
         "training.warmup_ratio=0",
-        *case.overrides,
-        *options.overrides,
+        *training.overrides,
     ]
     recipe = load_recipe("demo", ctx, overrides)
     local = load_cluster("local", ctx)
-    machine = {"device": options.device, "gpus_per_node": num, "cpus_per_node": 8 * num}
-    cluster = local.model_copy(update=machine | ({"gpu": options.gpu} if options.device == "cuda" else {}))
+    machine = {"device": device, "gpus_per_node": num, "cpus_per_node": 8 * num}
+    cluster = local.model_copy(update=machine | ({"gpu": training.gpu} if device == "cuda" else {}))
     request = RunRequest(name, None, None, None, False, workspace, sys.executable, datetime.now(UTC), "benchmark")  # noqa: FBT003
     return replace(plan_run(recipe, cluster, None, request, ftkit_version="benchmark"), id=name)
 
 
-def document_lengths(case: Case, plan: RunPlan) -> list[int]:
+def document_lengths(documents: tuple[float, ...], plan: RunPlan) -> list[int]:
     """Return the tokens of each document of a pack."""
     length = plan.recipe.training.sequence_length
-    *first, _ = (int(share * length) for share in case.documents)
+    *first, _ = (int(share * length) for share in documents)
     return [*first, length - sum(first)]
 
 
@@ -285,6 +304,7 @@ def measure(
         trainer = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
             time.sleep(0.5)
+        used = max((float(used) / 1024 for (used,) in nvidia_smi("memory.used")), default=None)
         # On SIGTERM torchrun ends its workers; with SIGKILL they would remain and keep their GPU memory.
         trainer.terminate()
         trainer.wait()
@@ -306,10 +326,36 @@ def measure(
         attention=(attention.group(1) if attention else "") + ("" if is_whole else ", in parts"),
         data_wait_ratio=statistics.median(waits) if waits else None,
         start_seconds=None if steps[0].time is None else steps[0].time - began,
+        device_gib=used,
+        repeats=tuple(step.seconds for step in steady),
     )
 
 
 COLUMNS = "{:<18} {:<17} {:<17} {:>12} {:>7} {:>6} {:>9} {:>9} {:>9} {:>10} {:>10} {:>8}"
+
+
+def record(training: Training, plan: RunPlan, trainer: str, result: Result, options: argparse.Namespace) -> None:
+    """Write the record of a trainer, unless it failed: then there is nothing to record."""
+    if result.failure or options.record is None:
+        return
+    tokens = plan.batch.global_batch_size * plan.recipe.training.sequence_length
+    medians = {
+        "tokens_per_second": result.tokens_per_second,
+        "step_seconds": statistics.median(result.repeats),
+        "tokens_per_step": tokens,
+        "peak_gib": result.memory_gib,
+        "device_gib": result.device_gib,
+        "first_loss": result.first_loss,
+        "last_loss": result.last_loss,
+        "data_wait_ratio": result.data_wait_ratio,
+        "start_seconds": result.start_seconds,
+        **{f"start: {phase}": seconds for phase, seconds in result.phases.items()},
+    }
+    labels = {"case": plan.name, "trainer": trainer, "attention": result.attention, "device": options.device}
+    row = Row(labels, medians, {"step_seconds": list(result.repeats)}, training)
+    python = sys.executable if trainer == "ftkit" else options.peer_python
+    name = f"train-{plan.name}-{trainer}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    print(f"record: {write_record(options.record, name, record_of([row], python=python))}", flush=True)
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
@@ -332,10 +378,35 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
     )
 
 
-def main() -> None:
+def measure_case(text: str, options: argparse.Namespace, workspace: Path) -> bool:
+    """Measure ftkit, then each peer; return whether all of them took their steps."""
+    training = training_of(text, options)
+    plan = make_plan(training, workspace, name=shlex.split(text)[0], device=options.device)
+    lengths = document_lengths(training.documents, plan)
+    write_data(plan, lengths)
+    plan.layout.root.mkdir(parents=True)
+    plan.layout.plan.write_text(plan_to_json(plan))
+    shape, settings = plan.recipe.model.architecture, plan.recipe.training
+    peak = GPUS[options.gpu].peak_flops(settings.compute_precision)
+    num_targets = sum(lengths) - len(lengths)  # all but the first token of each document
+    mfu_of_one_token = count_flops(shape, settings, np.array(lengths), num_targets) / sum(lengths) / peak
+    ours = measure_ftkit(plan, options)
+    print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
+    print("start: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ours.phases.items()), flush=True)
+    record(training, plan, "ftkit", ours, options)
+    failed = bool(ours.failure)
+    for peer in options.peer:
+        result = measure_peer(plan, PEERS[peer], peer, options)
+        print(row(plan, peer, result, ours, mfu_of_one_token), flush=True)
+        record(training, plan, peer, result, options)
+        failed = failed or bool(result.failure)
+    return not failed
+
+
+def main() -> int:
     """Measure the requested cases in sequence."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=CASES, required=True)
+    parser.add_argument("--case", action="append", required=True, metavar="'NAME [key=value …]'")
     parser.add_argument("--peer", action="append", choices=PEERS, default=[])
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -346,28 +417,22 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=float, default=300, help="time limit of each trainer, including its start"
     )
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write a record of each trainer there")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     titles = "case,trainer,attention,tokens/s/GPU,ftkit ×,MFU,peak GiB,predicted,data wait,first loss,last loss,start s"
     print(COLUMNS.format(*titles.split(",")))
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.case:
-            plan = make_plan(name, CASES[name], options, Path(folder) / name)
-            lengths = document_lengths(CASES[name], plan)
-            write_data(plan, lengths)
-            plan.layout.root.mkdir(parents=True)
-            plan.layout.plan.write_text(plan_to_json(plan))
-            shape, training = plan.recipe.model.architecture, plan.recipe.training
-            peak = GPUS[options.gpu].peak_flops(training.compute_precision)
-            num_targets = sum(lengths) - len(lengths)  # all but the first token of each document
-            mfu_of_one_token = count_flops(shape, training, np.array(lengths), num_targets) / sum(lengths) / peak
-            ours = measure_ftkit(plan, options)
-            print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
-            print("start: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ours.phases.items()), flush=True)
-            for peer in options.peer:
-                result = measure_peer(plan, PEERS[peer], peer, options)
-                print(row(plan, peer, result, ours, mfu_of_one_token), flush=True)
+    failed = []
+    for case in options.case:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                if not measure_case(case, options, Path(folder)):
+                    failed.append(case)
+            except FtkitError as error:
+                print(f"{case}: {error}", flush=True)
+                failed.append(case)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
