@@ -57,7 +57,7 @@ class Gpu:
 
 # bf16 and fp32 from NVIDIA's data sheets: A100 (2021), H100 SXM, H200 SXM, L4; for B200, an eighth of HGX B200's.
 # The best matmuls: "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering (2026): 271.2 TFLOP/s on A100, 794.5 on
-# H100 and H200, 1,745 on B200. Flex was measured on H200 (docs/reference/benchmarks.md); on A100 it reaches 85 to 90%
+# H100 and H200, 1,745 on B200. Flex was measured on H200; on A100 it reaches 85 to 90%
 # of FlashAttention-2's speed (PyTorch's article on FlexAttention, 2024), which is 60% of the peak there (Dao 2023,
 # figure 4). No such measurements were found for L4, which gets Hopper's efficiencies.
 GPUS: dict[GpuModel, Gpu] = {

@@ -8,15 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from recording import MEASURED, read_record
 from waiting import PATIENCE_SECONDS
 
 CHECKOUT = Path(__file__).parents[2]
-sys.path.append(str(CHECKOUT / "benchmarks"))
-
 
 def test_a_case_that_cannot_be_planned_ends_neither_the_others_nor_their_records(tmp_path: Path) -> None:
-    from recording import MEASURED, read_record
-
     cases = ("--case", "nothing-of-this-name", "--case", "tiny training.seed=3")
     done = subprocess.run(
         [sys.executable, CHECKOUT / "benchmarks" / "train.py", "--device", "cpu", *cases, "--steps", "5",

@@ -1,0 +1,120 @@
+"""Figures of README.md and docs come from records of measurements and from today's planner (benchmarks/pages.py)."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from typing import TYPE_CHECKING
+
+import pages
+import pytest
+from recording import FOLDER, MEASURED, read_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ELSEWHERE = {"cli.md", "recipe.md", "image.md", "cluster-profile.md", "many-nodes.md"}
+"""Written by scripts/docs from commands and schemas, whose numbers are defaults and limits; the last is arithmetic on
+bandwidths that vendors state, which test_many_nodes.py repeats."""
+
+NOT_MEASURED = {
+    "README.md": {"80 GB"},  # a GPU's size
+    "docs/compare.md": {"1%"},  # a tolerance
+    "docs/images.md": {"9 seconds", "1 MiB", "2 minutes", "120 s", "64 MiB", "1.5 GB"},  # retries; an input's size
+    "docs/long-context.md": {"80 GB", "15%", "1.1 times as", "4 GiB", "580 GiB"},  # sizes, limits; bytes by arithmetic
+    "docs/on-a-cluster.md": {"10 seconds", "300 s", "20 seconds", "2 minutes", "1 GiB"},  # intervals and limits
+    "docs/reference/benchmarks.md": {"1.5 GB", "4,096"},  # sizes of inputs
+    "docs/reference/security.md": {"30 s", "2 GiB"},  # limits
+    "docs/use-the-model.md": {"2 GiB", "15 minutes", "0.01%", "0.1%", "5%", "95%"},  # sizes, limits, tolerances
+    "docs/when-something-fails.md": {"10%", "25 s"},  # a threshold; an interval between injected faults
+    "docs/your-own-code.md": {"64 MiB"},  # a limit
+}
+"""Numbers with a unit that nobody measured: settings, limits, tolerances, sizes of inputs, and arithmetic."""
+
+THRESHOLDS = {"5%", "10%"}
+"""Bounds of intervals: the figure is the number of runs within them, which stands in a marker."""
+
+every_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(pages.CHECKOUT)))
+every_record = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+
+
+@every_page
+def test_a_page_has_the_figures_of_its_records_and_of_todays_planner(page: Path) -> None:
+    text = page.read_text()
+    assert pages.filled(text) == text, "run scripts/docs"
+
+
+@every_page
+def test_a_figure_without_a_record_is_a_number_that_nobody_measured(page: Path) -> None:
+    name = str(page.relative_to(pages.CHECKOUT))
+    if page.name in ELSEWHERE:
+        return
+    allowed = NOT_MEASURED.get(name, set())
+    with_interval = THRESHOLDS if "within_5]" in page.read_text() else set()
+    found = set(pages.figures_without_record(page.read_text()))
+    assert found <= allowed | with_interval, "write the figure into a record, and its field between markers"
+    assert allowed <= found, "the page no longer has these numbers: remove them from the list"
+
+
+@every_page
+def test_no_line_of_a_paragraph_begins_with_a_marker(page: Path) -> None:
+    # Markdown takes the rest of such a line for HTML.
+    assert not re.findall(r"^ *<!--= (?!\{table).*", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("trains at 10,360 tokens/s, TRL at 9,524 on the same packs", ["10,360 tokens/s", "9,524"]),
+        ("in 55.3 instead of 88 GiB, 1.55 times as fast", ["88 GiB", "1.55 times as"]),
+        ("ready in about four minutes", ["four minutes"]),
+        ("within 6% of 120 families", ["6%", "120 families"]),
+        ("took 0.3 to 0.7 s", ["0.3 to 0.7 s"]),
+        ("packs of 8,192 tokens, `training.x=6 GiB`, ones, 8B, [a](b.md#6-s), Qwen 3.5", []),
+        ("<!--= {r[a][b][c]} -->10,360 tokens/s<!--/-->", []),
+    ],
+)
+def test_measured_figures_in_sentences_are_found(text: str, figures: list[str]) -> None:
+    assert pages.figures_without_record(text) == figures
+
+
+def test_figures_that_differ_from_their_records_are_replaced() -> None:
+    families = pages.families()
+    assert families["tried"] > families["trained"] > 100
+    text = "of <!--= {of[families][tried]:,} -->120<!--/--> families"
+    assert pages.filled(text) == text.replace("120", str(families["tried"]))
+
+
+@pytest.mark.parametrize("field", ["{r[none][a][b]}", "{of[planned][none]}", "{table[none]}", "{plan[none].speed}"])
+def test_a_field_that_no_record_has_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(field)):
+        pages.filled(f"a <!--= {field} -->1<!--/-->")
+
+
+def test_a_measured_run_is_planned_again_by_the_planner_of_the_checkout() -> None:
+    (run,) = (each for each in pages.plan_again() if each.name == "train-llama3-8b-dora")
+    assert run.memory_error == pytest.approx(run.gib / 40.9 - 1)
+    row = next(line for line in pages.table("planned-1").splitlines() if "use_dora" in line)
+    assert f"| 40.9 | {run.gib:.1f} |" in row
+    text = "<!--= {plan[train-llama3-8b-dora].gib:.1f} -->1.0<!--/-->"
+    assert f"-->{run.gib:.1f}<!--" in pages.filled(text)
+
+
+def test_benchmarks_are_at_most_3000_words() -> None:
+    text = re.sub(r"<!--.*?-->", "", (pages.CHECKOUT / "docs/reference/benchmarks.md").read_text())
+    assert len([word for word in re.split(r"[\s|]+", text) if re.search(r"\w", word)]) <= 3000
+
+
+@every_record
+def test_a_record_has_its_repeats_or_says_that_they_were_not_kept(path: Path) -> None:
+    record = read_record(path)
+    assert record.command
+    assert re.match(r"\d{4}-\d\d-\d\d", record.date)
+    for row in record.rows:
+        if record.source == MEASURED:
+            assert row.repeats
+            for name, values in row.repeats.items():
+                assert row.medians[name] == pytest.approx(statistics.median(values))
+        else:
+            assert row.repeats is None
+            assert "repeats were not kept" in record.source
