@@ -13,6 +13,7 @@ from waiting import PATIENCE_SECONDS
 
 CHECKOUT = Path(__file__).parents[2]
 
+
 def test_a_case_that_cannot_be_planned_ends_neither_the_others_nor_their_records(tmp_path: Path) -> None:
     cases = ("--case", "nothing-of-this-name", "--case", "tiny training.seed=3")
     done = subprocess.run(
