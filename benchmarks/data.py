@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from preparation import Cost, Stopwatch, print_cost
+from recording import add_record_option, record_repeats
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
@@ -260,6 +261,7 @@ def main() -> None:
         "--large", type=int, nargs="+", default=[], metavar="MILLIONS",
         help="only prepare this many million tokens of chats, which repeat, to measure memory",
     )  # fmt: skip
+    add_record_option(parser)
     options = parser.parse_args()
     names = ["chat"] if options.large else options.case or list(CASES)
     print(COLUMNS.format("case", "by", "tokens", "seconds", "tokens/s", "CPU µs/token", "full", "peak"), flush=True)
@@ -267,8 +269,9 @@ def main() -> None:
         folder = Path(temporary)
         make_data(folder, options.rows, names)
         if options.large:
-            measure_large(folder, options.large, options.workers[-1])
+            record_repeats(options.record, "data-large", measure_large(folder, options.large, options.workers[-1]))
             return
+        found = {}
         for name in names:
             programs = [("ftkit", sys.executable), *(options.peer if name == "chat" else [])]
             whos = [Who(*program, workers) for program in programs for workers in options.workers]
@@ -278,10 +281,24 @@ def main() -> None:
                     results[who].append(measure_apart(folder, folder / f"{name}.jsonl", name, who))
             for who in whos:
                 show(name, who, results[who])
+                found[f"{name}, {who.name}, workers: {who.workers}"] = repeats_of(results[who])
+        record_repeats(options.record, "data", found)
 
 
-def measure_large(folder: Path, sizes: list[int], workers: int) -> None:
+def repeats_of(results: list[tuple[Cost, int]]) -> dict[str, list[float]]:
+    """Return what a record has of each preparation."""
+    return {
+        "tokens, M": [cost.num_tokens / 1e6 for cost, _ in results],
+        "seconds": [cost.seconds for cost, _ in results],
+        "CPU, µs a token": [cost.cpu_seconds / cost.num_tokens * 1e6 for cost, _ in results],
+        "full, %": [cost.fill_ratio * 100 for cost, _ in results],
+        "memory, MiB": [float(peak) for _, peak in results],
+    }
+
+
+def measure_large(folder: Path, sizes: list[int], workers: int) -> dict[str, dict[str, list[float]]]:
     """Prepare the chats again and again, as files of one folder, up to some million tokens each time."""
+    found = {}
     who = Who("ftkit", sys.executable, workers)
     one, _ = measure_apart(folder, folder / "chat.jsonl", "chat", who)
     for size in sizes:
@@ -289,7 +306,10 @@ def measure_large(folder: Path, sizes: list[int], workers: int) -> None:
         many.mkdir()
         for number in range(max(1, round(size * 1e6 / one.num_tokens))):
             (many / f"{number}.jsonl").symlink_to(folder / "chat.jsonl")
-        show(f"{size} M", who, [measure_apart(folder, many, "chat", who)])
+        results = [measure_apart(folder, many, "chat", who)]
+        show(f"{size} M", who, results)
+        found[str(size)] = repeats_of(results)
+    return found
 
 
 if __name__ == "__main__":

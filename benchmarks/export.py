@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from recording import add_record_option, record_repeats
 from transformers import LlamaConfig
 
 from ftkit.config.context import Context
@@ -130,7 +131,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--verify", action="store_true")
+    add_record_option(parser)
     asked = parser.parse_args()
+    found: dict[str, dict[str, list[float]]] = {
+        "copy of the files": {"CPU, s": [], "wall, s": []}, "export": {"CPU, s": [], "wall, s": [], "peak, GiB": []}
+    }  # fmt: skip
     config, tokenizer = make_config(asked.layers), learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
     method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.sql_execution=null"]
     spec = load_recipe("demo", Context(Path("/"), Path("/"), {}), method)
@@ -154,12 +159,17 @@ def main() -> None:
             memory.peak = 0
             exported, cpu_seconds = export(parts, folder / "base", folder / f"export-{number}")
             shutil.rmtree(folder / f"export-{number}")
+            for row, values in (("copy of the files", (copy_cpu, copied)),
+                                ("export", (cpu_seconds, exported, memory.peak / GIB))):  # fmt: skip
+                for what, value in zip(found[row], values, strict=True):
+                    found[row][what].append(value)
             print(
                 f"copy {copied:.1f} s ({size / copied / GIB:.2f} GiB/s, {copy_cpu:.1f} s of CPU), "
                 f"export {exported:.1f} s "
                 f"({size / exported / GIB:.2f} GiB/s, {cpu_seconds:.1f} s of CPU): "
                 f"{copied / exported:.0%} of the copy's speed, peak {memory.peak / GIB:.2f} GiB"
             )
+    record_repeats(asked.record if asked.rounds else None, "export", found)
 
 
 if __name__ == "__main__":

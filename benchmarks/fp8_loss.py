@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from recording import add_record_option, record_repeats
+
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import StepRecord
 
@@ -40,9 +42,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--gpus", type=int, default=1, help="with two, both runs at the same time")
+    add_record_option(parser)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    losses = {}
+    losses, found = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         runs = {}
         for gpu, precision in enumerate(("bf16", "fp8")):
@@ -57,7 +60,9 @@ def main() -> None:
     print(f"{'steps':>11} {'bf16':>9} {'fp8':>9} {'difference':>10}")
     for first in range(0, options.steps, WINDOW):
         bf16, fp8 = (statistics.mean(losses[name][first : first + WINDOW]) for name in ("bf16", "fp8"))
+        found[f"steps {first + 1} to {first + WINDOW}"] = {"bf16": [bf16], "FP8": [fp8]}
         print(f"{first + 1:>5}-{first + WINDOW:>5} {bf16:>9.4f} {fp8:>9.4f} {fp8 / bf16 - 1:>+10.2%}")
+    record_repeats(options.record, "fp8-loss", found)
 
 
 if __name__ == "__main__":

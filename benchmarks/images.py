@@ -25,6 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from recording import add_record_option, record_repeats
+
 from ftkit.images import docker_engine
 from ftkit.images.import_image import import_image
 from ftkit.images.sources import DockerSource
@@ -166,9 +168,9 @@ def show(rounds: list[list[Row]], peak: float) -> bool:
     return times >= 3 and longer >= 5 and larger <= 5 and peak < 1024  # noqa: PLR2004
 
 
-def show_unchanged(reference: str, repeats: int) -> bool:
+def show_unchanged(reference: str, repeats: int, record: Path | None) -> bool:
     """Time up-to-date commands through the command line."""
-    slowest = 0.0
+    slowest, found = 0.0, {}
     for words in (("build", reference, "--allow-unpinned"), ("push", reference), ("import", reference)):
         seconds = []
         for _ in range(repeats):
@@ -177,6 +179,8 @@ def show_unchanged(reference: str, repeats: int) -> bool:
             seconds.append(time.monotonic() - started)
         print(f"ftkit {words[0]:8} {statistics.median(seconds):6.2f} s (wanted: under 2)")
         slowest = max(slowest, statistics.median(seconds))
+        found[f"ftkit {words[0]}"] = {"seconds": seconds}
+    record_repeats(record, "images-unchanged", found)
     return slowest < 2  # noqa: PLR2004
 
 
@@ -186,12 +190,18 @@ def main() -> int:
     parser.add_argument("--image", help="an image of the docker engine")
     parser.add_argument("--unchanged", metavar="NAME:TAG", help="an image that was built, pushed and imported")
     parser.add_argument("--repeats", type=int, default=3, help="number of rounds for the medians")
+    add_record_option(parser)
     options = parser.parse_args()
     if options.unchanged:
-        return 0 if show_unchanged(options.unchanged, options.repeats) else 1
+        return 0 if show_unchanged(options.unchanged, options.repeats, options.record) else 1
     if options.image is None:
         make_image()
     measured = [one_round(options.image or NAME) for _ in range(options.repeats)]
+    ways = {
+        rows[0].way: {"seconds": [row.seconds for row in rows], "MiB": [row.size / MIB for row in rows]}
+        for rows in zip(*(rows for rows, _ in measured), strict=True)
+    }
+    record_repeats(options.record, "images", ways)
     return 0 if show([rows for rows, _ in measured], max(peak for _, peak in measured)) else 1
 
 

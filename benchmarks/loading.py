@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import add_record_option, record_repeats
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ftkit.config.adapters import LoraSpec
@@ -111,7 +112,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder of the model; it is written if missing")
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--load", choices=CASES, help=argparse.SUPPRESS)
+    add_record_option(parser)
     asked = parser.parse_args()
+    found = {}
     if asked.load:
         load(asked.load, asked.folder)
         return
@@ -126,9 +129,11 @@ def main() -> None:
             ranks = measure(case, folder, asked.ranks)
             read, held = sum(each["read"] for each in ranks), max(each["anonymous"] for each in ranks)
             seconds = max(each["seconds"] for each in ranks)
+            found[case] = {"read, MiB": [read / MEBI], "of the files": [read / size], "seconds": [seconds]}
             print(COLUMNS.format(
                 case, f"{seconds:.1f}", f"{read / MEBI:,.0f}", f"{read / size:.2f}", f"{held / MEBI:,.0f}"
             ), flush=True)  # fmt: skip
+    record_repeats(asked.record, "loading", found)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from recording import add_record_option, record_repeats
 
 from ftkit.health.__main__ import REPORT_PREFIX
 
@@ -133,7 +134,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048], help="sizes of buffers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_record_option(parser)
     options = parser.parse_args()
+    found = {}
     if "RANK" in os.environ:
         run_rank(options)
         return
@@ -154,8 +157,13 @@ def main() -> None:
             )
             unit = {"matmul": "TFLOP/s", "seconds": "s"}.get(rate, "GB/s")
             ratio = f"{own / other:.3f}" if own and other else ""
+            named = {"doctor": checks, "plain torch": plain}
+            found[f"{rate}, GPUs: {num_gpus}"] = {
+                who: [each[rate] for each in rounds] for who, rounds in named.items() if rate in rounds[0]
+            }
             shown = [f"{value:,.4g}" if value else "" for value in (own, other)]
             print(COLUMNS.format(num_gpus, rate + " MiB" * (" " in rate), unit, *shown, ratio), flush=True)
+    record_repeats(options.record, "node-checks", found)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,19 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter, with_config
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
 
 FOLDER = Path(__file__).parent / "records"
 CHECKOUT = Path(__file__).parents[1]
@@ -84,6 +89,22 @@ def write_record(folder: Path, name: str, record: Record) -> Path:
     partial.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    """Let a program take the folder to which it writes its record."""
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write a JSON record of the measurement there")
+
+
+def record_repeats(folder: Path | None, name: str, measured: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Write all repeats and their medians, by row and what was measured, if a folder for records was asked for."""
+    if folder is None:
+        return
+    rows = [
+        Row({"row": row}, {what: statistics.median(each) for what, each in repeats.items()}, dict(repeats))
+        for row, repeats in measured.items()
+    ]
+    print(f"record: {write_record(folder, name, record_of(rows))}", flush=True)
 
 
 def record_of(rows: list[Row], *, python: str = sys.executable) -> Record:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recording import record_repeats
 from save_stall import case_parser, make_model, make_work, measure_in_processes
 
 from ftkit.health.sampler import INTERVAL_SECONDS
@@ -111,13 +112,16 @@ def measure_steps(work: Callable[[], None], world: World, options: argparse.Name
             num_steps[way] += taken[1]
     if not world.is_first:
         return
+    found = {}
     print(COLUMNS.format("sampler", "steps", "mean step, s", "cost", "± s. e.", "in a run"))
     for way in WAYS:
         costs = [with_it / without - 1 for with_it, without in zip(seconds[way], seconds[WAYS[0]], strict=True)]
         cost, error = statistics.mean(costs), statistics.stdev(costs) / len(costs) ** 0.5
         step = f"{statistics.mean(seconds[way]):.5f}"
+        found[way.title] = {"mean step, s": seconds[way], "cost": costs}
         scaled = "" if way.interval is None else f"{cost * way.interval / INTERVAL_SECONDS:+.4%}"
         print(COLUMNS.format(way.title, num_steps[way], step, f"{cost:+.3%}", f"{error:.3%}", scaled), flush=True)
+    record_repeats(options.record, "sampler", found)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from recording import add_record_option, record_repeats
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from train import CASES, CHECKOUT, make_plan, training_of
@@ -250,8 +251,9 @@ def ways_to_save(engine: Engine, plan: RunPlan, world: World) -> Iterator[tuple[
     yield "accelerate save_state", saved_by_accelerate(plan, folder, world)
 
 
-def measure_all(plan: RunPlan, world: World, num_saves: int) -> None:
+def measure_all(plan: RunPlan, world: World, options: argparse.Namespace) -> None:
     """Print the table, each row once it is measured."""
+    num_saves, found = options.saves, {}
     engine = make_model(plan, world)
     work = make_work(engine, plan, world)
     work()  # which makes the optimizer's states
@@ -266,6 +268,11 @@ def measure_all(plan: RunPlan, world: World, num_saves: int) -> None:
         if world.is_first:
             waits = print_row(title, timings, synchronous)
             synchronous = synchronous or waits
+            found[title] = {
+                name: [getattr(each, name) for each in timings[1:]] for name in ("waits", "slowed", "complete")
+            }
+    if world.is_first:
+        record_repeats(options.record, "save-stall", found)
 
 
 # --- Processes -----------------------------------------------------------------------------------
@@ -279,6 +286,7 @@ def case_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1, help="processes, with --device cpu")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="model of the GPU, which is not detected")
     parser.add_argument("--folder", type=Path, help="where files are written (a temporary folder)")
+    add_record_option(parser)
     parser.add_argument("overrides", nargs="*")
     return parser
 
@@ -316,7 +324,7 @@ def main() -> None:
     parser = case_parser(__doc__)
     parser.add_argument("--saves", type=int, default=3, help="saves of each kind, after the first")
     options = parser.parse_args()
-    measure_in_processes(options, lambda plan, world: measure_all(plan, world, options.saves))
+    measure_in_processes(options, lambda plan, world: measure_all(plan, world, options))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recording import add_record_option, record_repeats
+
 STEP = {
     "event": "step",
     "time": 1.0,
@@ -116,6 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--runs", type=int, default=1000)
+    add_record_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
@@ -123,11 +126,14 @@ def main() -> int:
         seconds = measure(CASES, workspace, options.repeats)
     print(f"medians of {options.repeats} processes; {options.runs} runs in the workspace\n")
     print("| command | CPU seconds | times the baseline | at most |\n|---|---|---|---|")
-    is_slow = False
+    is_slow, found = False, {}
     for case, measured in zip(CASES, seconds, strict=True):
-        ratio = statistics.median(one / base for one, base in zip(measured, seconds[0], strict=True))
+        ratios = [one / base for one, base in zip(measured, seconds[0], strict=True)]
+        ratio = statistics.median(ratios)
+        found[case.title] = {"CPU seconds": measured, "times the baseline": ratios}
         print(f"| `{case.title}` | {statistics.median(measured):.2f} | {ratio:.1f} | {case.limit or ''} |")
         is_slow |= case.limit is not None and ratio > case.limit
+    record_repeats(options.record, "startup", found)
     return int(is_slow)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pages
 import pytest
-from recording import FOLDER, MEASURED, read_record
+from recording import FOLDER, MEASURED, read_record, record_repeats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,3 +118,23 @@ def test_a_record_has_its_repeats_or_says_that_they_were_not_kept(path: Path) ->
         else:
             assert row.repeats is None
             assert "repeats were not kept" in record.source
+
+
+def test_what_a_program_measured_repeatedly_becomes_a_record_with_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(pages.CHECKOUT / "benchmarks" / "startup.py"), "--repeats", "3"])
+    record_repeats(None, "nothing", {"a": {"seconds": [1.0]}})
+    record_repeats(tmp_path, "startup", {"ftkit runs": {"seconds": [3.0, 1.0, 2.5]}})
+    (path,) = tmp_path.iterdir()
+    record = read_record(path)
+    assert record.command == "python benchmarks/startup.py --repeats 3"
+    assert record.rows[0].repeats == {"seconds": [3.0, 1.0, 2.5]}
+    assert "| ftkit runs | 2.5 |" in pages.record_table(record)
+
+
+def test_every_program_that_measures_writes_records() -> None:
+    programs = [path for path in (pages.CHECKOUT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert len(programs) >= 10
+    for path in programs:
+        assert re.search(r"record_repeats\(|write_record\(", path.read_text()), path.name
