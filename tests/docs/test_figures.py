@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import html
+import os
 import re
 import statistics
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pages
 import pytest
 from recording import FOLDER, MEASURED, read_record, record_repeats
+from waiting import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,3 +143,33 @@ def test_every_program_that_measures_writes_records() -> None:
     assert len(programs) >= 10
     for path in programs:
         assert re.search(r"record_repeats\(|write_record\(", path.read_text()), path.name
+
+
+def shown(picture: str) -> str:
+    """Return the text of a picture of a terminal, without white space."""
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (pages.CHECKOUT / "docs" / "pictures" / picture).read_text())
+    return re.sub(r"\s", "", html.unescape("".join(texts)))
+
+
+def test_the_picture_of_a_plan_shows_what_the_planner_says_today(tmp_path: Path) -> None:
+    text = (pages.CHECKOUT / "docs" / "pictures" / "plan.svg").read_text()
+    command = re.search(r"ftkit(?: |&#160;)plan[^<]*", text)
+    assert command
+    words = html.unescape(command[0]).replace("\xa0", " ").split()
+    environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path), "COLUMNS": "1000"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True, text=True, env=environment, check=False, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("batch", "execution", "memory", "speed"))]
+    lines += [line for line in done.stdout.splitlines() if "predicted to fit" in line]
+    assert len(lines) > 5, done.stderr
+    for line in lines:
+        assert re.sub(r"\s", "", line) in shown("plan.svg"), "run scripts/pictures plan"
+
+
+def test_the_record_of_the_demo_is_the_run_in_its_picture() -> None:
+    (row,) = read_record(FOLDER / "demo.json").rows
+    minutes, seconds = divmod(int(row.medians["training, s"] or 0), 60)
+    assert f"{minutes}min{seconds}softraining" in shown("result.svg")
+    assert f"executionaccuracy{row.medians['accuracy after, %']:.0f}%" in shown("result.svg")
