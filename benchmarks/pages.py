@@ -69,9 +69,10 @@ def plan_again() -> list[Planned]:
     for name, record in read_all().items():
         for row in record.rows:
             if row.training and row.labels.get("trainer", "ftkit") == "ftkit" and row.labels.get("device") != "cpu":
+                steps = f", {len(row.repeats['step_seconds'])} steps" if row.repeats else ""
                 plan = make_plan(row.training, Path(tempfile.gettempdir()) / "planned")
                 speed = plan.speed.tokens_per_second / row.training.gpus
-                found.append(Planned(row.training, name, record.date[:10], row, speed, plan.memory.total))
+                found.append(Planned(row.training, name, record.date[:10] + steps, row, speed, plan.memory.total))
     return sorted(found, key=lambda each: (each.training.gpu, each.training.gpus, each.training.architecture))
 
 
@@ -84,30 +85,30 @@ def derived() -> dict[str, dict[str, Any]]:
         "planned": _spread(memory), "planned speed": _spread(speed), "families": families(),
         "published": _spread(sorted(predicted_speed(run) / run.speed - 1 for run in PUBLISHED)),
     }  # fmt: skip
-    for peer in ("Unsloth", "TRL"):
-        ratios = sorted(ratio for _, row, ratio in pairs() if row.labels["trainer"].startswith(peer))
+    for peer in ("unsloth", "trl"):
+        ratios = sorted(ratio for _, _, row, ratio in pairs() if row.labels["trainer"].casefold().startswith(peer))
         of[peer] = {"least": ratios[0], "most": ratios[-1], "num_rows": len(ratios)}
     return of
 
 
-def pairs() -> Iterable[tuple[Row, Row, float]]:
-    """Yield ftkit's row, a peer's row of the same call and run, and how many times as fast ftkit is."""
-    calls: dict[tuple[str, str], list[Row]] = defaultdict(list)
+def pairs() -> Iterable[tuple[str, Row, Row, float]]:
+    """Yield the name of ftkit's record, its row, a peer's row of the same call and run, and the ratio of their speeds."""
+    calls: dict[tuple[str, str], list[tuple[str, Row]]] = defaultdict(list)
     for name, record in read_all().items():
         group = record.command if record.source == MEASURED else name
         for row in record.rows:
             if row.training and "trainer" in row.labels:
-                calls[group, f"{row.training}{row.labels.get('setting', '')}"].append(row)
+                calls[group, str(row.training)].append((name, row))
     for rows in calls.values():
-        ours = [row for row in rows if row.labels["trainer"] == "ftkit"]
-        for peer in (row for row in rows if row.labels["trainer"] != "ftkit"):
-            for own in ours:
-                yield own, peer, _number(own, "tokens_per_second") / _number(peer, "tokens_per_second")
+        ours = [(name, row) for name, row in rows if row.labels["trainer"] == "ftkit"]
+        for peer in (row for _, row in rows if row.labels["trainer"] != "ftkit"):
+            for name, own in ours:
+                yield name, own, peer, _number(own, "tokens_per_second") / _number(peer, "tokens_per_second")
 
 
 def pair_text(name: str) -> str:
-    """Return the speed and memory of ftkit and of the peer in a record, for a sentence."""
-    ours, peer = read_all()[name].rows
+    """Return the speed and memory of ftkit in a record, and of the peer of the same call, for a sentence."""
+    ours, peer = next((own, peer) for each, own, peer, _ in pairs() if each == name)
     (speed, gib), (other, other_gib) = (
         (_number(row, "tokens_per_second"), _number(row, "peak_gib")) for row in (ours, peer)
     )
@@ -157,7 +158,7 @@ def peers_table() -> str:
             *(show(row.medians["tokens_per_second"], ",.0f") for row in (own, peer)), f"{ratio:.2f}",
             *(show(row.medians["peak_gib"], ".1f") for row in (own, peer)),
         ]
-        for own, peer, ratio in pairs()
+        for _, own, peer, ratio in pairs()
         if own.training
     ]  # fmt: skip
     titles = "run|GPUs|peer|its attention|tokens/s/GPU, ftkit|peer|ftkit ×|peak GiB, ftkit|peer"
@@ -238,7 +239,7 @@ def filled(text: str) -> str:
     def figure(found: re.Match[str]) -> str:
         try:
             return f"{found[1]}{found['field'].format_map(fields)}{found[4]}"
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, StopIteration) as error:
             raise ValueError(f"{found['field']}: no record has it ({error!r})") from error
 
     return MARKER.sub(figure, text)

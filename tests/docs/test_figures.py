@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pages
 import pytest
-from recording import FOLDER, MEASURED, read_record, record_repeats
+from recording import FOLDER, MEASURED, Record, Row, Training, read_record, record_repeats
 from waiting import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -136,6 +136,18 @@ def test_what_a_program_measured_repeatedly_becomes_a_record_with_a_table(
     assert record.command == "python benchmarks/startup.py --repeats 3"
     assert record.rows[0].repeats == {"seconds": [3.0, 1.0, 2.5]}
     assert "| ftkit runs | 2.5 |" in pages.record_table(record)
+
+
+def test_trainers_of_one_call_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(trainer: str, speed: float, command: str) -> Record:
+        medians = {"tokens_per_second": speed, "peak_gib": 9.0}
+        row = Row({"trainer": trainer}, medians, {"step_seconds": [1.0]}, Training("llama3-8b", ()))
+        return Record("benchmarks/train.py", command, "2026-11-23T23:00:00+00:00", {}, {}, MEASURED, (row,))
+
+    records = {"a": record("ftkit", 300, "one"), "b": record("trl", 200, "one"), "c": record("trl", 100, "another")}
+    monkeypatch.setattr(pages, "read_all", lambda: records)
+    assert [(name, ratio) for name, _, _, ratio in pages.pairs()] == [("a", 1.5)]
+    assert pages.pair_text("a") == "300 tokens/s in 9.0 GiB (trl: 200 in 9.0)"
 
 
 def test_every_program_that_measures_writes_records() -> None:
