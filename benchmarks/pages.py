@@ -92,7 +92,7 @@ def derived() -> dict[str, dict[str, Any]]:
 
 
 def pairs() -> Iterable[tuple[str, Row, Row, float]]:
-    """Yield the name of ftkit's record, its row, a peer's row of the same call and run, and the ratio of their speeds."""
+    """Yield the name of ftkit's record, its row, a peer's row of the same call and run, and ftkit's speed over it."""
     calls: dict[tuple[str, str], list[tuple[str, Row]]] = defaultdict(list)
     for name, record in read_all().items():
         group = record.command if record.source == MEASURED else name
