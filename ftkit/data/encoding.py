@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftkit.config.data import DataSpec, Format, TextFormat
-from ftkit.data.conversations import Conversation, Message, PlainText
+from ftkit.data.conversations import PlainText
 from ftkit.data.formats import check_split, read_example
 from ftkit.data.rendering import ChatRenderer, Rendering
 from ftkit.data.rows import errors_at
@@ -19,7 +19,7 @@ from ftkit.data.word_cache import WordCache
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from ftkit.data.rows import Row
 
@@ -28,8 +28,6 @@ MAX_CHARACTERS = 8 << 20
 each."""
 IGNORED = -100
 """The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
-
-_SHORT_CONVERSATION = Conversation((Message("user", "Hello"), Message("assistant", "Hello")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +48,28 @@ class Document:
         return int((self.labels != IGNORED).sum())
 
 
-def find_end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token that the chat template writes after an assistant turn.
+def find_end_tokens(tokenizer: Any, end_tokens: Collection[int] = ()) -> list[int]:
+    """Return the special tokens that end assistant turns, first that of answers; turns with calls may have another.
 
-    It is the last label of each trained turn, so it ends completions of the trained model, in evaluation
-    and wherever the model is used. It is not always the tokenizer's `eos_token`, which ends a text in base models.
+    One of them is the last label of each trained turn, so they end completions of the trained model, in evaluation and
+    wherever the model is used. They are not always the tokenizer's `eos_token`, which ends a text in base models.
+
+    Args:
+        tokenizer: the tokenizer.
+        end_tokens: the end tokens of the model's configuration.
 
     Returns:
-        None: the template ends a turn with ordinary text, or there is no template.
+        empty: the template ends a turn with ordinary text, or there is no template.
     """
     if tokenizer.chat_template is None:
-        return None
-    text = ChatRenderer.of(tokenizer, {}).render_to_end_of_turn(_SHORT_CONVERSATION)
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens[-1] if tokens and tokens[-1] in tokenizer.added_tokens_decoder else None
+        return []
+    found = ChatRenderer.of(tokenizer, {}, end_tokens).end_tokens
+    return list(dict.fromkeys(tokenizer.convert_tokens_to_ids(token) for token in found))
+
+
+def find_end_of_turn(tokenizer: Any, end_tokens: Collection[int] = ()) -> int | None:
+    """Return the token that ends answers; None if there is none."""
+    return next(iter(find_end_tokens(tokenizer, end_tokens)), None)
 
 
 @dataclass(frozen=True)
@@ -93,14 +99,16 @@ class RowEncoder:
     special_tokens: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int) -> RowEncoder:
+    def of(
+        cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int, end_tokens: Collection[int] = ()
+    ) -> RowEncoder:
         """Make an encoder for rows of a format.
 
         Raises:
             DataError: the chat template writes no special token after an assistant turn.
         """
-        renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options)
-        if renderer is not None and data.train_on != "all" and find_end_of_turn(tokenizer) is None:
+        renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options, end_tokens)
+        if renderer is not None and data.train_on != "all" and not renderer.end_tokens:
             raise DataError(
                 "the chat template writes no special token after an assistant turn",
                 meaning="the model would never learn to end a completion, and would generate up to the token limit",

@@ -16,7 +16,7 @@ from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.template_fields import find_unread
-from ftkit.data.tokenizers import add_tokens, check_size, learn_tokenizer, load_tokenizer
+from ftkit.data.tokenizers import add_tokens, check_size, find_model_end_tokens, learn_tokenizer, load_tokenizer
 from ftkit.data.workers import BatchEncoder, encode_rows, skip_bad
 from ftkit.errors import DataError, one_line, plural
 from ftkit.planning.plan import PREPARATION_VERSION
@@ -122,7 +122,10 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     tokenizer = _tokenizer(recipe, formats, report)
     vocab_size = recipe.model.architecture.vocab_size
     check_size(tokenizer, recipe.model, vocab_size, report)
-    encoders = {source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size) for source, form in formats.items()}
+    ends = find_model_end_tokens(recipe.model)
+    encoders = {
+        source: RowEncoder.of(tokenizer, recipe.data, form, vocab_size, ends) for source, form in formats.items()
+    }
     renderer = next((encoder.renderer for encoder in encoders.values() if encoder.renderer), None)  # all have the same
     if renderer and (roles := renderer.changed_roles()):
         report(
@@ -133,7 +136,7 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     options = recipe.data.template_options
     if renderer and (unread := find_unread(options, renderer.template, renderer.tool_template)):
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
-    return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer))
+    return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer, ends))
 
 
 class _SplitWriter:

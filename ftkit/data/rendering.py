@@ -6,19 +6,21 @@ import hashlib
 import re
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
+from ftkit.data.completions import Completions
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes
+from ftkit.data.turn_ends import TurnEnd, find_turn_ends
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ftkit.config.data import DataSpec
 
@@ -26,9 +28,6 @@ _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
 _WINDOW = 16
 _MAX_SHOWN_ROLES = 8
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_EMPTY_THINKING = re.compile(r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK])\s*\Z")
-"""Marker that opens a turn without thinking; some templates omit it when they render the turn itself."""
 _SHORT_ID = 9
 """Length of a tool call id for templates that require it (Mistral's)."""
 
@@ -59,34 +58,71 @@ class ChatRenderer:
         tool_template: template for conversations with tools; the same for most tokenizers.
         variables: special tokens and options that it may use.
         special_tokens: tokens that stay text if the data contains them, longest first.
+        stops: tokens at which generation stops, by the tokenizer and the model's generation configuration.
         needs_short_ids: whether it requires tool call ids of nine letters or digits.
         needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
         dropped: fields of turns that it silently omits, found by rendering small conversations.
+        answer_end: how it ends answers.
+        call_end: how it ends turns with tool calls.
+        completions: finds the trained parts of renderings.
     """
 
     template: str
     tool_template: str
     variables: Mapping[str, Any]
     special_tokens: tuple[str, ...]
+    stops: frozenset[str] = frozenset()
     needs_short_ids: bool = False
     needs_parts: bool = False
     dropped: frozenset[str] = frozenset()
+    answer_end: TurnEnd = TurnEnd()
+    call_end: TurnEnd = TurnEnd()
+    completions: Completions = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ends = {end.token for end in (self.answer_end, self.call_end) if end.token}
+        object.__setattr__(self, "completions", Completions(self, self.stops | ends))
 
     @classmethod
-    def of(cls, tokenizer: Any, options: Mapping[str, Any]) -> ChatRenderer:
-        """Inspect a tokenizer's template: find which fields of turns it omits."""
+    def of(cls, tokenizer: Any, options: Mapping[str, Any], end_tokens: Collection[int] = ()) -> ChatRenderer:
+        """Inspect a tokenizer's template: find which fields of turns it omits, and how it ends turns.
+
+        Args:
+            tokenizer: the tokenizer.
+            options: variables of the recipe for the template.
+            end_tokens: the end tokens of the model's configuration, at which generation stops.
+        """
+        special = special_tokens_of(tokenizer)
         inspected: dict[str, Any] = {
             "template": tokenizer.get_chat_template(),
             "tool_template": tokenizer.get_chat_template(tools=[{}]),
             "variables": {**tokenizer.special_tokens_map, **options},
-            "special_tokens": special_tokens_of(tokenizer),
-        }
+            "special_tokens": special,
+            "stops": frozenset(
+                {str(tokenizer.added_tokens_decoder[token]) for token in end_tokens
+                 if token in tokenizer.added_tokens_decoder}
+                | ({tokenizer.eos_token} if tokenizer.eos_token else set())
+            ),
+        }  # fmt: skip
         renderer, in_parts = cls(**inspected), cls(**inspected, needs_parts=True)
         if not renderer._writes_contents() and in_parts._writes_contents():
-            renderer = cls(**inspected, needs_parts=True)
+            renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
-        needs_short_ids = not renderer._accepts(call) and renderer._accepts(_with_short_ids(call))
-        return replace(renderer, needs_short_ids=needs_short_ids, dropped=frozenset(_dropped(renderer)))
+        if not renderer._accepts(call) and renderer._accepts(_with_short_ids(call)):
+            renderer = replace(renderer, needs_short_ids=True)
+        answer_end, call_end = find_turn_ends(renderer, special, renderer.stops)
+        dropped = frozenset(_dropped(renderer))
+        return replace(renderer, dropped=dropped, answer_end=answer_end, call_end=call_end)
+
+    @property
+    def source(self) -> str:
+        """The text of the templates."""
+        return self.template if self.tool_template == self.template else self.template + self.tool_template
+
+    @property
+    def end_tokens(self) -> list[str]:
+        """The tokens that end a turn, first that of answers."""
+        return [token for token in (self.answer_end.token, self.call_end.token) if token]
 
     def _accepts(self, conversation: Conversation) -> bool:
         try:
@@ -110,14 +146,16 @@ class ChatRenderer:
         if self.needs_short_ids:
             conversation = _with_short_ids(conversation)
         turns = self._turns_of(conversation)
-        return self._render(turns, conversation.tools, open_turn=open_turn)[0]
+        return self._render(turns, conversation.tools, open_turn=open_turn)
 
     def _turns_of(self, conversation: Conversation) -> list[_Turn]:
         return [_for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
 
-    def render_to_end_of_turn(self, conversation: Conversation) -> str:
-        """Return the text of a conversation to the token that ends its last turn. Raises as `render` does."""
-        return self._to_end_of_turn(self.render(conversation))
+    def to_end_of_turn(self, text: str, last: Message) -> str:
+        """Return a text without what follows the end of its last turn: line breaks, and the end of the conversation."""
+        if last.role != "assistant":
+            return replace(self.answer_end, opening="").cut(text)
+        return (self.call_end if last.tool_calls else self.answer_end).cut(text)
 
     def changed_roles(self) -> list[str]:
         """Return the roles of turns whose contents it shortens or changes, other than at their ends."""
@@ -145,10 +183,10 @@ class ChatRenderer:
         conversation, has_cuts = self._prepared(conversation)
         turns = self._turns_of(conversation)
         if data.train_on == "all":
-            text, _ = self._render(turns, conversation.tools, open_turn=False)
+            text = self._render(turns, conversation.tools, open_turn=False)
             found = [Rendering(text, ((0, len(text)),))]
         else:
-            found = self._grouped(turns, conversation.tools, trained_turns(conversation, data.train_on))
+            found = self._grouped(conversation, turns, trained_turns(conversation, data.train_on))
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
@@ -178,11 +216,7 @@ class ChatRenderer:
         )
         return replace(conversation, messages=messages, tools=tuple(cut(list(conversation.tools), pattern))), True
 
-    def _render(
-        self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and what `{% generation %}` marks in it."""
-        template = self.tool_template if tools else self.template
+    def _render(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool) -> str:
         variables = {
             **self.variables,
             "messages": turns,
@@ -191,15 +225,9 @@ class ChatRenderer:
             "add_generation_prompt": open_turn,
             "strftime_now": _TODAY.strftime,
         }
-        blocks: list[str] = []
-        marks: list[tuple[int, int]] = []
-        compiled = _compile(template)
+        compiled = _compile(self.tool_template if tools else self.template)
         try:
-            if not _GENERATION.search(template):
-                return compiled.render(variables), marks
-            with compiled.environment.activate_tracker(blocks, marks):
-                for block in compiled.generate(variables):
-                    blocks.append(block)  # noqa: PERF402 - the tracker reads what is there so far
+            return str(compiled.render(variables))
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
             raise DataError(
@@ -207,18 +235,15 @@ class ChatRenderer:
                 meaning="most templates require at most one system turn, then alternating user and assistant turns",
                 fix="correct or remove this example, or choose another data.chat_template",
             ) from error
-        return "".join(blocks), marks
 
-    def _grouped(
-        self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
-    ) -> list[Rendering]:
+    def _grouped(self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]) -> list[Rendering]:
         """Return the fewest texts, each ending with a trained turn, in which all trained turns look as in inference."""
-        in_windows = self._in_windows(turns, tools, trained) if len(turns) > _WINDOW else None
+        in_windows = self._in_windows(conversation, turns, trained) if len(turns) > _WINDOW else None
         if in_windows is not None:
             return [in_windows]
         found: list[Rendering] = []
         for turn in trained:
-            text, begin = self._through(turns, tools, turn)
+            text, begin = self._through(conversation, turns, range(turn + 1))
             spans: tuple[tuple[int, int], ...] = ((begin, len(text)),)
             if found and text.startswith(found[-1].text):
                 spans = (*found.pop().spans, *spans)
@@ -226,67 +251,45 @@ class ChatRenderer:
         return found
 
     def _in_windows(
-        self, turns: list[_Turn], tools: Sequence[Mapping[str, Any]], trained: Sequence[int]
+        self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]
     ) -> Rendering | None:
         """Render a long conversation in time linear in its turns.
 
         The context of a turn is then the leading system turns and the turns just before it. The concatenation of the
-        pieces must equal the rendering of the whole conversation; returns None otherwise.
+        pieces must equal the rendering of the whole conversation, and the text before the last trained turn the prompt
+        of inference; returns None otherwise.
         """
+        messages, tools = conversation.messages, conversation.tools
         text, spans, done = "", [], 0
         for turn in trained:
             context = _context(turns, done)
-            window = [*context, *turns[done : turn + 1]]
             try:
-                before = self._to_end_of_turn(self._render(context, tools, open_turn=False)[0]) if context else ""
-                through, begin = self._through(window, tools, len(window) - 1)
+                before = self._render([turns[each] for each in context], tools, open_turn=False) if context else ""
+                before = self.to_end_of_turn(before, messages[context[-1]]) if context else before
+                through, begin = self._through(conversation, turns, [*context, *range(done, turn + 1)])
             except DataError:
                 return None
             if not through.startswith(before) or begin < len(before):
                 return None
             spans.append((len(text) + begin - len(before), len(text) + len(through) - len(before)))
             text, done = text + through[len(before) :], turn + 1
-        expected, _ = self._render(turns[:done], tools, open_turn=False)
-        return Rendering(text, tuple(spans)) if expected.startswith(text) else None
+        expected = self._render(turns[:done], tools, open_turn=False)
+        is_same = self.to_end_of_turn(expected, messages[done - 1]) == text
+        last = trained[-1]
+        if is_same and messages[last].role == "assistant":
+            is_same = text[: spans[-1][0]] == self._render(turns[:last], tools, open_turn=True)
+        return Rendering(text, tuple(spans)) if is_same else None
 
-    def _after_generation_prompt(
-        self, before: str, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int
-    ) -> str | None:
-        """Return the prompt of inference followed by the assistant turn, if the template renders the turn differently.
+    def _through(self, conversation: Conversation, turns: Sequence[_Turn], chosen: Sequence[int]) -> tuple[str, int]:
+        """Return the text of chosen turns up to the end of the last, and the start of the last in it.
 
-        gpt-oss omits the analysis before a tool call once there is a final answer; Gemma 4's generation prompt has an
-        empty thought that the rendered turn omits. The turn starts after the last generation prompt within the common
-        prefix of its rendering and that of another completion. None: the prefix has no generation prompt.
+        The text before an assistant turn is the prompt of inference.
         """
-        text = self._to_end_of_turn(self._render(turns[: turn + 1], tools, open_turn=False)[0])
-        context, _ = self._render(turns[:turn], tools, open_turn=False)
-        if turns[turn - 1]["role"] == "assistant" and not text.startswith(self._to_end_of_turn(context)):
-            return None  # the template merges the two turns, so the completion would repeat the first
-        another = _for_template(Message("assistant", "ftkit"), in_parts=self.needs_parts)
-        other, _ = self._render([*turns[:turn], another], tools, open_turn=False)
-        opening = _EMPTY_THINKING.sub("", before[len(context) :]) if before.startswith(context) else ""
-        start = _common_prefix(text, other).rfind(opening) if opening else -1
-        return None if start < 0 else before + text[start + len(opening) :]
-
-    def _to_end_of_turn(self, text: str) -> str:
-        """Return a text without the line breaks, and the end of the whole conversation, that follow its last turn.
-
-        Phi's templates write an end token after the one of the last turn, as long as no other turn follows.
-        """
-        text = text.rstrip()
-        end = self.variables.get("eos_token")
-        turns = text.removesuffix(end).rstrip() if end else text
-        return turns if turns != text and turns.endswith(self.special_tokens) else text
-
-    def _through(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], turn: int) -> tuple[str, int]:
-        """Return the text up to the end of a turn, and the start of the turn in it."""
-        is_assistant = turns[turn]["role"] == "assistant"
-        text, marks = self._render(turns[: turn + 1], tools, open_turn=False)
-        if is_assistant and marks:
-            begin, end = marks[-1]
-            return text[:end], begin
-        text = self._to_end_of_turn(text)
-        if turn == 0:
+        rendered, tools = [turns[each] for each in chosen], conversation.tools
+        last = conversation.messages[chosen[-1]]
+        text = self.to_end_of_turn(self._render(rendered, tools, open_turn=False), last)
+        is_assistant = last.role == "assistant"
+        if len(chosen) == 1:
             if is_assistant:
                 raise DataError(
                     "the conversation starts with an assistant turn, so the start of its completion is unknown",
@@ -294,36 +297,28 @@ class ChatRenderer:
                     fix="put a system or user turn before it, remove this example, or set data.train_on to 'all'",
                 )
             return text, 0
-        before, _ = self._render(turns[:turn], tools, open_turn=is_assistant)
-        before = before if is_assistant else self._to_end_of_turn(before)
+        before = self._render(rendered[:-1], tools, open_turn=is_assistant)
+        if is_assistant:
+            messages = tuple(conversation.messages[each] for each in chosen)
+            start = self.completions.find(replace(conversation, messages=messages), before, text)
+            return (text, start) if text.startswith(before) else (before + text[start:], len(before))
+        before = self.to_end_of_turn(before, conversation.messages[chosen[-2]])
         if not text.startswith(before):
-            inferred = self._after_generation_prompt(before, turns, tools, turn) if is_assistant else None
-            if inferred is not None:
-                return inferred, len(before)
             raise DataError(
-                f"turn {turn + 1}: inference opens this turn with {before[-40:]!r}, but the chat template renders the "
-                "turn without that",
-                meaning="the model would be trained on text that differs from inference; thinking models' "
-                "templates open each turn with <think>, which data without reasoning does not have",
-                fix="add reasoning_content to the data, or set data.template_options or another data.chat_template",
+                f"turn {chosen[-1] + 1}: the chat template rewrites the turns before it, so its start is unknown",
+                fix="set data.train_on to 'assistant' or 'last', or choose another data.chat_template",
             )
         return text, len(before)
 
 
-def _common_prefix(text: str, other: str) -> str:
-    """Return the common prefix of two texts."""
-    length = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
-    return text if length is None else text[:length]
-
-
-def _context(turns: list[_Turn], end: int) -> list[_Turn]:
+def _context(turns: list[_Turn], end: int) -> list[int]:
     """Return the turns before `end`: all, or the leading system turns and the last turns from a user turn on."""
     if end <= _WINDOW:
-        return turns[:end]
-    system = list(takewhile(lambda turn: turn["role"] == "system", turns[:_WINDOW]))
-    recent = turns[end - _WINDOW : end]
-    first_user = next((index for index, turn in enumerate(recent) if turn["role"] == "user"), 0)
-    return [*system, *recent[first_user:]]
+        return list(range(end))
+    system = takewhile(lambda each: turns[each]["role"] == "system", range(_WINDOW))
+    recent = range(end - _WINDOW, end)
+    first_user = next((each for each in recent if turns[each]["role"] == "user"), recent[0])
+    return [*system, *range(first_user, end)]
 
 
 def _for_template(message: Message, *, in_parts: bool) -> _Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from ftkit.data.encoding import check_tokens
 from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
+from ftkit.model_folder import CONFIG_FILE, GENERATION_FILE, read_end_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -116,6 +118,22 @@ def _processor_template(source: str, revision: str | None) -> str | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return template if isinstance(template, str) else None
+
+
+def find_model_end_tokens(model: ModelSpec) -> list[int]:
+    """Return the end tokens of the weights' configurations, at which generation stops; empty if there are none."""
+    if is_path(model.weights):
+        return read_end_tokens(Path(model.weights)) if (Path(model.weights) / CONFIG_FILE).is_file() else []
+    if model.weights == "random":
+        return []
+    cached = partial(import_transformers().utils.cached_file, model.weights, revision=model.revision)
+    try:
+        folder = Path(cached(CONFIG_FILE)).parent
+        with suppress(OSError):  # few models have none
+            cached(GENERATION_FILE)
+    except OSError:  # the hub can't be reached, and the cache has only the tokenizer
+        return []
+    return read_end_tokens(folder)
 
 
 def _loading_error(source: str, error: Exception) -> DataError:

@@ -53,7 +53,10 @@ def prepare_here(
     fetch_weights(plan, environment, report)
 
 
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*")
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "config.json",
+    "generation_config.json",
+)  # fmt: skip
 
 
 def data_stamp(recipe: RecipeSpec) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ftkit.planning.job import PlacementPlan
     from ftkit.planning.layout import RunLayout
 
-PREPARATION_VERSION = 7
+PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
 

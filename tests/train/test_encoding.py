@@ -173,16 +173,20 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_document
     assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
 
 
-def test_tokens_in_generation_blocks_are_trained(
+def test_generation_blocks_do_not_change_what_is_trained(
     chatml: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marking = (
         "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% if turn.role == 'assistant' %}"
-        "{% generation %}{{ turn.content }}<|im_end|>{% endgeneration %}"
+        "{% generation %}{{ turn.content }}{% endgeneration %}<|im_end|>"
         "{% else %}{{ turn.content }}<|im_end|>{% endif %}\n{% endfor %}"
     )
-    with_template(chatml, marking, monkeypatch)
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    with_template(chatml, marking + opening, monkeypatch)
     assert trained_texts(chatml, TALK) == ["SELECT 1<|im_end|>SELECT 'é'<|im_end|>"]
+    with_template(chatml, marking, monkeypatch)  # inference sends no opening, so the model has to write it
+    header = "<|im_start|>assistant\n"
+    assert trained_texts(chatml, TALK) == [f"{header}SELECT 1<|im_end|>{header}SELECT 'é'<|im_end|>"]
 
 
 def test_the_marker_of_a_turn_without_thinking_is_not_trained(

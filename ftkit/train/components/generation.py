@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ftkit.data.encoding import find_end_of_turn
+from ftkit.data.encoding import find_end_tokens
 from ftkit.data.tasks.metrics import Completion
 from ftkit.files import write_json
 from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
@@ -28,7 +28,7 @@ class Generation:
     """End tokens of completions, and the generation settings of the pretrained model.
 
     Attributes:
-        end_tokens: first the trained one, then those of the tokenizer and of the pretrained model.
+        end_tokens: first the trained ones, then those of the tokenizer and of the pretrained model.
         settings: the content of the exported `generation_config.json`.
     """
 
@@ -45,11 +45,12 @@ class Generation:
         Raises:
             NotFoundError: a file of the weights can't be read.
         """
-        known = [find_end_of_turn(tokenizer), tokenizer.eos_token_id]
+        pretrained = [] if weights is None else read_end_tokens(weights)
+        pretrained = [token for token in pretrained if token in tokenizer.added_tokens_decoder]
+        known = [*find_end_tokens(tokenizer, pretrained), tokenizer.eos_token_id, *pretrained]
         own = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
         settings = {key: token for key, token in own.items() if token is not None}
         if weights is not None:
-            known += [token for token in read_end_tokens(weights) if token in tokenizer.added_tokens_decoder]
             settings |= read_generation_config(weights)
         end_tokens = tuple(dict.fromkeys(token for token in known if token is not None))
         settings.pop("_from_model_config", None)

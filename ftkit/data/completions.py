@@ -1,0 +1,373 @@
+"""Show which part of a rendered text is an assistant turn: with words that occur nowhere else in place of its strings.
+
+A turn's completion consists of texts of the template and the turn's strings, in turns: a `CompletionFrame`. It is found
+by rendering the conversation with another unique word in place of each string, so that nothing has to be searched for
+by its content. A real turn must then consist of a frame of its shape and its own strings, from the end of the prompt of
+inference to the token that ends it: no other turn's text has a place there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ftkit.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ftkit.data.conversations import Conversation, Message
+
+_WORD = re.compile(r"Qz\d{7}|71\d{7}")
+"""The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
+_EMPTY_THINKING = re.compile(
+    r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK]|<\|START_THINKING\|><\|END_THINKING\|>"
+    r"|<\|begin\|>assistant<\|think\|><\|end\|>)\s*\Z"
+)
+"""A closed thought at the end of a generation prompt; some templates omit it when they render the turn itself."""
+_LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+])\s*\Z")
+_TAGS = re.compile(r"</?\w+>|<\|?[\w/:▁]+\|?>|\[/?[A-Z_]+]|/no_?think\b|/think\b")
+"""Markers in the text of a template that it may look for in contents."""
+_LOOK_BACK = 80
+
+Shape = tuple[object, ...]
+
+
+class Template(Protocol):
+    """What renders the turns."""
+
+    def render(self, conversation: Conversation, *, open_turn: bool = False) -> str: ...
+    def to_end_of_turn(self, text: str, last: Message) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFrame:
+    """The texts of a template around the strings of an assistant turn.
+
+    Attributes:
+        literals: the template's texts, one more than there are slots.
+        slots: for each place between them, which of the turn's strings is there.
+        opening: the text before the completion as the template renders the turn; compared if that differs from the
+            prompt of inference.
+        prompt_end: the end of the prompt of inference then.
+    """
+
+    literals: tuple[str, ...]
+    slots: tuple[int, ...]
+    opening: str
+    prompt_end: str
+
+    def start_in(self, text: str, prompt: str, strings: Sequence[str]) -> int | None:
+        """Return where the completion starts in a text that ends with it; None if the text has another form."""
+        start = self._start(text, len(text), len(self.slots), strings)
+        if start is None or text.startswith(prompt):
+            return start if start == len(prompt) else None
+        is_shown = self.opening and prompt.endswith(self.prompt_end) and text.endswith(self.opening, 0, start)
+        return start if is_shown else None
+
+    def _start(self, text: str, end: int, number: int, strings: Sequence[str]) -> int | None:
+        """Match the literal before slot `number` and all before it, backward from `end`."""
+        literal = self.literals[number]
+        if not text.endswith(literal, 0, end):
+            return None
+        end -= len(literal)
+        if not number:
+            return end
+        for start in _starts_of(text, end, strings[self.slots[number - 1]]):
+            found = self._start(text, start, number - 1, strings)
+            if found is not None:
+                return found
+        return None
+
+
+def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
+    """Yield where a string starts that ends at `end`: as it is, without spaces at its ends, or as JSON or Python."""
+    if text.endswith(value, 0, end):
+        yield end - len(value)
+    core = value.strip()
+    trailing = value[len(value.rstrip()) :]
+    for length in range(len(trailing), -1, -1):
+        if text.endswith(core + trailing[:length], 0, end):
+            yield end - len(core) - length
+    for form in {value, core}:
+        plain = json.dumps(form, ensure_ascii=False)[1:-1]
+        for written in dict.fromkeys(
+            (plain, json.dumps(form)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1], repr(form)[1:-1])
+        ):
+            if written not in (value, core) and text.endswith(written, 0, end):
+                yield end - len(written)
+
+
+@dataclass(slots=True)
+class Strings:
+    """The strings of a turn, and words in place of them.
+
+    Attributes:
+        values: the strings, as text.
+        words: the word of each.
+        is_optional: whether a template may omit it: ids of tool calls.
+        shape: what the template may see of the turn besides its strings.
+    """
+
+    values: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    is_optional: list[bool] = field(default_factory=list)
+    shape: list[object] = field(default_factory=list)
+
+    def take(self, value: str, numbers: Iterator[int] | None, *, is_optional: bool = False) -> str:
+        """Add a string, and return its word; blank strings stay, and belong to the shape."""
+        if not value.strip():
+            self.shape.append(value)
+            return value
+        self.shape.append(True)
+        self.values.append(value)
+        if numbers is None:
+            return value
+        self.words.append(f"Qz{next(numbers):07d}")
+        self.is_optional.append(is_optional)
+        return self.words[-1]
+
+    def take_parts(self, value: str, numbers: Iterator[int] | None, tags: re.Pattern[str] | None) -> str:
+        """Add a string in parts: markers of the template in it stay."""
+        if tags is None:
+            return self.take(value, numbers)
+        parts = tags.split(value)
+        found = tags.findall(value)
+        self.shape += found
+        taken = [self.take(part, numbers) for part in parts]
+        return "".join(part + tag for part, tag in zip(taken, [*found, ""], strict=True))
+
+    def take_leaves(self, value: Any, numbers: Iterator[int] | None) -> Any:
+        """Add the strings and numbers of a JSON value at any depth."""
+        if isinstance(value, str):
+            return self.take(value, numbers)
+        if isinstance(value, Mapping):
+            self.shape.append(tuple(value))
+            return {key: self.take_leaves(inner, numbers) for key, inner in value.items()}
+        if isinstance(value, list):
+            self.shape.append(len(value))
+            return [self.take_leaves(inner, numbers) for inner in value]
+        if isinstance(value, bool) or value is None or not isinstance(value, int | float):
+            self.shape.append(repr(value))
+            return value
+        self.shape.append(type(value))
+        self.values.append(json.dumps(value))
+        if numbers is None:
+            return value
+        word = int(f"71{next(numbers):07d}")
+        self.words.append(str(word) if isinstance(value, int) else str(float(word)))
+        self.is_optional.append(False)
+        return word if isinstance(value, int) else float(word)
+
+
+def strings_of(message: Message, numbers: Iterator[int] | None, tags: re.Pattern[str] | None) -> tuple[Strings, Message]:
+    """Return the strings of a turn, and the turn with words in their place if `numbers` are given."""
+    taken = Strings()
+    reasoning = None if message.reasoning is None else taken.take(message.reasoning, numbers)
+    content = taken.take_parts(message.content, numbers, tags)
+    calls = []
+    for call in message.tool_calls:
+        taken.shape.append("call")
+        name = taken.take(call.name, numbers)
+        arguments = taken.take_leaves(call.arguments, numbers)
+        identity = None if call.id is None else taken.take(call.id, numbers, is_optional=True)
+        calls.append(replace(call, name=name, arguments=arguments, id=identity))
+    if numbers is None:
+        return taken, message
+    return taken, replace(message, reasoning=reasoning, content=content, tool_calls=tuple(calls))
+
+
+def _with_words(
+    conversation: Conversation, tags: re.Pattern[str] | None
+) -> tuple[Conversation, Strings]:
+    """Return a conversation with a word in place of each string, and the strings of its last turn."""
+    numbers = count(1)
+    messages: list[Message] = []
+    ids: dict[str | None, str | None] = {}
+    names: dict[str | None, str | None] = {}
+    last = Strings()
+    for message in conversation.messages:
+        last, marked = strings_of(message, numbers, tags)
+        if message.role == "tool":
+            fresh = Strings()
+            marked = replace(
+                marked,
+                name=message.name and (names.get(message.name) or fresh.take(message.name, numbers)),
+                tool_call_id=message.tool_call_id
+                and (ids.get(message.tool_call_id) or fresh.take(message.tool_call_id, numbers)),
+            )
+        elif message.name:
+            marked = replace(marked, name=Strings().take(message.name, numbers))
+        for call, marked_call in zip(message.tool_calls, marked.tool_calls, strict=True):
+            ids[call.id], names[call.name] = marked_call.id, marked_call.name
+        messages.append(marked)
+    return replace(conversation, messages=tuple(messages)), last
+
+
+@dataclass
+class Completions:
+    """Finds the completions of assistant turns, and remembers the frames of their shapes.
+
+    Attributes:
+        template: what renders the turns.
+        stops: the tokens at which generation stops, as text.
+    """
+
+    template: Template
+    stops: frozenset[str]
+    frames: dict[Shape, list[CompletionFrame]] = field(default_factory=dict)
+
+    def find(self, conversation: Conversation, prompt: str, text: str) -> int:
+        """Return where the completion of the last turn starts in its rendering, which ends with it.
+
+        Args:
+            conversation: the turns.
+            prompt: the rendering of all but the last with a generation prompt, as inference sends it.
+            text: the rendering of all, to the end of the last turn.
+
+        Raises:
+            DataError: it can't be shown that the completion is this turn and nothing else.
+        """
+        reason = DataError("")
+        for tags in (None, self._tags):
+            strings, _ = strings_of(conversation.messages[-1], None, tags)
+            frames = self.frames.setdefault((tags is None, *strings.shape), [])
+            for frame in frames:
+                start = frame.start_in(text, prompt, strings.values)
+                if start is not None:
+                    return self._checked(conversation, prompt, text, start)
+            try:
+                frame = self._frame(conversation, tags)
+            except DataError as error:
+                reason = reason if reason.what else error
+                continue
+            start = frame.start_in(text, prompt, strings.values)
+            if start is not None:
+                frames.insert(0, frame)
+                del frames[_MAX_FRAMES:]
+                return self._checked(conversation, prompt, text, start)
+        if reason.what:
+            raise reason
+        raise _error(
+            conversation, "the chat template writes other text than the turn's own",
+            "it omits, shortens or rewrites part of the turn, or treats its text as markup",
+        )  # fmt: skip
+
+    @property
+    def _tags(self) -> re.Pattern[str]:
+        tags = sorted(set(_TAGS.findall(self.template.source)), key=lambda tag: (-len(tag), tag))
+        return re.compile("|".join(map(re.escape, tags)) or "(?!)")
+
+    def _checked(self, conversation: Conversation, prompt: str, text: str, start: int) -> int:
+        """Check that the completion does not repeat the end of the prompt."""
+        tag = _LAST_TAG.search(prompt[-_LOOK_BACK:])
+        if tag and text.startswith(tag[1], start):
+            raise _error(
+                conversation, f"the completion starts with {tag[1]!r}, with which inference opens this turn",
+                "the model would learn to write it twice",
+            )  # fmt: skip
+        return start
+
+    def _frame(self, conversation: Conversation, tags: re.Pattern[str] | None) -> CompletionFrame:
+        """Find the frame of a conversation's last turn, by rendering it with words in place of its strings."""
+        marked, strings = _with_words(conversation, tags)
+        own = {word: number for number, word in enumerate(strings.words)}
+        prompt = self.template.render(replace(marked, messages=marked.messages[:-1]), open_turn=True)
+        text = self.template.to_end_of_turn(self.template.render(marked), marked.messages[-1])
+        found = list(_WORD.finditer(text))
+        before = [match for match in found if match[0] not in own]
+        first = next((match.start() for match in found if match[0] in own), len(text))
+        if before and before[-1].end() > first:
+            raise _error(
+                conversation, "the chat template writes text of an earlier turn within or after this one",
+                "the model would be trained on text that it has not written",
+            )  # fmt: skip
+        tail = before[-1].end() if before else 0
+        opening, prompt_end = "", ""
+        if text.startswith(prompt):
+            start = len(prompt)
+        else:
+            before_prompt = list(_WORD.finditer(prompt))
+            if [match[0] for match in before_prompt[-1:]] != [match[0] for match in before[-1:]]:
+                raise self._other_opening(conversation, prompt)
+            prompt_end = prompt[before_prompt[-1].end() if before_prompt else 0 :]
+            start = tail + self._length_of_opening(conversation, prompt_end, text[tail:first])
+            opening = text[tail:start]
+        if start > first or start < tail:
+            raise self._other_opening(conversation, prompt)
+        inside = [match for match in found if match.start() >= start and match[0] in own]
+        lost = {word for word, is_optional in zip(strings.words, strings.is_optional, strict=True) if not is_optional}
+        lost -= {match[0] for match in inside}
+        if lost:
+            raise _error(
+                conversation, "the chat template drops part of this turn",
+                "the model would be trained on text that differs from the data",
+            )  # fmt: skip
+        bounds = [start, *(place for match in inside for place in match.span()), len(text)]
+        literals = tuple(text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+        self._check_end(conversation, literals)
+        return CompletionFrame(literals, tuple(own[match[0]] for match in inside), opening, prompt_end)
+
+    def _length_of_opening(self, conversation: Conversation, prompt_end: str, rendered: str) -> int:
+        """Return how much of the template's text before a turn is in the prompt of inference.
+
+        Gemma 4's generation prompt has an empty thought that the rendered turn omits, DeepSeek V3.2's has one of which
+        the rendered turn repeats the end.
+        """
+        if rendered.startswith(prompt_end):
+            return len(prompt_end)
+        thought = _EMPTY_THINKING.search(prompt_end)
+        header = prompt_end[: thought.start()] if thought else ""
+        if not thought or not header or not rendered.startswith(header):
+            raise self._other_opening(conversation, prompt_end)
+        rest = rendered[len(header) :]
+        repeated = next((size for size in range(len(rest), 0, -1) if thought[0].endswith(rest[:size])), 0)
+        opened = re.match(r"\W*\w+", thought[1])
+        if opened and opened[0] in rest[repeated:]:
+            raise self._other_opening(conversation, prompt_end)
+        return len(header) + repeated
+
+    def _check_end(self, conversation: Conversation, literals: Sequence[str]) -> None:
+        """Check that the last token, and none before it, is one at which generation stops."""
+        pattern = re.compile("|".join(sorted(map(re.escape, self.stops), key=len, reverse=True)) or "(?!)")
+        ends = [match for literal in literals for match in pattern.finditer(literal)]
+        is_last = bool(ends) and literals[-1].endswith(ends[-1][0])
+        if is_last and len(ends) == 1:
+            return
+        said = f"generation stops at {ends[0][0]!r} within this turn" if is_last else "no token ends this turn"
+        raise _error(
+            conversation, f"{said}, as the chat template writes it",
+            "the trained model would stop too early, or not at all",
+        )  # fmt: skip
+
+    def _other_opening(self, conversation: Conversation, prompt: str) -> DataError:
+        closes = _EMPTY_THINKING.search(prompt) and conversation.messages[-1].reasoning
+        return DataError(
+            f"turn {len(conversation.messages)}: inference opens this turn with {prompt[-40:]!r}, but the chat template "
+            "renders the turn without that",
+            meaning="inference asks for an answer without reasoning, and the data has reasoning"
+            if closes
+            else "the model would be trained on text that differs from inference; thinking models' "
+            "templates open each turn with <think>, which data without reasoning does not have",
+            fix="have inference ask for reasoning, e.g. data.template_options={enable_thinking: true}; or remove it"
+            if closes
+            else "add reasoning_content to the data, or set data.template_options or another data.chat_template",
+        )
+
+
+_MAX_FRAMES = 32
+"""Frames of one shape: a template's text may depend on the place of the turn."""
+
+
+def _error(conversation: Conversation, said: str, meaning: str) -> DataError:
+    return DataError(
+        f"turn {len(conversation.messages)}: {said}",
+        meaning=meaning,
+        fix="correct or remove this example, or set data.template_options or another data.chat_template",
+    )
