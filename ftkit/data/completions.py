@@ -29,6 +29,7 @@ _EMPTY_THINKING = re.compile(
     r"|<\|begin\|>assistant<\|think\|><\|end\|>)\s*\Z"
 )
 """A closed thought at the end of a generation prompt; some templates omit it when they render the turn itself."""
+_FIRST_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+]|<[^<>\s]+")
 _LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+])\s*\Z")
 _TAGS = re.compile(r"</?\w+>|<\|?[\w/:▁]+\|?>|\[/?[A-Z_]+]|/no_?think\b|/think\b")
 """Markers in the text of a template that it may look for in contents."""
@@ -91,10 +92,13 @@ def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
     if text.endswith(value, 0, end):
         yield end - len(value)
     core = value.strip()
-    trailing = value[len(value.rstrip()) :]
+    leading, trailing = value[: -len(value.lstrip())], value[len(value.rstrip()) :]
     for length in range(len(trailing), -1, -1):
         if text.endswith(core + trailing[:length], 0, end):
-            yield end - len(core) - length
+            start = end - len(core) - length
+            yield start
+            if leading and text.endswith(leading, 0, start):
+                yield start - len(leading)
     for form in {value, core}:
         plain = json.dumps(form, ensure_ascii=False)[1:-1]
         for written in dict.fromkeys(
@@ -166,7 +170,9 @@ class Strings:
         return word if isinstance(value, int) else float(word)
 
 
-def strings_of(message: Message, numbers: Iterator[int] | None, tags: re.Pattern[str] | None) -> tuple[Strings, Message]:
+def strings_of(
+    message: Message, numbers: Iterator[int] | None, tags: re.Pattern[str] | None
+) -> tuple[Strings, Message]:
     """Return the strings of a turn, and the turn with words in their place if `numbers` are given."""
     taken = Strings()
     reasoning = None if message.reasoning is None else taken.take(message.reasoning, numbers)
@@ -183,9 +189,7 @@ def strings_of(message: Message, numbers: Iterator[int] | None, tags: re.Pattern
     return taken, replace(message, reasoning=reasoning, content=content, tool_calls=tuple(calls))
 
 
-def _with_words(
-    conversation: Conversation, tags: re.Pattern[str] | None
-) -> tuple[Conversation, Strings]:
+def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tuple[Conversation, Strings]:
     """Return a conversation with a word in place of each string, and the strings of its last turn."""
     numbers = count(1)
     messages: list[Message] = []
@@ -265,8 +269,11 @@ class Completions:
         return re.compile("|".join(map(re.escape, tags)) or "(?!)")
 
     def _checked(self, conversation: Conversation, prompt: str, text: str, start: int) -> int:
-        """Check that the completion does not repeat the end of the prompt."""
-        tag = _LAST_TAG.search(prompt[-_LOOK_BACK:])
+        """Check that the completion neither repeats the end of the prompt nor opens a thought that it has closed."""
+        end = prompt[-_LOOK_BACK:]
+        tag, thought = _LAST_TAG.search(end), _EMPTY_THINKING.search(end)
+        if thought and text[start : start + _LOOK_BACK].lstrip().startswith(_FIRST_TAG.findall(thought[1])[0]):
+            raise self._other_opening(conversation, prompt)
         if tag and text.startswith(tag[1], start):
             raise _error(
                 conversation, f"the completion starts with {tag[1]!r}, with which inference opens this turn",
@@ -328,8 +335,7 @@ class Completions:
             raise self._other_opening(conversation, prompt_end)
         rest = rendered[len(header) :]
         repeated = next((size for size in range(len(rest), 0, -1) if thought[0].endswith(rest[:size])), 0)
-        opened = re.match(r"\W*\w+", thought[1])
-        if opened and opened[0] in rest[repeated:]:
+        if _FIRST_TAG.findall(thought[1])[0] in rest[repeated:]:
             raise self._other_opening(conversation, prompt_end)
         return len(header) + repeated
 
@@ -347,10 +353,11 @@ class Completions:
         )  # fmt: skip
 
     def _other_opening(self, conversation: Conversation, prompt: str) -> DataError:
-        closes = _EMPTY_THINKING.search(prompt) and conversation.messages[-1].reasoning
+        last = conversation.messages[-1]
+        closes = _EMPTY_THINKING.search(prompt) and (last.reasoning or last.content.lstrip()[:1] in "<[")
         return DataError(
-            f"turn {len(conversation.messages)}: inference opens this turn with {prompt[-40:]!r}, but the chat template "
-            "renders the turn without that",
+            f"turn {len(conversation.messages)}: inference opens this turn with {prompt[-40:]!r}, but the chat "
+            "template renders the turn without that",
             meaning="inference asks for an answer without reasoning, and the data has reasoning"
             if closes
             else "the model would be trained on text that differs from inference; thinking models' "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from ftkit.config.data import Role
@@ -11,6 +13,8 @@ from ftkit.errors import DataError
 
 JsonObject = Mapping[str, Any]
 _MAX_SHOWN_ROLES = 8
+_SHORT_ID = 9
+"""Length of a tool call id for templates that require it (Mistral's)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +111,24 @@ def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list
             fix="correct data.format or data.train_on, or skip these examples",
         )
     return trained
+
+
+def with_short_ids(conversation: Conversation) -> Conversation:
+    """Give all tool calls ids of nine letters or digits, and the results the ids of their calls, in order."""
+    numbers = count()
+    waiting: list[str] = []
+    messages = []
+    for message in conversation.messages:
+        calls = tuple(replace(call, id=_short_id(call.id or f"call {next(numbers)}")) for call in message.tool_calls)
+        waiting += [str(call.id) for call in calls]
+        result = message.tool_call_id
+        if message.role == "tool":
+            result = _short_id(result) if result else next(iter(waiting), None)
+            waiting = [each for each in waiting if each != result]
+        messages.append(replace(message, tool_calls=calls, tool_call_id=result))
+    return replace(conversation, messages=tuple(messages))
+
+
+def _short_id(text: str) -> str:
+    is_short = len(text) == _SHORT_ID and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]

@@ -64,7 +64,7 @@ def find_end_tokens(tokenizer: Any, end_tokens: Collection[int] = ()) -> list[in
     if tokenizer.chat_template is None:
         return []
     found = ChatRenderer.of(tokenizer, {}, end_tokens).end_tokens
-    return list(dict.fromkeys(tokenizer.convert_tokens_to_ids(token) for token in found))
+    return [tokenizer.convert_tokens_to_ids(token) for token in found]
 
 
 def find_end_of_turn(tokenizer: Any, end_tokens: Collection[int] = ()) -> int | None:

@@ -133,6 +133,11 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
             "be trained on texts that differ from the data; 'ftkit data show' prints them; if that is not intended, "
             "correct data.chat_template"
         )
+    if renderer and recipe.data.train_on != "all" and (unproven := renderer.find_unproven()):
+        report(
+            f"the chat template's trained parts can't be shown to be right for {plural(len(unproven), 'kind')} of "
+            f"conversations; rows of such a kind are refused, e.g.: {next(iter(unproven.values())).what}"
+        )
     options = recipe.data.template_options
     if renderer and (unread := find_unread(options, renderer.template, renderer.tool_template)):
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import count, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.completions import Completions
-from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns
+from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns, with_short_ids
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes
+from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes, shapes
 from ftkit.data.turn_ends import TurnEnd, find_turn_ends
 from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
 from ftkit.errors import DataError, one_line
@@ -28,8 +26,6 @@ _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
 _WINDOW = 16
 _MAX_SHOWN_ROLES = 8
-_SHORT_ID = 9
-"""Length of a tool call id for templates that require it (Mistral's)."""
 
 _Turn = dict[str, Any]
 """A turn as chat templates expect it."""
@@ -75,8 +71,8 @@ class ChatRenderer:
     needs_short_ids: bool = False
     needs_parts: bool = False
     dropped: frozenset[str] = frozenset()
-    answer_end: TurnEnd = TurnEnd()
-    call_end: TurnEnd = TurnEnd()
+    answer_end: TurnEnd = field(default_factory=TurnEnd)
+    call_end: TurnEnd = field(default_factory=TurnEnd)
     completions: Completions = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +104,7 @@ class ChatRenderer:
         if not renderer._writes_contents() and in_parts._writes_contents():
             renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
-        if not renderer._accepts(call) and renderer._accepts(_with_short_ids(call)):
+        if not renderer.accepts(call) and renderer.accepts(with_short_ids(call)):
             renderer = replace(renderer, needs_short_ids=True)
         answer_end, call_end = find_turn_ends(renderer, special, renderer.stops)
         dropped = frozenset(_dropped(renderer))
@@ -122,9 +118,10 @@ class ChatRenderer:
     @property
     def end_tokens(self) -> list[str]:
         """The tokens that end a turn, first that of answers."""
-        return [token for token in (self.answer_end.token, self.call_end.token) if token]
+        return list(dict.fromkeys(end.token for end in (self.answer_end, self.call_end) if end.token))
 
-    def _accepts(self, conversation: Conversation) -> bool:
+    def accepts(self, conversation: Conversation) -> bool:
+        """Return whether the template renders a conversation."""
         try:
             self.render(conversation)
         except DataError:
@@ -133,9 +130,10 @@ class ChatRenderer:
 
     def _writes_contents(self) -> bool:
         try:
-            return self.render(CONTENTS).count(PROBE) == len(CONTENTS.messages)
+            text = self.render(CONTENTS)
         except DataError:
             return False
+        return text.count(PROBE) == len(CONTENTS.messages) and "{'type':" not in text  # the parts, not as Python
 
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
         """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn.
@@ -144,7 +142,7 @@ class ChatRenderer:
             DataError: the chat template refuses it.
         """
         if self.needs_short_ids:
-            conversation = _with_short_ids(conversation)
+            conversation = with_short_ids(conversation)
         turns = self._turns_of(conversation)
         return self._render(turns, conversation.tools, open_turn=open_turn)
 
@@ -189,6 +187,33 @@ class ChatRenderer:
             found = self._grouped(conversation, turns, trained_turns(conversation, data.train_on))
         return [_without_cuts(rendering) for rendering in found] if has_cuts else found
 
+    def find_unproven(self) -> dict[str, DataError]:
+        """Return the shapes of conversations whose labels can't be shown to be right; rows of such a shape are refused.
+
+        Shapes that the template refuses to render are none of them.
+
+        Raises:
+            DataError: there is no other shape.
+        """
+        found: dict[str, DataError] = {}
+        tried = 0
+        for name, conversation in shapes(next(iter(self.end_tokens), "")).items():
+            try:
+                self.render(conversation)
+            except DataError:
+                continue
+            tried += 1
+            try:
+                prepared, _ = self._prepared(conversation)
+                self._grouped(prepared, self._turns_of(prepared), trained_turns(prepared, "assistant"))
+            except DataError as error:
+                found[name] = error
+        if found and tried == len(found):
+            first = next(iter(found.values()))
+            said = f"no conversation can be trained on with the chat template: {first.what}"
+            raise DataError(said, meaning=first.meaning, fix=first.fix)
+        return found
+
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
         """Check that the template writes all fields, and cut special tokens in texts; return whether there are any."""
         lost = self.dropped and self.dropped & fields_of(conversation)
@@ -199,7 +224,7 @@ class ChatRenderer:
                 fix="choose a data.chat_template that writes them, or correct the data",
             )
         if self.needs_short_ids:
-            conversation = _with_short_ids(conversation)
+            conversation = with_short_ids(conversation)
         pattern = token_pattern(self.special_tokens)
         if not any(pattern.search(text) for text in typed_texts(conversation)):
             return conversation, False
@@ -250,9 +275,7 @@ class ChatRenderer:
             found.append(Rendering(text, spans))
         return found
 
-    def _in_windows(
-        self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]
-    ) -> Rendering | None:
+    def _in_windows(self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]) -> Rendering | None:
         """Render a long conversation in time linear in its turns.
 
         The context of a turn is then the leading system turns and the turns just before it. The concatenation of the
@@ -350,34 +373,13 @@ def _compile(template: str) -> Any:
         ) from error
 
 
-def _with_short_ids(conversation: Conversation) -> Conversation:
-    """Give all tool calls ids of nine letters or digits, and the results the ids of their calls, in order."""
-    numbers = count()
-    waiting: list[str] = []
-    messages = []
-    for message in conversation.messages:
-        calls = tuple(replace(call, id=_short_id(call.id or f"call {next(numbers)}")) for call in message.tool_calls)
-        waiting += [str(call.id) for call in calls]
-        result = message.tool_call_id
-        if message.role == "tool":
-            result = _short_id(result) if result else next(iter(waiting), None)
-            waiting = [each for each in waiting if each != result]
-        messages.append(replace(message, tool_calls=calls, tool_call_id=result))
-    return replace(conversation, messages=tuple(messages))
-
-
-def _short_id(text: str) -> str:
-    is_short = len(text) == _SHORT_ID and text.isalnum()
-    return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
-
-
 def _dropped(renderer: ChatRenderer) -> Iterator[str]:
     """Yield the fields that a template omits: it renders a small conversation without the field's text."""
-    for field, conversation in probes().items():
-        short = _with_short_ids(conversation)
+    for name, conversation in probes().items():
+        short = with_short_ids(conversation)
         try:
-            if PROBE not in renderer.render(short if renderer._accepts(short) else conversation):  # noqa: SLF001
-                yield field
+            if PROBE not in renderer.render(short if renderer.accepts(short) else conversation):
+                yield name
         except DataError:
             continue  # the template refuses such turns; if the data has any, an error says so
 

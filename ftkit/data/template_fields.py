@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.data.conversations import Conversation, Message, ToolCall
 from ftkit.data.private_apis import compile_chat_template
@@ -20,6 +20,9 @@ LONG_TEXT: Final = "\n".join(
 """A text of about 20,000 characters, with those that a template might escape or replace."""
 CONTENTS: Final = Conversation((Message("user", PROBE), Message("assistant", PROBE)))
 """A conversation with `PROBE` as the content of each turn."""
+_TOOL: Final[dict[str, Any]] = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {
+    "type": "object", "properties": {"a": {"type": "string", "description": "a"},
+                                     "n": {"type": "integer", "description": "n"}}}}}  # fmt: skip
 _LATE_SYSTEM = "system turns after the first turn"
 
 
@@ -52,6 +55,44 @@ def _fields_of_turn(message: Message) -> Iterator[str]:
             yield "parallel tool calls"
 
 
+def shapes(special_token: str) -> dict[str, Conversation]:
+    """Return conversations of many shapes, in which templates differ; each is named by the letters of its turns.
+
+    s system, u user, a assistant, r with reasoning, c tool call, C beside text, p two calls, R after reasoning, t tool;
+    w and W spaces at both ends, k and K a special token inside, h and H a thought inside, i the names of its tags.
+    """
+    return {turns: _conversation(turns, special_token) for turns in _SHAPES.split()}
+
+
+_SHAPES: Final = """
+ua sua uaua suaua uauaua ur sur urur suruaur urua uaur ururua uct ucta suctua uCta uptta suptta suctaua uctcta uRta
+uRtr uRtRtr uRtRta suRtrur urct uauctaua uaa urr ura uar uua suua uuaa usua ssua uw Wa uwWw uk Ka ukKk uh Ha uhHh ui
+uruw uruk
+"""
+
+
+def _conversation(turns: str, token: str) -> Conversation:
+    messages: list[Message] = []
+    ids: list[str] = []
+    for number, letter in enumerate(turns):
+        text = f"text {number}"
+        special = {
+            "w": f" \n{text} \n\n", "k": f"a {token} in {text}", "h": f"<think>\nhm {number}\n</think>\n\n{text}",
+            "i": f"the tags <think> and </think> of {text}",
+        }  # fmt: skip
+        content = "" if letter in "cpR" else special.get(letter.lower(), text)
+        if letter in "suWKH":
+            messages.append(Message("system" if letter == "s" else "user", content))
+        elif letter == "t":
+            messages.append(Message("tool", text, name="f", tool_call_id=ids.pop(0) if ids else None))
+        else:
+            ids = [f"id{number}{part:06d}" for part in range({"p": 2, "c": 1, "C": 1, "R": 1}.get(letter, 0))]
+            calls = tuple(ToolCall("f", {"a": f"{text} of {each}", "n": 3}, each) for each in ids)
+            reasoning = f"reason {number}" if letter in "rR" else None
+            messages.append(Message("assistant", content, reasoning=reasoning, tool_calls=calls))
+    return Conversation(tuple(messages), (_TOOL,) if "t" in turns else ())
+
+
 def find_unread(variables: Collection[str], *templates: str) -> list[str]:
     """Return the variables that none of these chat templates reads; none if one is invalid, which rendering reports."""
     from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers
@@ -77,8 +118,7 @@ def content_probes() -> dict[str, Conversation]:
 
 def probes() -> dict[str, Conversation]:
     """Return for each field a conversation that has `PROBE` only there."""
-    tool = {"type": "function", "function": {"name": "f", "description": PROBE, "parameters": {"type": "object",
-            "properties": {"a": {"type": "string", "description": "a"}}}}}  # fmt: skip
+    tool = {"type": "function", "function": _TOOL["function"] | {"description": PROBE}}
     call, plain = ToolCall("f", {"a": PROBE}), ToolCall("f", {"a": "b"})
     user, answer = Message("user", "hi"), Message("assistant", "ok")
     return {

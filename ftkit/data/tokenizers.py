@@ -93,6 +93,14 @@ def load_tokenizer(
     return _with_padding(tokenizer, source)
 
 
+def load_listed_tokenizer(folder: Path, model: ModelSpec, chat_template: str) -> Any:
+    """Load a folder's tokenizer.json with its chat template in less than a second: without the model's class."""
+    tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(folder)
+    add_tokens(tokenizer, model.added_tokens, lambda _: None)
+    _set_template(tokenizer, str(folder), chat_template)
+    return tokenizer
+
+
 def _load(source: str, revision: str | None) -> Any:
     """Load a tokenizer as `tokenizers` runs it.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ftkit.data.conversations import Conversation, Message, ToolCall
+from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _ASKED, _SAID, _NEXT, _ID = "Qz0000001", "Qz0000002", "Qz0000003", "Qz0000004"
 """Words that no template writes."""
-_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object",
+_TOOL: JsonObject = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object",
          "properties": {"a": {"type": "string", "description": "a"}}}}}  # fmt: skip
 
 
@@ -40,8 +40,10 @@ class TurnEnd:
 
     def cut(self, text: str) -> str:
         """Return a text that ends with a turn to the token that ends the turn."""
+        if self.opening:
+            return text + self.opening
         text = text.rstrip()
-        return (text.removesuffix(self.final).rstrip() if self.final else text) + self.opening
+        return text.removesuffix(self.final).rstrip() if self.final else text
 
 
 def find_turn_ends(template: Template, special: Collection[str], stops: Collection[str]) -> tuple[TurnEnd, TurnEnd]:
@@ -69,7 +71,7 @@ def find_turn_ends(template: Template, special: Collection[str], stops: Collecti
 def _find(
     template: Template,
     messages: list[Message],
-    tools: tuple[dict[str, object], ...],
+    tools: tuple[JsonObject, ...],
     special: Collection[str],
     stops: Collection[str],
 ) -> TurnEnd:
@@ -79,7 +81,7 @@ def _find(
     instead, if the turn has another one.
     """
     pattern = re.compile("|".join(sorted(map(re.escape, {*special, *stops}), key=len, reverse=True)) or "(?!)")
-    last = _after(template.render(Conversation(tuple(messages[:-1]), tools))).rstrip()
+    last = _after(template.render(Conversation(tuple(messages[:-1]), tools)))
     try:
         between = _after(template.render(Conversation(tuple(messages), tools))).partition(_NEXT)[0]
     except DataError:  # it allows one question only

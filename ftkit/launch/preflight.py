@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.config.sources import HubSource
+from ftkit.data.conversations import Conversation
 from ftkit.data.formats import DETECTION_ROWS, check_split, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import first_rows, peek_rows
@@ -29,8 +30,9 @@ from ftkit.errors import (
     plural,
 )
 from ftkit.hub.access import check_data, check_weights
-from ftkit.hub.cache import find_tokenizer
+from ftkit.hub.cache import TOKENIZER_FILE, find_tokenizer
 from ftkit.launch.preparation import data_files, local_paths, stat_path
+from ftkit.model_folder import CONFIG_FILE, read_end_tokens
 from ftkit.planning.layout import Workspace
 from ftkit.planning.memory_checks import CERTAINLY_TOO_LARGE, check_host_memory
 from ftkit.planning.setup import GPUS
@@ -263,9 +265,48 @@ def _check_tokenizer(recipe: RecipePlan, folder: Path) -> list[str]:
 
         own = recipe.model.tokenizer.model_copy(update={"source": str(folder)})
         load_tokenizer(recipe.model.model_copy(update={"tokenizer": own}), None)
+    elif needs_template and find_spec("transformers"):
+        _check_labels(recipe, folder)
     known, rows = read_vocabulary(folder), recipe.model.architecture.vocab_size
     num_tokens = 1 + max(known.ids.values(), default=-1) if known else 0
     return [_warn_of_vocabulary(folder, num_tokens, rows)] if num_tokens > rows else []
+
+
+def _check_labels(recipe: RecipePlan, folder: Path) -> None:
+    """Check that the chat template's trained parts can be shown to be the assistant's, for the first rows too.
+
+    Raises:
+        DataError: they can't; with file and line.
+    """
+    from ftkit.data.rendering import ChatRenderer  # noqa: PLC0415 - imports transformers, which plain text does not need
+    from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
+
+    if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
+        return
+    configured = next((each for each in (folder, Path(recipe.model.weights)) if (each / CONFIG_FILE).is_file()), None)
+    try:
+        tokenizer = load_listed_tokenizer(folder, recipe.model, recipe.data.chat_template)
+        ends = read_end_tokens(configured) if configured else []
+    except (OSError, ValueError, KeyError, FtkitError):  # loading it with the model's class shows whether it is damaged
+        return
+    renderer = ChatRenderer.of(tokenizer, recipe.data.template_options, ends)
+    if not renderer.end_tokens and configured is None:
+        return  # where generation stops is known once the model is downloaded
+    renderer.find_unproven()
+    num_bad = 0
+    for row, form in _with_formats(recipe.data, peek_rows(recipe.data)):
+        try:
+            example = read_example(row.columns, recipe.data, form)
+        except DataError:  # the check of the rows reports it
+            continue
+        try:
+            with errors_at(row):
+                if isinstance(example, Conversation):
+                    renderer.renderings(example, recipe.data)
+        except DataError:
+            num_bad += 1
+            if num_bad > recipe.data.skip_bad:
+                raise
 
 
 def _warn_of_vocabulary(folder: Path, num_tokens: int, rows: int) -> str:
