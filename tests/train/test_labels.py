@@ -6,6 +6,8 @@ Nothing here uses how ftkit finds completions: transformers renders the prompts,
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -161,6 +163,12 @@ def test_a_turn_ends_with_the_token_at_which_engines_stop(name: str, ends: str) 
     if name == "end of conversation":  # a generation configuration that lists both changes nothing
         both = [tokenizer.convert_tokens_to_ids(token) for token in ("<|close|>", "<|done|>")]
         assert ChatRenderer.of(tokenizer, {}, both).end_tokens == ends.split()
+
+
+def test_the_reference_page_has_what_is_trained_now() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "templates"
+    scope = runpy.run_path(str(script))
+    assert scope["page"]() == scope["PAGE"].read_text(encoding="utf-8"), "run scripts/templates"
 
 
 def test_at_least_forty_shapes_are_tried() -> None:
