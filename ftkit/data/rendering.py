@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -322,8 +323,7 @@ class ChatRenderer:
             return text, 0
         before = self._render(rendered[:-1], tools, open_turn=is_assistant)
         if is_assistant:
-            messages = tuple(conversation.messages[each] for each in chosen)
-            start = self.completions.find(replace(conversation, messages=messages), before, text)
+            start = self.completions.find(conversation, chosen, before, text)
             return (text, start) if text.startswith(before) else (before + text[start:], len(before))
         before = self.to_end_of_turn(before, conversation.messages[chosen[-2]])
         if not text.startswith(before):
@@ -362,6 +362,7 @@ def _for_template(message: Message, *, in_parts: bool) -> _Turn:
     return turn
 
 
+@lru_cache(maxsize=8)
 def _compile(template: str) -> Any:
     try:
         return compile_chat_template(template)
