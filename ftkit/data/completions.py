@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from ftkit.data.turn_strings import WORD, Shape, quick_strings, strings_of, with_words
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from ftkit.data.conversations import Conversation, Message
 
-_WORD = re.compile(r"Qz\d{7}|71\d{7}")
-"""The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
 _EMPTY_THINKING = re.compile(
     r"(<think>\s*</think>|<\|channel>thought\s*<channel\|>|\[THINK]\s*\[/THINK]|<\|START_THINKING\|><\|END_THINKING\|>"
     r"|<\|begin\|>assistant<\|think\|><\|end\|>)\s*\Z"
@@ -33,10 +30,7 @@ _FIRST_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+]|<[^<>\s]+")
 _LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+])\s*\Z")
 _TAGS = re.compile(r"</?\w+>|<\|?[\w/:▁]+\|?>|\[/?[A-Z_]+]|/no_?think\b|/think\b")
 """Markers in the text of a template that it may look for in contents."""
-_STARTS_OF_TAGS = ("<", "[", " ", "\n", "\t")
 _LOOK_BACK = 80
-
-Shape = tuple[object, ...]
 
 
 class Template(Protocol):
@@ -121,121 +115,6 @@ def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
                 yield end - len(written)
 
 
-@dataclass(slots=True)
-class Strings:
-    """The strings of a turn, and words in place of them.
-
-    Attributes:
-        values: the strings, as text.
-        words: the word of each.
-        is_optional: whether a template may omit it: ids of tool calls.
-        shape: what the template may see of the turn besides its strings.
-    """
-
-    values: list[str] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    is_optional: list[bool] = field(default_factory=list)
-    shape: list[object] = field(default_factory=list)
-
-    def take(self, value: str, numbers: Iterator[int] | None, *, is_optional: bool = False) -> str:
-        """Add a string, and return its word; blank strings stay, and belong to the shape."""
-        if not value.strip():
-            self.shape.append(value)
-            return value
-        self.shape.append(True)
-        self.values.append(value)
-        if numbers is None:
-            return value
-        self.words.append(f"Qz{next(numbers):07d}")
-        self.is_optional.append(is_optional)
-        return self.words[-1]
-
-    def take_parts(self, value: str, numbers: Iterator[int] | None, tags: re.Pattern[str] | None) -> str:
-        """Add a string in parts: markers of the template in it stay."""
-        if tags is None:
-            return self.take(value, numbers)
-        parts = tags.split(value)
-        found = tags.findall(value)
-        self.shape += found
-        taken = [self.take(part, numbers) for part in parts]
-        return "".join(part + tag for part, tag in zip(taken, [*found, ""], strict=True))
-
-    def take_leaves(self, value: Any, numbers: Iterator[int] | None) -> Any:
-        """Add the strings and numbers of a JSON value at any depth."""
-        if isinstance(value, str):
-            return self.take(value, numbers)
-        if isinstance(value, Mapping):
-            self.shape.append(tuple(value))
-            return {key: self.take_leaves(inner, numbers) for key, inner in value.items()}
-        if isinstance(value, list):
-            self.shape.append(len(value))
-            return [self.take_leaves(inner, numbers) for inner in value]
-        if isinstance(value, bool) or value is None or not isinstance(value, int | float):
-            self.shape.append(repr(value))
-            return value
-        self.shape.append(type(value))
-        self.values.append(json.dumps(value))
-        if numbers is None:
-            return value
-        word = int(f"71{next(numbers):07d}")
-        self.words.append(str(word) if isinstance(value, int) else str(float(word)))
-        self.is_optional.append(False)
-        return word if isinstance(value, int) else float(word)
-
-
-def strings_of(
-    message: Message, numbers: Iterator[int] | None, tags: re.Pattern[str] | None
-) -> tuple[Strings, Message]:
-    """Return the strings of a turn, and the turn with words in their place if `numbers` are given."""
-    taken = Strings()
-    reasoning = None if message.reasoning is None else taken.take(message.reasoning, numbers)
-    content = taken.take_parts(message.content, numbers, tags)
-    calls = []
-    for call in message.tool_calls:
-        taken.shape.append("call")
-        name = taken.take(call.name, numbers)
-        arguments = taken.take_leaves(call.arguments, numbers)
-        identity = None if call.id is None else taken.take(call.id, numbers, is_optional=True)
-        calls.append(replace(call, name=name, arguments=arguments, id=identity))
-    if numbers is None:
-        return taken, message
-    return taken, replace(message, reasoning=reasoning, content=content, tool_calls=tuple(calls))
-
-
-def _quick_strings(message: Message) -> tuple[Shape, list[str]]:
-    """Return the shape and the strings of a turn; those of turns without tool calls, which most are, quickly."""
-    if message.tool_calls or message.content.isspace() or (message.reasoning or "").isspace():
-        strings, _ = strings_of(message, None, None)
-        return (None, *strings.shape), strings.values
-    values = [text for text in (message.reasoning, message.content) if text]
-    return (message.reasoning and True, message.content and True), values
-
-
-def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tuple[Conversation, Strings]:
-    """Return a conversation with a word in place of each string, and the strings of its last turn."""
-    numbers = count(1)
-    messages: list[Message] = []
-    ids: dict[str | None, str | None] = {}
-    names: dict[str | None, str | None] = {}
-    last = Strings()
-    for message in conversation.messages:
-        last, marked = strings_of(message, numbers, tags)
-        if message.role == "tool":
-            fresh = Strings()
-            marked = replace(
-                marked,
-                name=message.name and (names.get(message.name) or fresh.take(message.name, numbers)),
-                tool_call_id=message.tool_call_id
-                and (ids.get(message.tool_call_id) or fresh.take(message.tool_call_id, numbers)),
-            )
-        elif message.name:
-            marked = replace(marked, name=Strings().take(message.name, numbers))
-        for call, marked_call in zip(message.tool_calls, marked.tool_calls, strict=True):
-            ids[call.id], names[call.name] = marked_call.id, marked_call.name
-        messages.append(marked)
-    return replace(conversation, messages=tuple(messages)), last
-
-
 @dataclass
 class Completions:
     """Finds the completions of assistant turns, and remembers the frames of their shapes.
@@ -261,10 +140,10 @@ class Completions:
         Raises:
             DataError: it can't be shown that the completion is this turn and nothing else.
         """
-        shape, values = _quick_strings(conversation.messages[chosen[-1]])
+        shape, values = quick_strings(conversation.messages[chosen[-1]])
         for frame in self.frames.get(shape, ()):
             start = frame.start_in(text, prompt, values)
-            if start is not None and not text.startswith(_STARTS_OF_TAGS, start):
+            if start is not None and text[start : start + 1].isalnum():  # no tag, so there is nothing more to check
                 return start
         turns = replace(conversation, messages=tuple(conversation.messages[each] for each in chosen))
         return self._find(turns, prompt, text)
@@ -273,7 +152,7 @@ class Completions:
         reason = DataError("")
         for tags in (None, self._tags):
             strings, _ = strings_of(conversation.messages[-1], None, tags)
-            shape = _quick_strings(conversation.messages[-1])[0] if tags is None else tuple(strings.shape)
+            shape = quick_strings(conversation.messages[-1])[0] if tags is None else tuple(strings.shape)
             frames = self.frames.setdefault(shape, [])
             for frame in frames:
                 start = frame.start_in(text, prompt, strings.values)
@@ -316,11 +195,11 @@ class Completions:
 
     def _frame(self, conversation: Conversation, tags: re.Pattern[str] | None) -> CompletionFrame:
         """Find the frame of a conversation's last turn, by rendering it with words in place of its strings."""
-        marked, strings = _with_words(conversation, tags)
+        marked, strings = with_words(conversation, tags)
         own = {word: number for number, word in enumerate(strings.words)}
         prompt = self.template.render(replace(marked, messages=marked.messages[:-1]), open_turn=True)
         text = self.template.to_end_of_turn(self.template.render(marked), marked.messages[-1])
-        found = list(_WORD.finditer(text))
+        found = list(WORD.finditer(text))
         before = [match for match in found if match[0] not in own]
         first = next((match.start() for match in found if match[0] in own), len(text))
         if before and before[-1].end() > first:
@@ -333,7 +212,7 @@ class Completions:
         if text.startswith(prompt):
             start = len(prompt)
         else:
-            before_prompt = list(_WORD.finditer(prompt))
+            before_prompt = list(WORD.finditer(prompt))
             if [match[0] for match in before_prompt[-1:]] != [match[0] for match in before[-1:]]:
                 raise self._other_opening(conversation, prompt)
             prompt_end = prompt[before_prompt[-1].end() if before_prompt else 0 :]
