@@ -67,11 +67,6 @@ def find_end_tokens(tokenizer: Any, end_tokens: Collection[int] = ()) -> list[in
     return [tokenizer.convert_tokens_to_ids(token) for token in found]
 
 
-def find_end_of_turn(tokenizer: Any, end_tokens: Collection[int] = ()) -> int | None:
-    """Return the token that ends answers; None if there is none."""
-    return next(iter(find_end_tokens(tokenizer, end_tokens)), None)
-
-
 @dataclass(frozen=True)
 class RowEncoder:
     """Encodes rows as documents. Can be pickled and sent to worker processes.

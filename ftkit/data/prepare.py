@@ -10,7 +10,7 @@ from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
-from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder, find_end_of_turn
+from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.packing import Packer, count_row_tokens
 from ftkit.data.sources import first_rows, read_rows, split_of
@@ -141,7 +141,8 @@ def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEnco
     options = recipe.data.template_options
     if renderer and (unread := find_unread(options, renderer.template, renderer.tool_template)):
         report(f"warning: data.template_options: the chat template never reads {', '.join(unread)}; check the spelling")
-    return BatchEncoder(recipe, encoders, find_end_of_turn(tokenizer, ends))
+    end = next(iter(renderer.end_tokens), None) if renderer else None
+    return BatchEncoder(recipe, encoders, None if end is None else tokenizer.convert_tokens_to_ids(end))
 
 
 class _SplitWriter:

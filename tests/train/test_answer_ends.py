@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import find_end_of_turn
+from ftkit.data.encoding import find_end_tokens
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import DataError, NotFoundError
@@ -89,13 +89,13 @@ def test_the_end_of_a_completion_is_the_token_that_the_template_appends(
     template: str, end: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_tokenizer, "chat_template", template)
-    assert find_end_of_turn(base_tokenizer) == token(base_tokenizer, end)
+    assert find_end_tokens(base_tokenizer) == [token(base_tokenizer, end)]
 
 
 @pytest.mark.parametrize("template", [WITHOUT_END, TEMPLATES["chatml"].template.replace("im_end", "fin")])
 def test_ordinary_text_is_not_an_end_token(template: str, base_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_tokenizer, "chat_template", template)
-    assert find_end_of_turn(base_tokenizer) is None
+    assert find_end_tokens(base_tokenizer) == []
 
 
 @pytest.mark.parametrize(("name", "end"), [("gemma", "<end_of_turn>"), ("chatml", "<|im_end|>")])

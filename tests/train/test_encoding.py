@@ -17,7 +17,7 @@ from ftkit.config.data import DataSpec
 from ftkit.config.model import ModelSpec
 from ftkit.data import rendering
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_of_turn, shorten
+from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_tokens, shorten
 from ftkit.data.formats import resolve_format
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import (
@@ -531,7 +531,7 @@ def test_an_assistant_turn_without_an_end_token_is_rejected(
     chatml: PreTrainedTokenizerBase, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_template(chatml, template, monkeypatch)
-    assert find_end_of_turn(chatml) is None
+    assert find_end_tokens(chatml) == []
     with pytest.raises(DataError, match="writes no special token after an assistant turn"):
         encode(chatml, TALK)
 

@@ -19,7 +19,7 @@ import pytest
 
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import IGNORED, RowEncoder, find_end_of_turn
+from ftkit.data.encoding import IGNORED, RowEncoder, find_end_tokens
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
 from ftkit.data.template_fields import find_unread
@@ -360,7 +360,7 @@ def test_each_turn_is_trained_as_the_published_template_renders_it(
 def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) -> None:
     family = FAMILIES[name]
     (*_, last) = rendered(tokenizer, family, TAGGED if name == "olmo3-think" else PLAIN)
-    end = tokenizer.convert_ids_to_tokens(find_end_of_turn(tokenizer))
+    end = tokenizer.convert_ids_to_tokens(find_end_tokens(tokenizer)[0])
     assert end == (family.end or family.eos)
     assert last.endswith(f"{end}⟧")
 
