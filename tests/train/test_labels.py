@@ -5,9 +5,11 @@ Nothing here uses how ftkit finds completions: transformers renders the prompts,
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -16,11 +18,13 @@ from template_constructions import CONSTRUCTIONS, Construction, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from ftkit.config.data import DataSpec, MessagesFormat
+from ftkit.config.model import ModelSpec
 from ftkit.data.encoding import IGNORED, Document, RowEncoder
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
 from ftkit.data.template_fields import shapes
 from ftkit.errors import DataError
+from ftkit.launch.preflight import _check_labels
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
@@ -199,3 +203,20 @@ def test_contents_are_not_given_as_parts_to_a_template_that_prints_them_as_pytho
     written = "{% for m in messages %}<|open|>{{ m.role }}\n{{ m.content[:4] }}<|close|>\n{% endfor %}"
     tokenizer, _ = tokenizer_of(Construction("", "", written, ""))
     assert "type" not in ChatRenderer.of(tokenizer, {}).render(shapes("")["ua"])
+
+
+@pytest.mark.parametrize(("shape", "is_refused"), [("ua", False), ("ur", True)])
+def test_a_plan_refuses_first_rows_whose_labels_cannot_be_shown(shape: str, is_refused: bool, tmp_path: Path) -> None:
+    tokenizer, _ = tokenizer_of(CONSTRUCTIONS["reasoning as a turn"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    rows = tmp_path / "rows.jsonl"
+    turns = [as_turn(message) for message in shapes("")[shape].messages]
+    rows.write_text("\n".join([json.dumps({"messages": turns})] * 4))
+    data = DataSpec.model_validate({"source": {"kind": "files", "train": str(rows)}})
+    recipe = SimpleNamespace(data=data, model=ModelSpec.model_construct(weights=str(tmp_path), added_tokens=()))
+    if not is_refused:
+        _check_labels(cast("Any", recipe), tmp_path)
+        return
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2: generation stops at '<\|close\|>' within this turn"):
+        _check_labels(cast("Any", recipe), tmp_path)
