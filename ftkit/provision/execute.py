@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from ftkit import process
 from ftkit.errors import ProvisionError, one_line, redact
 from ftkit.files import write_file
-from ftkit.provision.state import read_state, write_state
+from ftkit.provision.plan import plan_provision
+from ftkit.provision.spec import restore_spec
+from ftkit.provision.state import clusters_of_account, read_state, write_state
 from ftkit.provision.steps import placed
 
 if TYPE_CHECKING:
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
     from ftkit.provision.steps import Command, Provision, Step
 
     Say = Callable[[str], None]
+    Answers = dict[Command, str]
 
 _LOG = "commands.log"
+_SHOWN_USERS = 5
 _SHOWN_LINES = 12
 """Number of last lines of a failed command's output in its error."""
 
@@ -46,6 +50,7 @@ def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) 
     for path, text in provision.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / path, text.encode())
+    state = replace(state, is_destroyed=False)
     write_state(folder, state)
     for step in provision.steps:
         if step.id in (*state.made, *state.found):
@@ -64,27 +69,78 @@ def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) 
         write_state(folder, state)
 
 
-def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -> None:
-    """Remove created resources in reverse order, then the cluster's folder.
+def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -> bool:
+    """Remove created resources in reverse order, then the cluster's folder; return whether it is gone.
+
+    A resource that something else uses stays and is recorded, so that a repetition removes it once it is unused.
 
     Raises:
         ProvisionError: a command failed; remaining resources are recorded.
     """
-    state = read_state(folder)
+    state, is_shared = read_state(folder), False
+    answers: Answers = {}
     for step in reversed(provision.steps):
         if step.id not in state.made and step.id != state.begun:
             continue
         if keep_image and step.is_image:
             say(f"kept: {step.title}")
-            return
+            return False
         if not step.existing or is_there(step, folder):
+            if users := users_of(step, folder, answers):
+                say(f"kept: {step.title}; {used_by(users)}")
+                is_shared = True
+                continue
             for command in step.undo:
                 say(f"remove: {step.title}")
                 run_command(command, provision, folder, say)
         made = tuple(other for other in state.made if other != step.id)
         state = replace(state, made=made, begun=None if state.begun == step.id else state.begun)
         write_state(folder, state)
-    shutil.rmtree(folder)
+    if is_shared:  # a later creation starts with an empty folder
+        kept, log = replace(state, is_destroyed=True), (folder / _LOG).read_bytes()
+        shutil.rmtree(folder)
+        folder.mkdir()
+        write_state(folder, kept)
+        write_file(folder / _LOG, log)
+    else:
+        shutil.rmtree(folder)
+    return not is_shared
+
+
+def used_by(users: tuple[str, ...]) -> str:
+    """Return the first users of a resource, and the number of others."""
+    more = len(users) - _SHOWN_USERS
+    return "used by " + ", ".join(users[:_SHOWN_USERS]) + (f", and {more} more" if more > 0 else "")
+
+
+def users_of(step: Step, folder: Path, answers: Answers) -> tuple[str, ...]:
+    """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
+
+    `answers` keeps the provider's answers, which are the same for several steps.
+
+    Raises:
+        ProvisionError: the provider does not respond.
+    """
+    users = [] if not step.users else [
+        f"cluster {other}" for other in clusters_of_account(folder.parent)
+        if other != folder.name and _shares(folder.parent / other, step)
+    ]  # fmt: skip
+    for command in step.users:
+        if command not in answers:
+            answers[command] = _answer(command, step, folder)
+        users += answers[command].splitlines()
+    return tuple(dict.fromkeys(users))
+
+
+def _shares(folder: Path, step: Step) -> bool:
+    """Return whether another cluster uses a resource; a record that this release can't read counts as a user."""
+    state = read_state(folder)
+    try:
+        other = plan_provision(folder.name, state.kind, restore_spec(state.kind, state.settings))
+    except ValueError:
+        return True
+    used = (*state.made, *state.found, state.begun)
+    return not state.is_destroyed and any(each.undo == step.undo and each.id in used for each in other.steps)
 
 
 def is_there(step: Step, folder: Path) -> bool:
@@ -95,14 +151,19 @@ def is_there(step: Step, folder: Path) -> bool:
     """
     if not step.existing:
         return False
-    output = process.run(placed(step.existing, folder), timeout_seconds=120)
+    return bool(_answer(step.existing, step, folder))
+
+
+def _answer(command: Command, step: Step, folder: Path) -> str:
+    output = process.run(placed(command, folder), timeout_seconds=120)
     if output.returncode != 0:
         raise ProvisionError(
-            f"can't find out whether this exists: {step.title}: {one_line(output.stderr or output.stdout)}",
+            f"can't find out whether this exists, or what uses it: {step.title}: "
+            + one_line(output.stderr or output.stdout),
             meaning="the login has expired, an API is disabled, or the network is down",
             fix="fix the cause and repeat the command: it continues here",
         )
-    return bool(output.stdout.strip())
+    return output.stdout.strip()
 
 
 def run_command(command: Command, provision: Provision, folder: Path, say: Say) -> None:

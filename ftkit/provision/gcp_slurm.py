@@ -84,7 +84,7 @@ def plan_gcp_slurm(name: str, kind: GcpSlurmKind, spec: GcpSlurmSpec) -> Provisi
             "changes.json": to_json(changes),
         },
         checks=_checks(spec),
-        steps=(*_project_steps(spec), *_toolkit_steps(name, spec, blueprint)),
+        steps=(*_project_steps(name, spec), *_toolkit_steps(name, spec, blueprint)),
         status=(
             ("gcloud", "compute", "instances", "list", f"--project={spec.project}",
              f"--filter=labels.ghpc_deployment={name}", "--format=table(name,zone.basename(),status)"),
@@ -191,7 +191,7 @@ def quota_problem(output: str, region: str, wanted: int) -> str | None:
     return None if -1 in values or most >= wanted else f"{most} GiB of the required {wanted} GiB"
 
 
-def _project_steps(spec: GcpSlurmSpec) -> tuple[Step, ...]:
+def _project_steps(name: str, spec: GcpSlurmSpec) -> tuple[Step, ...]:
     project = f"--project={spec.project}"
     member = f"serviceAccount:{spec.service_account}"
     bucket = f"gs://{spec.bucket}"
@@ -209,6 +209,12 @@ def _project_steps(spec: GcpSlurmSpec) -> tuple[Step, ...]:
                       "--format=value(bindings.role)"),
             undo=(("gcloud", "projects", "remove-iam-policy-binding", spec.project, f"--member={member}",
                    f"--role=roles/{role}", "--condition=None", "--format=none"),),
+            users=(
+                ("gcloud", "compute", "instances", "list", project,
+                 f"--filter=serviceAccounts.email={spec.service_account} AND NOT labels.ghpc_deployment={name}",
+                 "--format=value(selfLink.basename())"),
+                _state(name, spec, "clusters"),
+            ),
         )
         for role in _ROLES
     )  # fmt: skip
@@ -218,9 +224,15 @@ def _project_steps(spec: GcpSlurmSpec) -> tuple[Step, ...]:
          "--uniform-bucket-level-access"),
         existing=("gcloud", "storage", "buckets", "list", project, f"--filter=name={spec.bucket}",
                   "--format=value(name)"),
-        undo=(("gcloud", "storage", "rm", "--recursive", bucket),),
+        undo=(("gcloud", "storage", "buckets", "delete", bucket, project, "--quiet"),),  # fails unless it is empty
+        users=(_state(name, spec, "others"),),
     )  # fmt: skip
     return (services, *roles, state)
+
+
+def _state(name: str, spec: GcpSlurmSpec, verb: str) -> Command:
+    """Return a command on the cluster's Terraform state, of which the blueprint's name is a part of the path."""
+    return (sys.executable, "-m", "ftkit.provision.gcp_state", verb, spec.bucket, f"{FOLDER}/{_BLUEPRINT}", name)
 
 
 def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tuple[Step, ...]:
@@ -241,9 +253,13 @@ def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tupl
              _BLUEPRINT),
         ),
         Step(
+            "state", "a place for this cluster's Terraform state in the bucket",
+            _state(name, spec, "claim"),  # nothing to undo: where it fails, the state is another cluster's
+        ),
+        Step(
             "image", "the nodes' operating system as an image",
             (*deploy, "--only", ",".join(blueprint.first_groups)),
-            undo=((gcluster, "destroy", deployment, "--auto-approve"),),
+            undo=((gcluster, "destroy", deployment, "--auto-approve"), _state(name, spec, "remove")),
             minutes=35, is_image=True,
         ),
         Step(

@@ -22,6 +22,16 @@ _PRESETS = {
 }
 """The provider's names of machine sizes, by GPU model and number of GPUs."""
 
+_CLAIM = """#!/usr/bin/env bash
+# Fails if resources are recorded under this cluster's name, such as those of another user's cluster.
+set -eo pipefail
+cd "$(dirname "$0")"
+bash terraform.sh state pull | jq --slurp --exit-status 'all(.[]; .resources == [])' >/dev/null || {
+  echo "Terraform's state of this name can't be read, or has another cluster's resources: use another name" >&2
+  exit 1
+}
+"""
+
 
 def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
     """Describe a Soperator cluster: Terraform's variables, and a script that sets up its environment."""
@@ -32,6 +42,7 @@ def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
         files={
             "ftkit.tfvars.json": json.dumps(_variables(name, spec), indent=2) + "\n",
             "terraform.sh": _script(spec),
+            "claim.sh": _CLAIM,
         },
         checks=(
             *_backup_checks(spec),
@@ -48,7 +59,12 @@ def plan_soperator(name: str, spec: SoperatorSpec) -> Provision:
                 "example", "the installation without the example's own variables",
                 ("rm", "-f", f"{_INSTALLATION}/terraform.tfvars"),
             ),
-            Step("init", "Terraform's providers and state", (*terraform, "init", "-input=false"), minutes=2),
+            Step(
+                "init", "Terraform's providers and state",
+                # .envrc names one state for all clusters of the project
+                (*terraform, "init", "-input=false", f"-backend-config=key=ftkit/{name}.tfstate"), minutes=2,
+            ),
+            Step("state", "this cluster's Terraform state, still empty", ("bash", "claim.sh")),
             Step(
                 "cluster", f"Kubernetes, file systems and {sum(each.num_nodes for each in spec.workers)} GPU nodes",
                 (*terraform, "apply", "-input=false", "-auto-approve", f"-var-file={FOLDER}/ftkit.tfvars.json"),
@@ -131,6 +147,6 @@ set -eo pipefail
 {exports}
 export TF_VAR_backups_password="${{TF_VAR_backups_password:-}}"
 cd "$(dirname "$0")/{_INSTALLATION}"
-source .envrc
+source .envrc >&2
 exec terraform "$@"
 """

@@ -24,6 +24,7 @@ class ProvisionState:
         made: ids of the completed steps.
         found: ids of steps whose resource existed before; it stays when the cluster is destroyed.
         begun: id of a started but unfinished step, whose resource may exist in part.
+        is_destroyed: whether all is removed except what other clusters use: this cluster itself uses nothing any more.
     """
 
     kind: Kind
@@ -31,12 +32,18 @@ class ProvisionState:
     made: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
     begun: str | None = None
+    is_destroyed: bool = False
 
 
 def clusters_folder() -> Path:
     """Return the folder of all clusters that were created from this account."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "ftkit" / "clusters"
+
+
+def clusters_of_account(parent: Path) -> list[str]:
+    """Return the names of all recorded clusters."""
+    return sorted(path.parent.name for path in parent.glob(f"*/{_FILE}"))
 
 
 def read_state(folder: Path) -> ProvisionState:
@@ -47,7 +54,7 @@ def read_state(folder: Path) -> ProvisionState:
     """
     state = read_json(folder / _FILE, ProvisionState)
     if state is None:
-        names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_FILE}")))
+        names = ", ".join(clusters_of_account(folder.parent))
         raise NotFoundError(
             f"no cluster '{folder.name}' was created from this account",
             meaning=f"these were: {names}" if names else f"none is recorded in {folder.parent}",

@@ -44,7 +44,9 @@ class Step:
         title: the resource.
         command: the command that creates it.
         existing: a command that prints something if it already exists: then it is neither created nor removed.
-        undo: commands that remove it; none if it stays, or is removed with another one.
+        undo: commands that remove it; none if it stays, or is removed with another one. Clusters whose commands are
+            equal share the resource.
+        users: commands that print what else uses it, one per line: then it is not removed.
         minutes: approximate duration.
         is_image: whether it creates the operating system's image, which can be kept for the next cluster.
     """
@@ -54,6 +56,7 @@ class Step:
     command: Command
     existing: Command = ()
     undo: tuple[Command, ...] = ()
+    users: tuple[Command, ...] = ()
     minutes: int = 0
     is_image: bool = False
 

@@ -65,8 +65,18 @@
 #   export NEBIUS_REGION=eu-north1
 #   export TF_VAR_backups_password="${TF_VAR_backups_password:-}"
 #   cd "$(dirname "$0")/library/soperator/installations/example"
-#   source .envrc
+#   source .envrc >&2
 #   exec terraform "$@"
+
+# file STATE/ftkit/clusters/train1/claim.sh
+#   #!/usr/bin/env bash
+#   # Fails if resources are recorded under this cluster's name, such as those of another user's cluster.
+#   set -eo pipefail
+#   cd "$(dirname "$0")"
+#   bash terraform.sh state pull | jq --slurp --exit-status 'all(.[]; .resources == [])' >/dev/null || {
+#     echo "Terraform's state of this name can't be read, or has another cluster's resources: use another name" >&2
+#     exit 1
+#   }
 
 # check: a Nebius account is active
 nebius iam whoami
@@ -84,7 +94,10 @@ git clone --quiet --depth=1 --branch=soperator-v1.20.1-2 https://github.com/nebi
 rm -f library/soperator/installations/example/terraform.tfvars
 
 # Terraform's providers and state
-bash terraform.sh init -input=false
+bash terraform.sh init -input=false -backend-config=key=ftkit/train1.tfstate
+
+# this cluster's Terraform state, still empty
+bash claim.sh
 
 # Kubernetes, file systems and 6 GPU nodes
 bash terraform.sh apply -input=false -auto-approve -var-file=STATE/ftkit/clusters/train1/ftkit.tfvars.json

@@ -93,5 +93,7 @@ def _script(provision: Provision, folder: Path) -> str:
         found = f"# skipped if this prints something: {line(step.existing)}" if step.existing else ""
         parts.append(f"\n# {step.title}\n{found}{line(step.command)}")
     parts.append("\n# removed by 'ftkit cluster destroy', in this order:\n")
-    parts += [f"# {line(undo)}" for step in reversed(provision.steps) for undo in step.undo]
+    for step in reversed(provision.steps):
+        parts += [f"# stays if this prints something: {line(users)}" for users in step.users]
+        parts += [f"# {line(undo)}" for undo in step.undo]
     return "".join(parts)
