@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ftkit.config.model import ModelPlan
 from ftkit.config.paths import fixed_folder, is_address, is_path
@@ -30,6 +30,28 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
 
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
+_GPU_ALIASES: Final = {
+    "h100": "h100-80gb", "h100-sxm": "h100-80gb", "h100-sxm5": "h100-80gb", "h100-80gb-hbm3": "h100-80gb",
+    "h200-sxm": "h200", "h200-141gb": "h200", "b200-sxm": "b200", "b200-180gb": "b200", "l4-24gb": "l4",
+    "a100-sxm4-40gb": "a100-40gb", "a100-sxm4-80gb": "a100-80gb",
+}  # fmt: skip
+"""Other names of the same GPUs. H100 PCIe and NVL and GB200 are other GPUs, which the planner has no figures for."""
+
+
+def _gpu_model(name: object) -> object:
+    """Return the planner's name of a GPU.
+
+    Raises:
+        ValueError: the name is that of two GPUs.
+    """
+    if not isinstance(name, str):
+        return name
+    word = name.strip().lower().removeprefix("nvidia").strip(" -_").replace(" ", "-").replace("_", "-")
+    if word in {"a100", "a100-sxm", "a100-sxm4"}:
+        raise ValueError("an A100 has 40 or 80 GB: give a100-40gb or a100-80gb")
+    return _GPU_ALIASES.get(word, word)
+
+
 Device = Literal["auto", "cpu", "cuda"]
 _SECONDS: Final = (86400, 3600, 60, 1)
 """Seconds of a day, an hour, a minute and a second."""
@@ -83,7 +105,7 @@ class ClusterProfile(Spec):
     """What runs the container: pyxis, docker, Apptainer or Singularity, or none (the Python that ftkit runs in)."""
     device: Device = "cuda"
     """Device of the training; `auto`: the GPUs of this machine if there are any, else its CPUs."""
-    gpu: GpuModel | None = None
+    gpu: Annotated[GpuModel | None, BeforeValidator(_gpu_model, json_schema_input_type=GpuModel | None)] = None
     """Model of the GPUs, for memory plans and MFU. Unknown if null."""
     gpus_per_node: PositiveInt
     """GPUs per node; with device `cpu`, processes per node."""

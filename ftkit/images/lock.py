@@ -51,7 +51,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         ]  # fmt: skip
         for name in sorted(spec.provided):
             command += ["--no-emit-package", name]
-        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=os.environ)
+        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment())
     if done.returncode != 0:
         message = done.stderr.strip().removeprefix("error: ")
         raise ImageError(
@@ -65,6 +65,12 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
     )
     write_lock_file(definition.lock_file, head + done.stdout)
     return parse_pins(done.stdout)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of uv, which has another name for pip's file of certificates."""
+    bundle = os.environ.get("PIP_CERT")
+    return ({"SSL_CERT_FILE": bundle} if bundle else {}) | dict(os.environ)
 
 
 def write_lock_file(path: Path, text: str) -> None:

@@ -1,0 +1,34 @@
+"""Names of GPUs in profiles: those that people use, and those of GPUs that the planner has no figures for."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from ftkit.config.cluster import ClusterProfile
+
+FIELD = ClusterProfile.model_fields["gpu"]
+GPU = TypeAdapter[str](FIELD.rebuild_annotation())
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("h100", "h100-80gb"), ("H100", "h100-80gb"), ("h100-sxm", "h100-80gb"), ("NVIDIA H100 SXM", "h100-80gb"),
+        ("H100_SXM5", "h100-80gb"), ("a100-80gb", "a100-80gb"), ("A100-SXM4-40GB", "a100-40gb"), ("h200", "h200"),
+        ("B200", "b200"), ("nvidia-l4", "l4"),
+    ],
+)  # fmt: skip
+def test_the_names_that_people_use_are_accepted(written: str, meant: str) -> None:
+    assert GPU.validate_python(written) == meant
+
+
+@pytest.mark.parametrize("written", ["h100-pcie", "h100-nvl", "gb200", "l40s", "v100", "rtx-4090", "a10g", "", 100])
+def test_a_gpu_without_figures_is_not_taken_for_another(written: object) -> None:
+    with pytest.raises(ValidationError):
+        GPU.validate_python(written)
+
+
+def test_an_a100_without_its_memory_is_asked_for() -> None:
+    with pytest.raises(ValidationError, match="a100-40gb or a100-80gb"):
+        GPU.validate_python("a100")

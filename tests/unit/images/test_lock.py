@@ -1,0 +1,41 @@
+"""Locks: what the shipped ones have, and the environment in which they are resolved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ftkit import process
+from ftkit.config.context import Context
+from ftkit.config.load import find_image
+from ftkit.errors import ImageError
+from ftkit.images.lock import read_lock, write_lock
+from ftkit.images.packages import parse_pins
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("reference", ["olmo3:25.02", "gemma3:26.05", "gpt-oss:26.05"])
+def test_images_that_train_have_the_package_that_reads_power_and_energy(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "nvidia-ml-py" in parse_pins(read_lock(find_image(reference, Context.here())))
+
+
+def test_packages_are_resolved_with_the_sites_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+
+    def resolve(*_: object, environment: dict[str, str], **__: Any) -> process.ProgramOutput:
+        seen.update(environment)
+        return process.ProgramOutput(1, "", "error: stopped")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("PIP_CERT", "/etc/site.pem")
+    monkeypatch.setattr(process, "run", resolve)
+    with pytest.raises(ImageError):
+        write_lock(find_image("olmo3:25.02", Context.here()))
+    assert seen["SSL_CERT_FILE"] == "/etc/site.pem"
