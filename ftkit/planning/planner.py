@@ -29,6 +29,7 @@ from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
+from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
 
 if TYPE_CHECKING:
@@ -257,6 +258,13 @@ def _batch(setup: Setup) -> BatchPlan:
 def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
     """Return notes with suggestions for a run that doesn't fit, or that could be much faster."""
     gpu = setup.gpu
+    if gpu is None and cluster.scheduler == "slurm" and setup.device != "cpu":
+        names = ", ".join(GPUS)
+        note = (
+            f"the profile of '{cluster.name}' has no 'gpu', so the settings with the least memory are used, and no "
+            f"speed is predicted: set it to one of {names}, if it is one of these"
+        )
+        return (note,)
     if gpu is None:
         return ()
     if memory.total <= gpu.usable_gib:

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftkit.cli.cluster import command as cluster
-from ftkit.provision.steps import ProvisionError
 
 PROGRAMS = ("gcloud", "git", "go", "jq", "make", "nebius", "packer", "terraform")
 GCP = (
