@@ -83,3 +83,14 @@ def test_suggestions_for_gpu_memory_do_not_offload_more_than_a_node_has() -> Non
     )
     assert "offload" in free
     assert "activation_offload" not in limited
+
+
+def test_a_plan_without_a_gpu_model_asks_for_it() -> None:
+    request = replace(REQUEST, image=ImageFile(Path("/images/olmo3.sqsh")))
+    recipe = load_recipe("olmo3-32b-malware-full", NOWHERE)
+    unknown, known = (
+        plan_run(recipe, load_cluster(name, NOWHERE), None, request, ftkit_version="1")
+        for name in ("soperator", "a3-ultragpu-8g")
+    )
+    assert [note for note in unknown.notes if "has no 'gpu'" in note]
+    assert not [note for note in known.notes if "has no 'gpu'" in note]
