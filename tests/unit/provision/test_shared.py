@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ftkit.cli.cluster import command as cluster
+from ftkit.errors import ProvisionError
 
 PROGRAMS = ("gcloud", "git", "go", "jq", "make", "nebius", "packer", "terraform")
 GCP = (
