@@ -20,8 +20,26 @@ FILE: Final = ".env"
 _LINE: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<value>.*)")
 _QUOTED: Final = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:\#.*)?""")
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
-_REFUSED: Final = re.compile(r"LD_.*|PYTHON.*|BASH_.*|ENV|IFS|PATH|SHELLOPTS")
-"""Variables that change which programs and code run, which a stranger's folder must not."""
+_ALLOWED: Final = """
+HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_HUB_OFFLINE HF_HUB_DISABLE_TELEMETRY HF_HUB_DISABLE_XET HF_HUB_DOWNLOAD_TIMEOUT
+HF_HUB_ETAG_TIMEOUT HF_DATASETS_OFFLINE
+WANDB_API_KEY WANDB_ENTITY WANDB_JOB_TYPE WANDB_MODE WANDB_NAME WANDB_NOTES WANDB_PROJECT WANDB_RUN_GROUP WANDB_TAGS
+MLFLOW_TRACKING_USERNAME MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN MLFLOW_EXPERIMENT_NAME
+AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN
+FTKIT_DEBUG FTKIT_REPORT NO_COLOR
+"""
+ALLOWED: Final = frozenset(_ALLOWED.split())
+"""Credentials and settings that start no program, read no other file, and lead to no other server.
+
+Others can: the file may come with a project that the user has only cloned.
+"""
+_ELSEWHERE: Final = {
+    "FTKIT_CLUSTER": "set 'cluster' in ftkit.yaml",
+    "FTKIT_IMAGE": "set 'image' in ftkit.yaml",
+    "FTKIT_REGISTRY": "set 'registry' in ftkit.yaml",
+    "FTKIT_WORKSPACE": "set 'workspace' in ftkit.yaml",
+    "MLFLOW_TRACKING_URI": "set 'tracking.mlflow_uri' in the recipe",
+}
 _MAX_BYTES: Final = 2**16
 
 
@@ -69,11 +87,19 @@ def _parse(text: str) -> Iterator[tuple[int, str, str, str]]:
         match = _LINE.fullmatch(stripped)
         if match is None:
             yield number, "", "", "is not NAME=value."
-        elif _REFUSED.fullmatch(match["name"]):
-            yield number, match["name"], "", "changes which programs run, so it is not read from a file."
+        elif match["name"] not in ALLOWED:
+            yield number, match["name"], "", _refusal(match["name"])
         else:
             value, problem = _value(match["value"])
             yield number, match["name"], value, problem
+
+
+def _refusal(name: str) -> str:
+    fix = _ELSEWHERE.get(name, "export it in your shell, or in its startup file, if you need it")
+    return (
+        "is not among the tokens and settings that a project's .env may set (docs/reference/security.md): others can "
+        f"run programs or redirect connections. Remove the line; {fix}."
+    )
 
 
 def _value(text: str) -> tuple[str, str]:
