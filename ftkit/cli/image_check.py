@@ -156,11 +156,12 @@ def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal
     """Warn if the image has another version of ftkit than the one that made the plan."""
     if image_labels.REFERENCE not in labels or any(code.name == DEV_CODE for code in plan.code):
         return  # not built by ftkit, or another ftkit runs in it
-    here = image_labels.checkout_commit()
+    commit = image_labels.own_commit()
+    here = commit.id if commit else ""
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
-    if inside != (__version__, here.commit):
+    if inside != (__version__, here):
         terminal.warn(
-            f"{plan.image} has ftkit {_version_text(*inside)}, this is {_version_text(__version__, here.commit)}: "
+            f"{plan.image} has ftkit {_version_text(*inside)}, this is {_version_text(__version__, here)}: "
             "if the job can't read its plan, build and import the image again"
         )
 

@@ -83,7 +83,7 @@ def build(
                 str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None
             )
             image_labels = labels.make_labels(
-                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=labels.checkout_commit()
+                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=labels.own_commit()
             )
             image = _run_build(client, context, found.id, image_labels, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import ftkit
-from ftkit import process
+from ftkit.checkout import own_checkout, read_commit
 from ftkit.config.image_reference import Digest
-from ftkit.errors import FtkitError
 
 if TYPE_CHECKING:
+    from ftkit.checkout import Commit
     from ftkit.config.image import ImageSpec
 
 BUILD_KEY: Final = "ftkit.build-key"
@@ -22,21 +21,6 @@ REFERENCE: Final = "ftkit.reference"
 UNPINNED: Final = "ftkit.base-unpinned"
 _ZIP_EPOCH: Final = 315532800
 """1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
-
-
-@dataclass(frozen=True)
-class CheckoutCommit:
-    """The commit of the checkout that ftkit runs from.
-
-    Attributes:
-        commit: its hash; empty for an installed wheel.
-        is_dirty: whether the checkout has uncommitted changes.
-        time: when it was committed, in seconds since 1970.
-    """
-
-    commit: str = ""
-    is_dirty: bool = False
-    time: int = _ZIP_EPOCH
 
 
 @dataclass(frozen=True)
@@ -56,28 +40,18 @@ class BaseInfo:
     is_pinned: bool
 
 
-def checkout_commit() -> CheckoutCommit:
-    """Read the commit of the checkout that ftkit runs from; empty for an installed wheel."""
-    checkout = Path(ftkit.__file__).resolve().parents[1]
-    if not (checkout / ".git").exists():
-        return CheckoutCommit()
-    try:
-        head = process.run(["git", "-C", str(checkout), "log", "-1", "--format=%H %ct"])
-        changes = process.run(["git", "-C", str(checkout), "status", "--porcelain"])
-    except FtkitError:
-        return CheckoutCommit()
-    commit, _, moment = head.stdout.strip().partition(" ")
-    if head.returncode != 0 or changes.returncode != 0 or not moment.isdigit():
-        return CheckoutCommit()
-    return CheckoutCommit(commit, bool(changes.stdout.strip()), int(moment))
+def own_commit() -> Commit | None:
+    """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
+    checkout = own_checkout()
+    return read_commit(checkout) if checkout else None
 
 
 def make_labels(
-    spec: ImageSpec, base: BaseInfo, *, lock_sha256: str, build_key: str, commit: CheckoutCommit
+    spec: ImageSpec, base: BaseInfo, *, lock_sha256: str, build_key: str, commit: Commit | None
 ) -> dict[str, str]:
     """Return the labels of an image that is about to be built."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    epoch = int(given) if given.isdigit() else commit.time
+    epoch = int(given) if given.isdigit() else commit.time if commit else _ZIP_EPOCH
     labels = {
         "org.opencontainers.image.title": spec.reference,
         "org.opencontainers.image.description": spec.description,
@@ -97,7 +71,7 @@ def make_labels(
         labels["org.opencontainers.image.base.digest"] = base.digest
     if not base.is_pinned:
         labels[UNPINNED] = "true"
-    if commit.commit:
-        labels["org.opencontainers.image.revision"] = commit.commit
-        labels["ftkit.has-uncommitted-changes"] = str(commit.is_dirty).lower()
+    if commit:
+        labels["org.opencontainers.image.revision"] = commit.id
+        labels["ftkit.has-uncommitted-changes"] = str(commit.has_changes).lower()
     return labels

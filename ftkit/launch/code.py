@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import ftkit
-from ftkit import process
-from ftkit.errors import ConfigError, FtkitError, NotFoundError, PrerequisiteError, Problem
+from ftkit.checkout import list_files, read_commit
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import atomic_folder
 from ftkit.planning.job import CodePlan
 
@@ -77,16 +77,14 @@ def copy_code(
         contents = {f"{prefix}{path}": data for path, data in _read(folder, paths, option)}
     except OSError as error:
         raise PrerequisiteError(f"{option}: can't read {error.filename}: {error.strerror}") from error
-    from ftkit.runs.manifest import git_commit  # noqa: PLC0415 - the records of runs, which a dry run does not read
-
-    git = git_commit(folder) or {}
+    commit = read_commit(folder)
     plan = CodePlan(
         name=name,
         source=str(folder),
         import_from=".",
         sha256=digest_of(contents),
-        commit=git.get("commit"),
-        has_uncommitted_changes=bool(git.get("has_uncommitted_changes")),
+        commit=commit.id if commit else None,
+        has_uncommitted_changes=bool(commit and commit.has_changes),
     )
     return CodeCopy(plan, contents)
 
@@ -201,15 +199,10 @@ def _read(folder: Path, paths: Iterable[Path], option: str) -> Iterable[tuple[st
 
 
 def _list_files(folder: Path, needs: str) -> list[Path]:
-    try:
-        words = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
-        listed = process.run(words)
-    except FtkitError:  # no git here
-        return _walk(folder)
-    paths = [Path(name) for name in sorted(set(listed.stdout.split("\0"))) if name]
     # The index still lists deleted files.
+    paths = [Path(name) for name in list_files(folder) or ()]
     found = [path for path in paths if _NEVER_COPIED.isdisjoint(path.parts) and (folder / path).is_file()]
-    is_listed = listed.returncode == 0 and (Path(needs) in found if needs else found)
+    is_listed = Path(needs) in found if needs else found
     return found if is_listed else _walk(folder)  # no checkout, or one that ignores this folder
 
 

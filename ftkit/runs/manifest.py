@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import socket
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ftkit
-from ftkit import process
+from ftkit.checkout import own_checkout, read_changes, read_commit
 from ftkit.config.paths import is_path
-from ftkit.errors import FtkitError, TrainingError, redact_command
+from ftkit.errors import TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
@@ -44,7 +43,7 @@ def build_manifest(plan: RunPlan | ScriptPlan, command: Sequence[str], project: 
         "run": plan.id,
         "created": plan.created.isoformat(),
         "command": redact_command(command, os.environ),
-        "project": {"folder": str(project), "git": git_commit(project)},
+        "project": {"folder": str(project), "git": _commit_of(project)},
         **_describe_plan(plan),
         "submissions": [_describe_submission(plan, command, {})],
     }
@@ -87,7 +86,7 @@ def _describe_submission(
         "time": time.time(),
         "host": socket.gethostname(),
         "command": redact_command(command, os.environ),
-        "ftkit": {"version": ftkit.__version__, "git": _own_commit()},
+        "ftkit": {"version": ftkit.__version__, "git": _commit_of(own_checkout())},
         "cluster": plan.cluster.name,
         "num_nodes": place.num_nodes,
         "processes_per_node": place.processes_per_node,
@@ -101,7 +100,7 @@ def _describe_submission(
 def _describe_plan(plan: RunPlan | ScriptPlan) -> dict[str, Any]:
     """Return the manifest's values from the plan."""
     return {
-        "ftkit": {"version": plan.ftkit_version, "git": _own_commit()},
+        "ftkit": {"version": plan.ftkit_version, "git": _commit_of(own_checkout())},
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "plan_sha256": hashlib.sha256(plan_to_json(plan).encode()).hexdigest(),
@@ -139,47 +138,15 @@ def _describe_training(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the git checkout around `folder`, and whether it has changes; None without a checkout."""
-    try:
-        head = process.run(["git", "-C", str(folder), "rev-parse", "HEAD"])
-        changes = process.run(["git", "-C", str(folder), "status", "--porcelain"])
-    except FtkitError:
-        return None
-    if head.returncode != 0 or changes.returncode != 0:
-        return None
-    return {"commit": head.stdout.strip(), "has_uncommitted_changes": bool(changes.stdout.strip())}
+def _commit_of(folder: Path | None) -> dict[str, Any] | None:
+    commit = read_commit(folder) if folder else None
+    return {"commit": commit.id, "has_uncommitted_changes": commit.has_changes} if commit else None
 
 
-def _own_commit() -> dict[str, Any] | None:
-    """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
-    checkout = _own_checkout()
-    return git_commit(checkout) if checkout else None
-
-
-def _own_checkout() -> Path | None:
-    checkout = Path(ftkit.__file__).resolve().parents[1]
-    return checkout if (checkout / ".git").exists() else None
-
-
-def uncommitted_changes(checkout: Path | None = None) -> str:
-    """Return a checkout's uncommitted changes as a diff, with new files; by default of ftkit's own checkout.
-
-    `git apply` on the commit restores the code that ran. Empty without changes or without a checkout.
-    """
-    checkout = checkout or _own_checkout()
-    if checkout is None:
-        return ""
-    with tempfile.TemporaryDirectory() as folder:  # a separate index: the user's does not change
-        environment = {**os.environ, "GIT_INDEX_FILE": str(Path(folder, "index"))}
-        for words in (["read-tree", "HEAD"], ["add", "--intent-to-add", "--all"], ["diff", "--binary", "HEAD"]):
-            try:
-                done = process.run(["git", "-C", str(checkout), *words], environment=environment)
-            except FtkitError:
-                return ""
-            if done.returncode != 0:
-                return ""
-    return done.stdout
+def uncommitted_changes() -> str:
+    """Return the uncommitted changes of ftkit's own checkout, as `read_changes`; empty for an installed wheel."""
+    checkout = own_checkout()
+    return read_changes(checkout) if checkout else ""
 
 
 def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit.checkout import read_commit
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
@@ -19,7 +20,7 @@ from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, Prerequ
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
 from ftkit.launch.preparation import data_stamp
 from ftkit.launch.resolve import detect_hardware
-from ftkit.runs.manifest import build_manifest, git_commit
+from ftkit.runs.manifest import build_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -460,20 +461,11 @@ def test_the_manifest_records_the_inputs_of_a_run(plan: RunPlan, tmp_path: Path)
     assert manifest["seeds"] == {"training": 1, "data": 1}
     assert len(manifest["plan_sha256"]) == 64
     assert manifest["project"] == {"folder": str(tmp_path), "git": None}
-
-
-def test_the_commit_of_a_checkout_is_recorded_with_whether_it_is_clean(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "init.defaultBranch=main"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
-
-    git("init")
-    git("commit", "--allow-empty", "-m", "first")
-    clean = git_commit(tmp_path)
-    assert clean is not None
-    assert len(clean["commit"]) == 40
-    assert not clean["has_uncommitted_changes"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(
+            ["git", "-C", tmp_path, "-c", "user.name=t", "-c", "user.email=t@example.org", *words], check=True
+        )
     (tmp_path / "new").touch()
-    changed = git_commit(tmp_path)
-    assert changed is not None
-    assert changed["has_uncommitted_changes"]
+    recorded = build_manifest(plan, ["ftkit"], tmp_path)["project"]["git"]
+    commit = read_commit(tmp_path)
+    assert recorded == {"commit": commit and commit.id, "has_uncommitted_changes": True}

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import time
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.manifest import record_start, uncommitted_changes
+from ftkit.runs.manifest import record_start
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.summary import first_error
 
@@ -125,22 +124,3 @@ def test_a_missing_or_damaged_manifest_is_not_changed(text: str | None, tmp_path
         path.write_text(text)
     record_start(path)
     assert (path.read_text() if path.exists() else None) == text
-
-
-def test_the_recorded_diff_applied_to_the_commit_restores_the_code(tmp_path: Path) -> None:
-    checkout, copy = tmp_path / "checkout", tmp_path / "copy"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(checkout)]
-    subprocess.run(["git", "init", "-q", checkout], check=True)
-    (checkout / "kept.py").write_text("one\n")
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    assert uncommitted_changes(checkout) == ""
-    (checkout / "kept.py").write_text("two\n")
-    (checkout / "new.py").write_text("new\n")
-    index = (checkout / ".git" / "index").read_bytes()
-    changes = uncommitted_changes(checkout)
-    assert (checkout / ".git" / "index").read_bytes() == index
-    subprocess.run(["git", "clone", "-q", checkout, copy], check=True)
-    subprocess.run(["git", "-C", copy, "apply"], input=changes, text=True, check=True)
-    assert {path.name: path.read_text() for path in copy.glob("*.py")} == {"kept.py": "two\n", "new.py": "new\n"}
-    assert uncommitted_changes(tmp_path) == ""
