@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def read_changes(folder: Path) -> str:
     """
     try:
         with _borrowed(folder, has_own_index=True) as git, tempfile.NamedTemporaryFile("w") as added:
-            git("read-tree", "HEAD")
+            git("read-tree", "--reset", "HEAD")  # keeps which files a sparse checkout lacks
             # By name: `add --all` runs git in submodules, with their configuration. A name with '/' at its end is
             # another repository; one that is not UTF-8 can't be passed on.
             new = git("ls-files", "-z", "--others", "--exclude-standard", ":/").split("\0")
@@ -90,7 +91,7 @@ def read_changes(folder: Path) -> str:
             from_file = (f"--pathspec-from-file={added.name}", "--pathspec-file-nul")
             git("--literal-pathspecs", "add", "--intent-to-add", *from_file)
             return git("diff", "--binary", "--ignore-submodules=dirty", "HEAD")
-    except FtkitError:
+    except (FtkitError, OSError):
         return ""
 
 
@@ -124,6 +125,8 @@ def _borrowed(folder: Path, *, has_own_index: bool = False) -> Iterator[Callable
         (own / "info/exclude").symlink_to(exclude)
         for shared in index.parent.glob("sharedindex.*"):
             (own / shared.name).symlink_to(shared)
+        if has_own_index and index.exists():
+            shutil.copyfile(index, own / "index")
         environment |= {
             "GIT_DIR": name,
             "GIT_WORK_TREE": top,

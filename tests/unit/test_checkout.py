@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def git(folder: Path, *words: str, stdin: str | None = None) -> str:
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
-    git(folder, "init", "-q")
+    git(folder, "-c", "init.defaultBranch=main", "init", "-q")
     (folder / "kept.py").write_text("one\n")
     (folder / "deleted.py").write_text("gone\n")
     git(folder, "add", ".")
@@ -84,6 +85,21 @@ def test_the_diff_applied_to_the_commit_restores_the_code(checkout: Path, tmp_pa
         assert (copy / name).read_text() == (checkout / name).read_text()
 
 
+def test_a_diff_is_recorded_during_a_merge_with_conflicts(checkout: Path, tmp_path: Path) -> None:
+    git(checkout, "checkout", "-qb", "other")
+    for branch, text in (("other", "two\n"), ("main", "three\n")):
+        git(checkout, "checkout", "-q", branch)
+        (checkout / "kept.py").write_text(text)
+        git(checkout, "commit", "-qam", text)
+    with suppress(subprocess.CalledProcessError):
+        git(checkout, "merge", "-q", "other")
+    merged = (checkout / "kept.py").read_text()
+    assert "<<<" in merged
+    git(tmp_path, "clone", "-q", str(checkout), str(tmp_path / "copy"))
+    git(tmp_path / "copy", "apply", stdin=read_changes(checkout))
+    assert (tmp_path / "copy/kept.py").read_text() == merged
+
+
 def test_a_checkout_without_a_commit_has_files(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "new.py").touch()
@@ -114,6 +130,7 @@ def test_a_forged_index_lists_no_files_outside_the_checkout(checkout: Path) -> N
         lambda folder: git(folder, "gc", "-q"),
         lambda folder: git(folder, "config", "core.fileMode", "false"),
         lambda folder: (folder / ".git/info/exclude").unlink(),
+        lambda folder: git(folder, "sparse-checkout", "set", "--no-cone", "kept.py"),
     ],
 )
 def test_layouts_and_settings_of_repositories_are_honored(change: Callable[[Path], object], checkout: Path) -> None:
