@@ -11,6 +11,7 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submitted_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.streams import data_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import NotFoundError
@@ -57,7 +58,7 @@ def _print(layout: RunLayout, rank: int | None) -> None:
     path = _path(layout, rank)
     try:
         with path.open("rb") as log:
-            shutil.copyfileobj(log, sys.stdout.buffer)
+            shutil.copyfileobj(log, data_output())
     except FileNotFoundError as error:
         there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
         raise NotFoundError(
@@ -79,7 +80,7 @@ def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     from ftkit.runs.failure import explain_failure
     from ftkit.runs.states import RunState
 
-    terminal, output = Terminal(), sys.stdout.buffer
+    terminal, output = Terminal(), data_output()
     shown = ""
     for seen in poll_states(run):
         offset = copy_new(path, offset, output)

@@ -17,7 +17,8 @@ from click.exceptions import NoArgsIsHelpError
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color
-from ftkit.cli.streams import open_standard_streams
+from ftkit.cli.streams import open_standard_streams, styled
+from ftkit.cli.terminal.format import printable
 from ftkit.config.context import Context, set_home
 from ftkit.config.dotenv import load_dotenv
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
@@ -191,16 +192,18 @@ def _invoke(words: list[str]) -> int:
 
 
 def _print_usage_error(error: click.ClickException) -> None:
-    if not isinstance(error, click.UsageError) or error.ctx is None or isinstance(error, NoArgsIsHelpError):
+    if isinstance(error, NoArgsIsHelpError):
         error.show()
         return
-    _write(f"{_red('error:')} {error.format_message()}")
+    _write(error.format_message(), label="error:")
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return
     _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
     _write(f"see '{error.ctx.command_path} --help'", indent="  ")
 
 
 def _print_error(error: FtkitError) -> None:
-    _write(f"{_red('error:')} {error.what}")
+    _write(error.what, label="error:")
     problems = error.problems if isinstance(error, ConfigError) else []
     for problem in problems:
         _write(str(problem), indent="  - ")
@@ -213,21 +216,22 @@ def _print_bug(error: Exception, words: list[str]) -> None:
     """Report a bug in ftkit, and keep the traceback for the bug report."""
     from ftkit.cli.crash_report import write_crash_report
 
-    _write(f"{_red('error:')} a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    _write(f"a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}", label="error:")
     report = write_crash_report("".join(traceback.format_exception(error)), words)
     if report:
         _write(f"please report it with the traceback in {report}", indent="  ")
     _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
 
 
-def _red(text: str) -> str:
-    return f"\x1b[1;31m{text}\x1b[0m" if in_color(sys.stderr) else text
+def _write(text: str, indent: str = "", label: str = "") -> None:
+    """Write to stderr without secrets and controls: wrapped at words on a terminal, in whole lines to a log or a pipe.
 
-
-def _write(text: str, indent: str = "") -> None:
-    """Write to stderr without secrets: wrapped at words on a terminal, in whole lines to a log or a pipe."""
-    for number, line in enumerate(redact(text, os.environ).splitlines() or [""]):
-        lead = indent if number == 0 else " " * len(indent)
+    The label, if any, stands before the text, in red.
+    """
+    is_colored = in_color(sys.stderr)
+    shown = f"\x1b[1;31m{label}\x1b[0m " if label and is_colored else f"{label} " if label else ""
+    for number, line in enumerate(printable(redact(text, os.environ)).splitlines() or [""]):
+        lead = indent + shown if number == 0 else " " * len(indent)
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             line = textwrap.fill(  # noqa: PLW2901
@@ -240,4 +244,4 @@ def _write(text: str, indent: str = "") -> None:
             )
         else:
             line = lead + line  # noqa: PLW2901
-        click.echo(line, err=True, color=in_color(sys.stderr))
+        click.echo(line, file=styled(sys.stderr), color=is_colored)

@@ -1,10 +1,14 @@
-"""Standard streams that are closed, or that can't be written."""
+"""Standard streams: closed ones, ones that can't be written, and terminals, which texts of others must not control."""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
+from typing import IO, Any, cast
+
+from ftkit.cli.terminal.format import printable
 
 
 def open_standard_streams() -> None:
@@ -23,10 +27,57 @@ def open_standard_streams() -> None:
     stderr = sys.stderr
     if stderr is sys.__stderr__ and stderr is not None:  # not a test's own
         messages: io.RawIOBase = _Messages(2, "w", closefd=False)
-        sys.stderr = io.TextIOWrapper(io.BufferedWriter(messages), stderr.encoding, line_buffering=True)
+        sys.stderr = _Escaping(io.BufferedWriter(messages), stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale without `×` must not make the command fail
+
+
+def styled(stream: IO[str]) -> IO[str]:
+    """Return a stream for texts that ftkit has made printable, and that have colors and cursor movements of its own."""
+    return cast("IO[str]", _Styled(stream)) if isinstance(stream, _Escaping) else stream
+
+
+def data_output() -> IO[bytes]:
+    """Return stdout for data that may be anybody's: unchanged in a pipe or file, printable on a terminal."""
+    return cast("IO[bytes]", _OnTerminal(sys.stdout.buffer)) if sys.stdout.isatty() else sys.stdout.buffer
+
+
+class _Escaping(io.TextIOWrapper):
+    """Makes all that is written printable: warnings of Python and of libraries quote data too."""
+
+    def write(self, text: str) -> int:
+        """Write a text; carriage returns stay, with which libraries redraw progress bars."""
+        super().write(printable(text, keep="\r"))
+        return len(text)
+
+
+class _Styled:
+    """Writes to a stream as it would without escaping."""
+
+    def __init__(self, stream: _Escaping) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _OnTerminal:
+    """Makes bytes in UTF-8 printable; carriage returns of progress bars stay."""
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, chunk: bytes) -> int:
+        self._output.write(printable(self._decoder.decode(chunk), keep="\r").encode())
+        return len(chunk)
+
+    def flush(self) -> None:
+        self._output.flush()
 
 
 class _Messages(io.FileIO):

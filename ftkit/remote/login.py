@@ -116,26 +116,21 @@ def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
     return parse_json(read_stdin() if argument == "-" else base64.b64decode(argument), Request)
 
 
-def call(login: Login, request: Request, *, terminal: bool) -> int:
-    """Make a request without secrets, connected to this process's own streams; return its exit status.
+def call(login: Login, request: Request, on_output: Callable[[bytes], None] | None) -> int:
+    """Make a request without secrets; return its exit status. Without `on_output`, connect it to this terminal.
 
     Raises:
         PrerequisiteError: ftkit is not set up there.
     """
     argument = base64.b64encode(to_json(request).encode()).decode()
-    if terminal:
+    if on_output is None:
         return _checked(login, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
-    return _run_quietly(login, argument, None, _write_stdout)
+    return _run_quietly(login, argument, None, on_output)
 
 
 def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
     """Make a request on standard input; return its exit status. Raises as `call`."""
     return _run_quietly(login, "-", to_json(request).encode(), on_output)
-
-
-def _write_stdout(chunk: bytes) -> None:
-    sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
 
 
 def _run_quietly(login: Login, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]) -> int:

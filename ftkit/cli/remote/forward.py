@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ftkit.cli.output import current_output
+from ftkit.cli.streams import data_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.remote.login import (
@@ -97,18 +98,17 @@ class _Forwarded:
 
     def _call(self, words: tuple[str, ...]) -> int:
         request = replace(self.request, words=words)
-        has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        return with_project(self.login, request, self.files, lambda: call(self.login, request, terminal=has_terminal))
+        show = None if sys.stdin.isatty() and sys.stdout.isatty() else _writer()
+        return with_project(self.login, request, self.files, lambda: call(self.login, request, show))
 
     def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
         """Run a command that follows a run; reconnect if the connection is lost."""
         ask(self.login, replace(self.request, action="missing"), self.files)  # fail if the first connection does
-        shown = 0
+        shown, write = 0, _writer()
 
         def show(chunk: bytes) -> None:
             nonlocal shown
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+            write(chunk)
             shown += len(chunk)
 
         def attempt() -> int:
@@ -127,6 +127,17 @@ class _Forwarded:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_WAIT_SECONDS)
         return code
+
+
+def _writer() -> Callable[[bytes], None]:
+    """Return a function that writes what arrives to stdout at once."""
+    output = data_output()
+
+    def write(chunk: bytes) -> None:
+        output.write(chunk)
+        output.flush()
+
+    return write
 
 
 def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.output import current_output, in_color
+from ftkit.cli.streams import data_output, styled
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 
@@ -91,10 +92,11 @@ class Terminal:
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write text unchanged to stdout, as UTF-8: click would drop escape sequences, an old locale even more."""
+        """Write text to stdout, as UTF-8: unchanged in a pipe or a file, printable on a terminal."""
         sys.stdout.flush()
-        sys.stdout.buffer.write(text.encode())
-        sys.stdout.buffer.flush()
+        output = data_output()
+        output.write(text.encode())
+        output.flush()
 
     def json(self, values: Any) -> None:
         """Write JSON to stdout."""
@@ -151,7 +153,7 @@ def _console(stream: IO[str], *, quiet: bool = False) -> Console:
 
     is_terminal, colored = stream.isatty(), in_color(stream)
     return Console(
-        file=stream,
+        file=styled(stream),
         quiet=quiet,
         force_terminal=is_terminal,
         color_system="auto" if is_terminal else "standard" if colored else None,

@@ -10,12 +10,18 @@ from typing import Any
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _AGES = 1000 * 365 * _DAY
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line separators, marks that reverse the order of what follows, and unpaired surrogates."""
 
 
-def printable(text: str) -> str:
-    """Escape control characters and remove colors, so that a log can't control the terminal."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", _COLOR.sub("", text.replace("\r\n", "\n")))
+def printable(text: str, *, keep: str = "") -> str:
+    """Escape what could control the terminal or reorder its text, except for `keep`, and remove colors."""
+
+    def escape(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return match[0] if match[0] in keep else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"  # noqa: PLR2004
+
+    return _CONTROL.sub(escape, _COLOR.sub("", text.replace("\r\n", "\n")))
 
 
 def count(number: float) -> str:
