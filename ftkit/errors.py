@@ -225,18 +225,8 @@ def as_user_error(error: Exception) -> Exception:
     if isinstance(error, DiskFullError):
         return error
     is_known = isinstance(error, PrerequisiteError)
-    if isinstance(error, PermissionError) and error.filename is not None:
-        return PrerequisiteError(
-            f"permission denied: {error.filename}",
-            meaning="the file or its folder belongs to another user, who does not share it",
-            fix="ask its owner ('ls -ld' shows who that is) for access, or choose another folder",
-        )
-    if isinstance(error, OSError) and error.errno == errno.EROFS and error.filename is not None:
-        return PrerequisiteError(
-            f"the file system is read-only: can't write {error.filename}",
-            meaning="it is mounted without write access on this machine, or was remounted after a disk error",
-            fix="choose another folder, or ask the machine's administrators",
-        )
+    if isinstance(error, OSError) and error.filename is not None and (found := _as_file_error(error)):
+        return found
     for cause in _explicit_causes(error) if is_known else _causes(error):
         if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None
@@ -249,6 +239,30 @@ def as_user_error(error: Exception) -> Exception:
         if isinstance(cause, ModuleNotFoundError) and cause.name in _EXTRAS:
             return missing_package_error([cause.name], f"this command needs it: {sys.executable} does not find it")
     return error
+
+
+def _as_file_error(error: OSError) -> FtkitError | None:
+    """Return the error for a file that can't be opened or written as the user can act on it; None for others."""
+    shown = str(error.filename)[:200]
+    if isinstance(error, PermissionError):
+        return PrerequisiteError(
+            f"permission denied: {shown}",
+            meaning="the file or its folder belongs to another user, who does not share it",
+            fix="ask its owner ('ls -ld' shows who that is) for access, or choose another folder",
+        )
+    if error.errno == errno.EROFS:
+        return PrerequisiteError(
+            f"the file system is read-only: can't write {shown}",
+            meaning="it is mounted without write access on this machine, or was remounted after a disk error",
+            fix="choose another folder, or ask the machine's administrators",
+        )
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return NotFoundError(
+            f"can't open {shown}: {error.strerror}",
+            meaning="a name is longer than file systems allow, or symbolic links point at each other",
+            fix="check the path, and the file that contains it",
+        )
+    return None
 
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -17,11 +17,14 @@ from ftkit.errors import PrerequisiteError, UnusableFileError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from io import BufferedReader
 
     from pydantic import TypeAdapter, ValidationError
 
 ValueT = TypeVar("ValueT")
 _MAX_BYTES = 2**24
+MAX_JSON_BYTES = 2**28
+"""Limit of the JSON files of models: vocabularies have tens of megabytes."""
 _MAX_DETAILS = 3
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 """Some network file systems can't sync folders."""
@@ -316,7 +319,7 @@ def _owner(path: Path) -> str:
 def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
     """Copy the content of a file after `offset` to `output`; return the new offset, or the old one without a file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             shutil.copyfileobj(file, output)
             output.flush()
@@ -325,16 +328,30 @@ def copy_new(path: Path, offset: int, output: IO[bytes]) -> int:
         return offset
 
 
-def read_small(path: Path) -> bytes:
-    """Read a file of at most 16 MiB.
+def read_small(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
+    """Read a file of at most `max_bytes`, 16 MiB unless given.
 
     Raises:
         OSError: it can't be read, is larger, or is a pipe or device, which might never end.
     """
-    num_bytes = check_regular(path).st_size
-    if num_bytes > _MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has {num_bytes:,} bytes")
-    return path.read_bytes()
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
+    return content
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, without waiting for the writer of a pipe.
+
+    Raises:
+        OSError: it is something else, such as a pipe or device, which might never end; or it can't be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def check_regular(path: Path) -> os.stat_result:
@@ -347,3 +364,15 @@ def check_regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
     return status
+
+
+def load_json(content: str | bytes) -> Any:
+    """Parse JSON of others.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, is nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(content.decode("utf-8") if isinstance(content, bytes) else content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError
+from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
 from ftkit.model_layouts import adapters_in_bin, incomplete, model_and_adapters, not_a_folder
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ LENGTH_BYTES = 8
 """Bytes of the little-endian length before the header of a safetensors file."""
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""
+_MAX_NAME = 255
+"""Longest name of a file, in bytes."""
 _TIED = "tie_word_embeddings"
 _EMBEDDING, _PROJECTION = "embed_tokens.weight", "lm_head.weight"
 """Suffixes of the names of the two tables that may be tied."""
@@ -101,7 +103,7 @@ def _check_tensors(folder: Path) -> None:
     """Check that the files have the tensors that the index lists, in dtypes that need no unknown scales."""
     stored = {file: _stored_tensors(folder / file) for file in weight_files(folder)}
     if not (folder / WEIGHTS_FILE).is_file():
-        lacking = [name for name, file in _read_index(folder).items() if name not in stored[file]]
+        lacking = [name for name, file in read_index(folder).items() if name not in stored[file]]
         if lacking:
             raise NotFoundError(
                 f"model.weights: {folder / WEIGHTS_INDEX} lists {', '.join(lacking[:3])}, which its file lacks",
@@ -193,12 +195,24 @@ def weight_files(folder: Path) -> list[str]:
     """
     if (folder / WEIGHTS_FILE).is_file() or not (folder / WEIGHTS_INDEX).is_file():
         return [WEIGHTS_FILE]
-    return sorted(set(_read_index(folder).values()))
+    return sorted(set(read_index(folder).values()))
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, from the index."""
-    places: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, from the index; a damaged one raises one of `UNREADABLE`.
+
+    Raises:
+        NotFoundError: it lists a file outside the folder, or one that can't exist.
+    """
+    places: dict[str, str] = load_json(read_small(folder / WEIGHTS_INDEX, MAX_JSON_BYTES))["weight_map"]
+    for file in set(places.values()):
+        parts = Path(file).parts
+        if Path(file).is_absolute() or ".." in parts or "\0" in file or any(len(part) > _MAX_NAME for part in parts):
+            raise NotFoundError(
+                f"model.weights: {folder / WEIGHTS_INDEX} lists {file[:80]!r}, which is no file of this folder",
+                meaning="the index was damaged or edited; ftkit reads only files within a model's folder",
+                fix="copy or download the model again",
+            )
     return places
 
 
@@ -207,7 +221,7 @@ def _is_complete(path: Path) -> bool:
     try:
         end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
         if end is None:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 end = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
         return path.stat().st_size == end
     except UNREADABLE:
@@ -253,9 +267,9 @@ def _stored_tensors(path: Path) -> Mapping[str, _StoredTensor]:
 
 @lru_cache(maxsize=256)  # files of the largest models
 def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, _StoredTensor]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+        header = load_json(file.read(min(length, _MAX_HEADER_BYTES)))
     header.pop("__metadata__", None)
     return {
         name: _StoredTensor(
@@ -364,8 +378,8 @@ def read_end_tokens(folder: Path) -> list[int]:
 def _read_json(path: Path) -> Any:
     log.debug("read %s", path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return load_json(read_small(path, MAX_JSON_BYTES))
+    except (OSError, ValueError) as error:
         raise NotFoundError(
             f"can't read {path}: {error}",
             meaning="a copy was interrupted, or the file was edited manually",

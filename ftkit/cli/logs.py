@@ -55,9 +55,11 @@ def command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -
 
 
 def _print(layout: RunLayout, rank: int | None) -> None:
+    from ftkit.files import open_regular
+
     path = _path(layout, rank)
     try:
-        with path.open("rb") as log:
+        with open_regular(path) as log:
             shutil.copyfileobj(log, data_output())
     except FileNotFoundError as error:
         there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from ftkit.data.chat_templates import (
 )
 from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError, one_line
+from ftkit.files import MAX_JSON_BYTES, load_json, read_small
 from ftkit.hub.cache import TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         DataError: it is damaged.
     """
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = load_json(read_small(path, MAX_JSON_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from ftkit.data.encoding import check_tokens
 from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
+from ftkit.files import load_json, read_small
 from ftkit.model_folder import CONFIG_FILE, GENERATION_FILE, read_end_tokens
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _processor_template(source: str, revision: str | None) -> str | None:
     """Return the chat template of a multimodal model's processor; None if it has none in a file of its own."""
     try:
         file = import_transformers().utils.cached_file(source, PROCESSOR_TEMPLATE, revision=revision)
-        template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+        template = load_json(read_small(Path(file)))["chat_template"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return template if isinstance(template, str) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.files import MAX_JSON_BYTES, load_json, read_small
 from ftkit.hub.cache import TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _vocabulary(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = load_json(read_small(path, MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError
-from ftkit.files import DamagedFileError, read_json
+from ftkit.files import DamagedFileError, open_regular, read_json
 from ftkit.runs.metrics_file import read_outline
 from ftkit.runs.records import EvaluationRecord
 
@@ -73,7 +73,7 @@ class SavedFile:
         Raises:
             OSError: it can't be read.
         """
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(path.stat().st_size, digest)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,13 @@ def test_the_header_of_a_weight_file_is_read_once_as_long_as_the_file_does_not_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    real_open = Path.open
+    real_open = os.open
 
-    def count(path: Path, *args: Any, **kwargs: Any) -> Any:
-        opened.append(path.name)
+    def count(path: Any, *args: Any, **kwargs: Any) -> int:
+        opened.append(Path(path).name)
         return real_open(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", count)
+    monkeypatch.setattr(os, "open", count)
     (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama", "tie_word_embeddings": true}')
     file = tmp_path / WEIGHTS_FILE
     file.write_bytes(safetensors.numpy.save({"model.embed_tokens.weight": np.zeros((4, 2), np.float32)}))
@@ -247,3 +248,28 @@ def test_the_weights_of_adapters_must_be_complete_safetensors(tmp_path: Path) ->
         check_adapters(tmp_path)
     (tmp_path / ADAPTER_FILE).write_bytes(NO_TENSORS)
     check_adapters(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/model.safetensors", "a/../../b", "x" * 5000, "a\0b"])
+def test_an_index_may_list_only_files_of_its_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(NotFoundError, match="no file of this folder"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("header", ["[" * 50_000, '{"a": ' * 50_000, "1" * 100_000])
+def test_a_header_that_no_program_writes_counts_as_damage(header: str, tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    (tmp_path / WEIGHTS_FILE).write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(NotFoundError, match="incomplete"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX])
+def test_a_pipe_in_a_model_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    if name != CONFIG_FILE:
+        (tmp_path / CONFIG_FILE).write_text('{"model_type": "llama"}')
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NotFoundError):
+        check_folder(tmp_path)

@@ -5,7 +5,6 @@ A rank reads only the rows of its shard of each tensor, so it never has the whol
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -23,7 +22,7 @@ from ftkit.config.paths import is_path
 from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, text_name, weight_files
+from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_index, text_name, weight_files
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.load_targets import LoadTarget, load_targets
@@ -312,5 +311,5 @@ def _files(folder: Path) -> dict[Path, set[str]]:
             return {folder / WEIGHTS_FILE: set(file.keys())}
     if not (folder / WEIGHTS_INDEX).is_file():
         raise NotFoundError(f"there are no safetensors files in {folder}", fix="convert the weights to safetensors")
-    places = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+    places = read_index(folder)
     return {folder / file: {name for name, place in places.items() if place == file} for file in weight_files(folder)}
