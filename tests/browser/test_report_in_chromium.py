@@ -65,7 +65,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         MemoryRecord(4.0, "verifying sharding and document isolation", *[1.0] * 3, 1.0, 2.5, 3.0),
         StartRecord(8.0, 400, 0, 2, "fsdp2", "cpu", 1000, {"torch": "2.7"}),
         *(
-            StepRecord(10.0 + n, n, 90, 0.5, 5 / n, 1e-3, 1.0, n * 8192, 12345.6, 0.5, 0.1, 0.01, 0.4, None)
+            StepRecord(10.0 + n, n, 90, 0.5, 5 / n, 1e-3, 1.0, n * 8192, n * 4096, 12345.6, 0.5, 0.1, 0.01, 0.4, None)
             for n in range(1, 90)
         ),
         EvaluationRecord(300.0, 90, "after", 0.5, 1.6, 1.0, samples),

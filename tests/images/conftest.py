@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,14 +72,18 @@ def programs() -> None:
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip(f"needs {', '.join(missing)}, and this is not root on Debian")
-    subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
-    done = subprocess.run(
-        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing],
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    for _ in range(20):
+        subprocess.run(["apt-get", "update", "-qq"], check=False, capture_output=True)
+        done = subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing],
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode == 0 or "Could not get lock" not in done.stderr:
+            break
+        time.sleep(15)  # other tests install packages at the same time
     if done.returncode != 0:
         pytest.skip(f"apt-get could not install {', '.join(missing)}: {done.stderr[-300:]}")
 

@@ -117,7 +117,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     (laptop.project / "ftkit.yaml").write_text("workspace: work\n")
     (laptop.project / "clusters/far.yaml").write_text(
         f"extends: local\nname: far\ndescription: elsewhere\nlogin: {getpass.getuser()}@127.0.0.1\n"
-        f"ssh_options: {options}\nlogin_folder: {laptop.there}\nsend_limit_gib: 0.001\n"
+        f"ssh_options: {options}\nlogin_folder: {laptop.there}\nsend_limit_gib: 0.002\n"
     )
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # required by sshd
