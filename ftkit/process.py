@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +26,14 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS: Final = 60
 """Time for an interrupted program to clean up."""
+
+
+_COLOR: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def without_colors(text: str) -> str:
+    """Remove color codes from a program's output."""
+    return _COLOR.sub("", text)
 
 
 def num_usable_cpus() -> int:

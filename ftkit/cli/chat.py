@@ -11,7 +11,6 @@ import click
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.model_arguments import MODEL_HELP, decoding_options, find_model, load_into_engine, model_argument
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import printable
 from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def _read_tools(path: Path | None) -> tuple[JsonObject, ...]:
 
 
 def _stream(session: ChatSession, turn: str, terminal: Terminal) -> None:
-    reply = session.ask(turn, lambda text: terminal.data(printable(text)))
+    reply = session.ask(turn, terminal.data)
     terminal.data("\n")
     if not reply.is_ended:
         terminal.say(Styled(f"(truncated after {session.decoding.max_new_tokens} tokens: --max-new-tokens)", "yellow"))

@@ -11,7 +11,7 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submitted_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.streams import data_output
+from ftkit.cli.streams import log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import NotFoundError
@@ -49,7 +49,6 @@ def command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -
         return
     for folder in folders:
         sys.stdout.write(f"==> {folder.id} <==\n")
-        sys.stdout.flush()
         with suppress(NotFoundError):  # it may not have started yet
             _print(folder.layout, rank)
 
@@ -60,7 +59,7 @@ def _print(layout: RunLayout, rank: int | None) -> None:
     path = _path(layout, rank)
     try:
         with open_regular(path) as log:
-            shutil.copyfileobj(log, data_output())
+            shutil.copyfileobj(log, log_output())
     except FileNotFoundError as error:
         there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
         raise NotFoundError(
@@ -82,7 +81,7 @@ def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     from ftkit.runs.failure import explain_failure
     from ftkit.runs.states import RunState
 
-    terminal, output = Terminal(), data_output()
+    terminal, output = Terminal(), log_output()
     shown = ""
     for seen in poll_states(run):
         offset = copy_new(path, offset, output)

@@ -192,18 +192,16 @@ def _invoke(words: list[str]) -> int:
 
 
 def _print_usage_error(error: click.ClickException) -> None:
-    if isinstance(error, NoArgsIsHelpError):
+    if not isinstance(error, click.UsageError) or error.ctx is None or isinstance(error, NoArgsIsHelpError):
         error.show()
         return
-    _write(error.format_message(), label="error:")
-    if not isinstance(error, click.UsageError) or error.ctx is None:
-        return
+    _write(f"error: {error.format_message()}")
     _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
     _write(f"see '{error.ctx.command_path} --help'", indent="  ")
 
 
 def _print_error(error: FtkitError) -> None:
-    _write(error.what, label="error:")
+    _write(f"error: {error.what}")
     problems = error.problems if isinstance(error, ConfigError) else []
     for problem in problems:
         _write(str(problem), indent="  - ")
@@ -216,22 +214,18 @@ def _print_bug(error: Exception, words: list[str]) -> None:
     """Report a bug in ftkit, and keep the traceback for the bug report."""
     from ftkit.cli.crash_report import write_crash_report
 
-    _write(f"a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}", label="error:")
+    _write(f"error: a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     report = write_crash_report("".join(traceback.format_exception(error)), words)
     if report:
         _write(f"please report it with the traceback in {report}", indent="  ")
     _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
 
 
-def _write(text: str, indent: str = "", label: str = "") -> None:
-    """Write to stderr without secrets and controls: wrapped at words on a terminal, in whole lines to a log or a pipe.
-
-    The label, if any, stands before the text, in red.
-    """
-    is_colored = in_color(sys.stderr)
-    shown = f"\x1b[1;31m{label}\x1b[0m " if label and is_colored else f"{label} " if label else ""
+def _write(text: str, indent: str = "") -> None:
+    """Write to stderr, escaped, without secrets: wrapped at words on a terminal, whole lines to a log or a pipe."""
+    colored = in_color(sys.stderr)
     for number, line in enumerate(printable(redact(text, os.environ)).splitlines() or [""]):
-        lead = indent + shown if number == 0 else " " * len(indent)
+        lead = indent if number == 0 else " " * len(indent)
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             line = textwrap.fill(  # noqa: PLW2901
@@ -244,4 +238,6 @@ def _write(text: str, indent: str = "", label: str = "") -> None:
             )
         else:
             line = lead + line  # noqa: PLW2901
-        click.echo(line, file=styled(sys.stderr), color=is_colored)
+        if colored and number == 0 and line.startswith("error:"):
+            line = click.style("error:", fg="red", bold=True) + line.removeprefix("error:")  # noqa: PLW2901
+        click.echo(line, file=styled(sys.stderr), color=colored)

@@ -1,4 +1,4 @@
-"""Standard streams: closed ones, ones that can't be written, and terminals, which texts of others must not control."""
+"""Standard streams: text from data can't control the terminal, whichever library prints it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,64 @@ import codecs
 import io
 import os
 import sys
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from ftkit.cli.terminal.format import printable
+from ftkit.process import without_colors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class _Escaped:
+    """A text stream that escapes what is written to it, by any library, with `printable`.
+
+    Attributes:
+        styled: the stream below, for ftkit's own colors; only escaped text may be written there.
+    """
+
+    def __init__(self, styled: TextIO) -> None:
+        self.styled = styled
+
+    def write(self, text: str) -> int:
+        """Write escaped text."""
+        self.styled.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write escaped lines."""
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.styled, name)
+
+
+def styled(stream: IO[str]) -> IO[str]:
+    """Return the stream to which text is written that is escaped already, and may have ftkit's own colors."""
+    return stream.styled if isinstance(stream, _Escaped) else stream
+
+
+class _Log:
+    """Stdout as a terminal for a log: without colors, escaped, except carriage returns, with which bars are redrawn."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, chunk: bytes) -> int:
+        """Write a part of a log; it may end within a character."""
+        text = without_colors(self._decoder.decode(chunk))
+        sys.stdout.buffer.write("\r".join(map(printable, text.split("\r"))).encode())
+        return len(chunk)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        sys.stdout.buffer.flush()
+
+
+def log_output() -> IO[bytes]:
+    """Return where a log is written: escaped on a terminal, byte for byte in a pipe."""
+    sys.stdout.flush()
+    return cast("IO[bytes]", _Log()) if sys.stdout.isatty() else sys.stdout.buffer
 
 
 def open_standard_streams() -> None:
@@ -27,57 +82,15 @@ def open_standard_streams() -> None:
     stderr = sys.stderr
     if stderr is sys.__stderr__ and stderr is not None:  # not a test's own
         messages: io.RawIOBase = _Messages(2, "w", closefd=False)
-        sys.stderr = _Escaping(io.BufferedWriter(messages), stderr.encoding, line_buffering=True)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(messages), stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale without `×` must not make the command fail
+    sys.stdout, sys.stderr = _escaped(sys.stdout), _escaped(sys.stderr)
 
 
-def styled(stream: IO[str]) -> IO[str]:
-    """Return a stream for texts that ftkit has made printable, and that have colors and cursor movements of its own."""
-    return cast("IO[str]", _Styled(stream)) if isinstance(stream, _Escaping) else stream
-
-
-def data_output() -> IO[bytes]:
-    """Return stdout for data that may be anybody's: unchanged in a pipe or file, printable on a terminal."""
-    return cast("IO[bytes]", _OnTerminal(sys.stdout.buffer)) if sys.stdout.isatty() else sys.stdout.buffer
-
-
-class _Escaping(io.TextIOWrapper):
-    """Makes all that is written printable: warnings of Python and of libraries quote data too."""
-
-    def write(self, text: str) -> int:
-        """Write a text; carriage returns stay, with which libraries redraw progress bars."""
-        super().write(printable(text, keep="\r"))
-        return len(text)
-
-
-class _Styled:
-    """Writes to a stream as it would without escaping."""
-
-    def __init__(self, stream: _Escaping) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return io.TextIOWrapper.write(self._stream, text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _OnTerminal:
-    """Makes bytes in UTF-8 printable; carriage returns of progress bars stay."""
-
-    def __init__(self, output: IO[bytes]) -> None:
-        self._output = output
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, chunk: bytes) -> int:
-        self._output.write(printable(self._decoder.decode(chunk), keep="\r").encode())
-        return len(chunk)
-
-    def flush(self) -> None:
-        self._output.flush()
+def _escaped(stream: TextIO) -> TextIO:
+    return stream if isinstance(stream, _Escaped) else cast("TextIO", _Escaped(stream))
 
 
 class _Messages(io.FileIO):

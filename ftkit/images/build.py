@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ftkit.images.build_context import assemble
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.progress import ProgressEvent, Report, ignore_progress
 from ftkit.images.self_check import PASSED
+from ftkit.process import without_colors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,7 +144,6 @@ def check_inside(client: APIClient, image: str, reference: str) -> None:
 _MAX_SHOWN_LINES: Final = 15
 _STEP_WIDTH: Final = 76
 _NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
-_ANSI_COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass
@@ -179,7 +178,7 @@ class BuildFollower:
         return self.image_id
 
     def _take(self, text: str) -> None:
-        for line in _ANSI_COLORS.sub("", text).splitlines():
+        for line in without_colors(text).splitlines():
             if line.startswith("Step "):
                 self.step = _one_line(line)
                 self.lines.clear()

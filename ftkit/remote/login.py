@@ -117,7 +117,7 @@ def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
 
 
 def call(login: Login, request: Request, on_output: Callable[[bytes], None] | None) -> int:
-    """Make a request without secrets; return its exit status. Without `on_output`, connect it to this terminal.
+    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status.
 
     Raises:
         PrerequisiteError: ftkit is not set up there.

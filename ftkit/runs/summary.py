@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ftkit.process import without_colors
 from ftkit.runs.metrics_file import read_last_step, read_outline
 from ftkit.runs.rank_errors import RankError, read_rank_error
 from ftkit.runs.records import (
@@ -107,6 +108,7 @@ def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**
     try:
         with layout.job_log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-(num_lines or 0) :]
+            text = without_colors(file.read().decode("utf-8", errors="replace"))
+            return text.splitlines()[-(num_lines or 0) :]
     except OSError:
         return []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ftkit.cli.output import current_output
-from ftkit.cli.streams import data_output
+from ftkit.cli.streams import log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.remote.login import (
@@ -98,8 +98,8 @@ class _Forwarded:
 
     def _call(self, words: tuple[str, ...]) -> int:
         request = replace(self.request, words=words)
-        show = None if sys.stdin.isatty() and sys.stdout.isatty() else _writer()
-        return with_project(self.login, request, self.files, lambda: call(self.login, request, show))
+        on_output = None if sys.stdin.isatty() and sys.stdout.isatty() else _writer()
+        return with_project(self.login, request, self.files, lambda: call(self.login, request, on_output))
 
     def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
         """Run a command that follows a run; reconnect if the connection is lost."""
@@ -130,8 +130,8 @@ class _Forwarded:
 
 
 def _writer() -> Callable[[bytes], None]:
-    """Return a function that writes what arrives to stdout at once."""
-    output = data_output()
+    """Return a function that writes output of the login node, which is unchanged in a pipe, to stdout."""
+    output = log_output()
 
     def write(chunk: bytes) -> None:
         output.write(chunk)

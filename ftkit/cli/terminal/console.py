@@ -16,14 +16,14 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.output import current_output, in_color
-from ftkit.cli.streams import data_output, styled
+from ftkit.cli.streams import styled
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
     from rich.text import Text
 
@@ -92,11 +92,11 @@ class Terminal:
         return self._out.width >= _ROOMY
 
     def data(self, text: str) -> None:
-        """Write text to stdout, as UTF-8: unchanged in a pipe or a file, printable on a terminal."""
+        """Write data to stdout as UTF-8, whatever the locale: unchanged for a program, escaped on a terminal."""
         sys.stdout.flush()
-        output = data_output()
-        output.write(text.encode())
-        output.flush()
+        shown = printable(text) if sys.stdout.isatty() else text
+        sys.stdout.buffer.write(shown.encode(errors="backslashreplace"))
+        sys.stdout.buffer.flush()
 
     def json(self, values: Any) -> None:
         """Write JSON to stdout."""
@@ -150,9 +150,17 @@ class Terminal:
 
 def _console(stream: IO[str], *, quiet: bool = False) -> Console:
     from rich.console import Console
+    from rich.segment import Segment
+
+    class Escaping(Console):
+        """Escapes all text but the control codes and styles that rich itself adds."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for each in super().render(renderable, options):
+                yield each if each.control else Segment(printable(each.text), each.style)
 
     is_terminal, colored = stream.isatty(), in_color(stream)
-    return Console(
+    return Escaping(
         file=styled(stream),
         quiet=quiet,
         force_terminal=is_terminal,

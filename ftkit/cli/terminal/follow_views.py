@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from ftkit.cli.terminal.format import count, duration, printable
+from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 from ftkit.runs.states import RunState
@@ -104,7 +104,7 @@ class LiveView:
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(printable(text))
+        self._progress.console.print(text)
 
     def record(self, record: Record) -> None:
         """Move the bar, or print a line above it. Memory records are only in the run's log."""
@@ -127,9 +127,9 @@ class LiveView:
         self._is_first_step |= isinstance(record, StartRecord)
         if isinstance(record, StageRecord):
             self._stage = record
-            self._show_waiting(printable(record.stage))
+            self._show_waiting(record.stage)
             return
-        self._progress.console.print(printable(record_line(record)))
+        self._progress.console.print(record_line(record))
         if isinstance(record, EndRecord):
             self._show_waiting(record.outcome)
 
@@ -143,7 +143,7 @@ class LiveView:
         if self._stage:
             seconds = record.time - self._stage.time
             took = f" ({duration(seconds)})" if seconds >= 1 else ""
-            self._progress.console.print(f"{printable(self._stage.stage)}{took}")
+            self._progress.console.print(f"{self._stage.stage}{took}")
             self._stage = None
 
     def close(self) -> None:

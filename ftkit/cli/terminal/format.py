@@ -9,19 +9,20 @@ from typing import Any
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _AGES = 1000 * 365 * _DAY
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, line separators, marks that reverse the order of what follows, and unpaired surrogates."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str, *, keep: str = "") -> str:
-    """Escape what could control the terminal or reorder its text, except for `keep`, and remove colors."""
+def printable(text: str) -> str:
+    r"""Escape what could control a terminal or reorder its text: ESC as `\x1b`, U+202E as `\u202e`.
 
-    def escape(match: re.Match[str]) -> str:
-        code = ord(match[0])
-        return match[0] if match[0] in keep else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"  # noqa: PLR2004
+    Line breaks and tabs are kept. JSON remains valid, with the same values: it has no characters that become `\x`.
+    """
+    return _UNPRINTABLE.sub(_escape, text.replace("\r\n", "\n"))
 
-    return _CONTROL.sub(escape, _COLOR.sub("", text.replace("\r\n", "\n")))
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < ord(" ") else f"\\u{code:04x}"
 
 
 def count(number: float) -> str:

@@ -292,7 +292,7 @@ def test_an_unknown_run_is_reported_with_the_closest(ftkit: Callable[..., Result
     assert "closest: olmo3" in result.err
 
 
-def test_logs_are_printed_unchanged(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+def test_logs_are_printed_unchanged_in_a_pipe(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
     run.layout.job_log.write_text("one\n\x1b[31mtwo\x1b[0m\nthree")
     run.layout.rank_log(3).write_text("rank three\n")
@@ -410,7 +410,7 @@ def test_escape_sequences_of_models_and_logs_do_not_reach_the_terminal() -> None
     terminal, output = screen()
     terminal.say("a\x1b[31mb\x1b[0m \x1b[2J\x07c\nd")
     terminal.table((Column("NAME"),), [["a\x1b]0;title\x07b\nc"]])
-    assert "ab \\x1b[2J\\x07c\nd" in output.getvalue()
+    assert "a\\x1b[31mb\\x1b[0m \\x1b[2J\\x07c\nd" in output.getvalue()
     assert "a\\x1b]0;title\\x07b c" in output.getvalue()
 
 
