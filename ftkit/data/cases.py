@@ -12,8 +12,8 @@ from ftkit.config.data import AutoFormat, DataSpec, Format
 from ftkit.data.conversations import Conversation, Message, trained_turns
 from ftkit.data.encoding import IGNORED, Document, RowEncoder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format, unused_columns
-from ftkit.data.prompts import conversation_of, encode_prompt, renderer_of
-from ftkit.data.rows import Row, errors_at, read_json_lines
+from ftkit.data.prompts import conversation_of, encode_prompts, renderer_of
+from ftkit.data.rows import Row, read_json_lines
 from ftkit.data.store import PreparedData, SourcedRow
 from ftkit.errors import DataError, one_line, plural
 
@@ -171,7 +171,9 @@ _Encoded = tuple[list[Document], list[_Turn]]
 def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
     if form is None:
-        return [_prompt(model, row, data) for row in rows]
+        renderer = renderer_of(model, data.template_options if data else {})
+        prompts = encode_prompts(model, renderer, rows, data.format if data else None)
+        return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
     data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
     unused = {name for row in rows for name in unused_columns(row.columns, form)}
     train_on = data.train_on if data.train_on in _TURNS else "assistant"
@@ -200,13 +202,7 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
         return None
 
 
-def _prompt(model: ModelInput, row: Row, data: DataSpec | None) -> _Encoded | DataError:
-    try:
-        with errors_at(row):
-            renderer = renderer_of(model, data.template_options if data else {})
-            tokens = encode_prompt(model, renderer, conversation_of(row.columns, data.format if data else None))
-    except DataError as error:
-        return error
+def _prompt(tokens: list[int]) -> _Encoded:
     labels = np.array([*tokens[1:], IGNORED], np.int32)
     return [Document(np.array(tokens, np.int32), labels)], [(tokens, None, None, False)]
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import PlainText
 from ftkit.data.formats import check_split, read_example
+from ftkit.data.limits import run_in_fork
 from ftkit.data.rendering import ChatRenderer, Rendering
 from ftkit.data.rows import errors_at
 from ftkit.data.typed_tokens import special_tokens_of, token_pattern
@@ -152,12 +153,7 @@ class RowEncoder:
         Returns:
             for each row its documents (several if the template rewrites earlier turns), or its error.
         """
-        found: list[list[Rendering] | DataError] = []
-        for row in rows:
-            try:
-                found.append(self.renderings(row))
-            except DataError as error:
-                found.append(error)
+        found = run_in_fork(self.renderer.name, self._render, rows) if self.renderer else self._render(rows)
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
         for row, part in zip(rows, found, strict=True):
@@ -172,6 +168,15 @@ class RowEncoder:
             except DataError as error:
                 result.append(error)
         return result
+
+    def _render(self, rows: Sequence[Row]) -> list[list[Rendering] | DataError]:
+        found: list[list[Rendering] | DataError] = []
+        for row in rows:
+            try:
+                found.append(self.renderings(row))
+            except DataError as error:
+                found.append(error)
+        return found
 
     def _plain(self, text: str) -> Rendering:
         """Return a text between the begin and end tokens of a document; special tokens in the text stay text."""

@@ -20,6 +20,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
 from ftkit.data.encoding import IGNORED, RowEncoder, shorten
 from ftkit.data.formats import read_example
+from ftkit.data.limits import run_in_fork
 from ftkit.data.packing import Packer
 from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ftkit.data.encoding import Document
+    from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
 
 _REPORT_SECONDS = 10.0
@@ -233,11 +235,11 @@ class DataInspector:
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages
-        for number, message in enumerate(messages, start=1):
-            try:
-                shown = encoder.renderer.render(Conversation(messages[:number], example.tools)).rstrip()
-            except DataError:
+        renderings = run_in_fork(encoder.renderer.name, _render_parts, encoder.renderer, example)
+        for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
+            if rendered is None:
                 continue
+            shown = rendered.rstrip()
             if not text.startswith(shown):  # the template rewrote the turn: search for its content
                 found = text.find(message.content.strip(), position)
                 if found < 0:
@@ -317,6 +319,17 @@ def _added(source: SourceStats, number: int, encoded: EncodedRows) -> SourceStat
         source.num_targets + targets,
         source.num_too_long + encoded.num_too_long[number],
     )
+
+
+def _render_parts(renderer: ChatRenderer, conversation: Conversation) -> list[str | None]:
+    """Render the conversation up to each of its turns; None where the template refuses it."""
+    texts: list[str | None] = []
+    for number in range(1, len(conversation.messages) + 1):
+        try:
+            texts.append(renderer.render(Conversation(conversation.messages[:number], conversation.tools)))
+        except DataError:
+            texts.append(None)
+    return texts
 
 
 def _end_of_line(text: str, position: int) -> int:

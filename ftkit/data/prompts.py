@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ftkit.config.data import JinjaFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.formats import read_prompt
+from ftkit.data.limits import run_in_fork
 from ftkit.data.rendering import ChatRenderer
+from ftkit.data.rows import errors_at
 from ftkit.data.turns import is_turn, read_tools, read_turns
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ftkit.config.data import Format
+    from ftkit.data.rows import Row
 
 _TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
 _MORE_COLUMNS = ("input", "context")
@@ -87,6 +90,28 @@ def renderer_of(model: PromptedModel, options: Mapping[str, Any]) -> ChatRendere
 
 def encode_prompt(model: PromptedModel, renderer: ChatRenderer, conversation: Conversation) -> list[int]:
     """Return a prompt's tokens, including the header of the assistant turn."""
-    text = renderer.render(conversation, open_turn=True)
+    return _tokens_of(model, renderer.render(conversation, open_turn=True))
+
+
+def encode_prompts(
+    model: PromptedModel, renderer: ChatRenderer, rows: Sequence[Row], form: Format | None
+) -> list[list[int] | DataError]:
+    """Return the tokens of each row's prompt, or its error with file and line."""
+    texts = run_in_fork(renderer.name, _render_prompts, renderer, rows, form)
+    return [text if isinstance(text, DataError) else _tokens_of(model, text) for text in texts]
+
+
+def _render_prompts(renderer: ChatRenderer, rows: Sequence[Row], form: Format | None) -> list[str | DataError]:
+    texts: list[str | DataError] = []
+    for row in rows:
+        try:
+            with errors_at(row):
+                texts.append(renderer.render(conversation_of(row.columns, form), open_turn=True))
+        except DataError as error:
+            texts.append(error)
+    return texts
+
+
+def _tokens_of(model: PromptedModel, text: str) -> list[int]:
     tokens: list[int] = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens

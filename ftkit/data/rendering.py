@@ -1,7 +1,8 @@
-"""Render conversations with the chat template, and find the trained spans of the text."""
+"""Render conversations with the chat template, within limits, and find the trained spans of the text."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.completions import Completions
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns, with_short_ids
+from ftkit.data.limits import MAX_TEXT, LimitReachedError, run_limited
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes, shapes
 from ftkit.data.turn_ends import TurnEnd, find_turn_ends
@@ -48,9 +50,10 @@ class Rendering:
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """A tokenizer's chat template.
+    """A tokenizer's chat template. Its public methods run it within limits of CPU time and memory.
 
     Attributes:
+        name: what errors call it.
         template: Jinja text.
         tool_template: template for conversations with tools; the same for most tokenizers.
         variables: special tokens and options that it may use.
@@ -64,6 +67,7 @@ class ChatRenderer:
         completions: finds the trained parts of renderings.
     """
 
+    name: str
     template: str
     tool_template: str
     variables: Mapping[str, Any]
@@ -88,9 +92,13 @@ class ChatRenderer:
             tokenizer: the tokenizer.
             options: variables of the recipe for the template.
             end_tokens: the end tokens of the model's configuration, at which generation stops.
+
+        Raises:
+            DataError: the template refuses a question and its answer, or reaches a limit.
         """
         special = special_tokens_of(tokenizer)
         inspected: dict[str, Any] = {
+            "name": name_of_template(tokenizer),
             "template": tokenizer.get_chat_template(),
             "tool_template": tokenizer.get_chat_template(tools=[{}]),
             "variables": {**tokenizer.special_tokens_map, **options},
@@ -101,13 +109,17 @@ class ChatRenderer:
                 | ({tokenizer.eos_token} if tokenizer.eos_token else set())
             ),
         }  # fmt: skip
-        renderer, in_parts = cls(**inspected), cls(**inspected, needs_parts=True)
+        return run_limited(inspected["name"], cls._inspected, inspected)
+
+    @classmethod
+    def _inspected(cls, known: Mapping[str, Any]) -> ChatRenderer:
+        renderer, in_parts = cls(**known), cls(**known, needs_parts=True)
         if not renderer._writes_contents() and in_parts._writes_contents():
             renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
         if not renderer.accepts(call) and renderer.accepts(with_short_ids(call)):
             renderer = replace(renderer, needs_short_ids=True)
-        answer_end, call_end = find_turn_ends(renderer, special, renderer.stops)
+        answer_end, call_end = find_turn_ends(renderer, renderer.special_tokens, renderer.stops)
         dropped = frozenset(_dropped(renderer))
         return replace(renderer, dropped=dropped, answer_end=answer_end, call_end=call_end)
 
@@ -140,8 +152,11 @@ class ChatRenderer:
         """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn.
 
         Raises:
-            DataError: the chat template refuses it.
+            DataError: the chat template refuses it, or reaches a limit.
         """
+        return run_limited(self.name, self._text_of, conversation, open_turn)
+
+    def _text_of(self, conversation: Conversation, open_turn: bool) -> str:  # noqa: FBT001
         if self.needs_short_ids:
             conversation = with_short_ids(conversation)
         turns = self._turns_of(conversation)
@@ -158,6 +173,9 @@ class ChatRenderer:
 
     def changed_roles(self) -> list[str]:
         """Return the roles of turns whose contents it shortens or changes, other than at their ends."""
+        return run_limited(self.name, self._changed_roles)
+
+    def _changed_roles(self) -> list[str]:
         changed = []
         for role, conversation in content_probes().items():
             try:
@@ -177,8 +195,11 @@ class ChatRenderer:
         turns that stay the same.
 
         Raises:
-            DataError: the template rejects the conversation or drops part of it, or nothing is trained.
+            DataError: the template rejects the conversation, drops part of it, reaches a limit, or nothing is trained.
         """
+        return run_limited(self.name, self._renderings, conversation, data)
+
+    def _renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         conversation, has_cuts = self._prepared(conversation)
         turns = self._turns_of(conversation)
         if data.train_on == "all":
@@ -194,8 +215,11 @@ class ChatRenderer:
         Shapes that the template refuses to render are none of them.
 
         Raises:
-            DataError: there is no other shape.
+            DataError: there is no other shape, or the template reaches a limit.
         """
+        return run_limited(self.name, self._find_unproven)
+
+    def _find_unproven(self) -> dict[str, DataError]:
         found: dict[str, DataError] = {}
         tried = 0
         for name, conversation in shapes(next(iter(self.end_tokens), "")).items():
@@ -251,9 +275,11 @@ class ChatRenderer:
             "add_generation_prompt": open_turn,
             "strftime_now": _TODAY.strftime,
         }
-        compiled = _compile(self.tool_template if tools else self.template)
         try:
-            return str(compiled.render(variables))
+            compiled = _compile(self.tool_template if tools else self.template)
+            text = str(compiled.render(variables))
+        except (DataError, MemoryError):
+            raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
             raise DataError(
@@ -261,6 +287,9 @@ class ChatRenderer:
                 meaning="most templates require at most one system turn, then alternating user and assistant turns",
                 fix="correct or remove this example, or choose another data.chat_template",
             ) from error
+        if len(text) > MAX_TEXT:
+            raise LimitReachedError(f"writes {len(text):,} characters")
+        return text
 
     def _grouped(self, conversation: Conversation, turns: list[_Turn], trained: Sequence[int]) -> list[Rendering]:
         """Return the fewest texts, each ending with a trained turn, in which all trained turns look as in inference."""
@@ -284,7 +313,7 @@ class ChatRenderer:
         of inference; returns None otherwise.
         """
         messages, tools = conversation.messages, conversation.tools
-        text, spans, done = "", [], 0
+        parts, length, spans, done = list[str](), 0, [], 0
         for turn in trained:
             context = _context(turns, done)
             try:
@@ -295,8 +324,10 @@ class ChatRenderer:
                 return None
             if not through.startswith(before) or begin < len(before):
                 return None
-            spans.append((len(text) + begin - len(before), len(text) + len(through) - len(before)))
-            text, done = text + through[len(before) :], turn + 1
+            parts.append(through[len(before) :])
+            spans.append((length + begin - len(before), length + len(parts[-1])))
+            length, done = length + len(parts[-1]), turn + 1
+        text = "".join(parts)
         expected = self._render(turns[:done], tools, open_turn=False)
         is_same = self.to_end_of_turn(expected, messages[done - 1]) == text
         last = trained[-1]
@@ -334,6 +365,11 @@ class ChatRenderer:
         return text, len(before)
 
 
+def name_of_template(tokenizer: Any) -> str:
+    """Return what errors call a tokenizer's chat template."""
+    return f"the chat template of '{source}'" if (source := tokenizer.name_or_path) else "the chat template"
+
+
 def _context(turns: list[_Turn], end: int) -> list[int]:
     """Return the turns before `end`: all, or the leading system turns and the last turns from a user turn on."""
     if end <= _WINDOW:
@@ -366,6 +402,8 @@ def _for_template(message: Message, *, in_parts: bool) -> _Turn:
 def _compile(template: str) -> Any:
     try:
         return compile_chat_template(template)
+    except MemoryError:
+        raise
     except Exception as error:  # Jinja's errors, and those of extensions
         raise DataError(
             f"the chat template is not valid Jinja: {one_line(error)}",
@@ -387,7 +425,7 @@ def _dropped(renderer: ChatRenderer) -> Iterator[str]:
 
 def _without_cuts(rendering: Rendering) -> Rendering:
     """Remove the cut marks from the text, and return their positions."""
-    places = [place for place, character in enumerate(rendering.text) if character == CUT]
+    places = [found.start() for found in re.finditer(CUT, rendering.text)]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
     )

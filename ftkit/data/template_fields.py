@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.data.conversations import Conversation, Message, ToolCall
+from ftkit.data.limits import run_limited
 from ftkit.data.private_apis import compile_chat_template
 
 if TYPE_CHECKING:
@@ -95,13 +96,17 @@ def _conversation(turns: str, token: str) -> Conversation:
 
 def find_unread(variables: Collection[str], *templates: str) -> list[str]:
     """Return the variables that none of these chat templates reads; none if one is invalid, which rendering reports."""
+    return run_limited("the chat template", _find_unread, variables, templates)
+
+
+def _find_unread(variables: Collection[str], templates: Collection[str]) -> list[str]:
     from jinja2 import TemplateError  # noqa: PLC0415 - comes with transformers
     from jinja2.meta import find_undeclared_variables  # noqa: PLC0415
 
     try:
         parsed = [compile_chat_template(template).environment.parse(template) for template in templates]
         read = set().union(*map(find_undeclared_variables, parsed))
-    except TemplateError:
+    except (TemplateError, RecursionError):
         return []
     return sorted(set(variables) - read)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
-import signal
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.encoding import RowEncoder, shorten
 from ftkit.data.formats import unused_columns
+from ftkit.data.limits import begin_fork, find_refusal
 from ftkit.data.rows import Row, errors_at
 from ftkit.data.sources import split_of
 from ftkit.data.store import DocumentBatch
@@ -36,7 +35,6 @@ _BATCHES_BEFORE_WORKERS = 4
 """With fewer batches, starting workers takes longer than the work."""
 _BATCHES_OF_WORKER = 4
 """Batches in flight per worker, which bounds the rows in memory."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,11 @@ class BatchEncoder:
     recipe: RecipePlan
     encoders: Mapping[int, RowEncoder]
     end_of_turn: int | None
+
+    @property
+    def template(self) -> str:
+        """What errors call the chat template; empty if there is none."""
+        return next((each.renderer.name for each in self.encoders.values() if each.renderer), "")
 
     def encode(self, batch: Sequence[SourceRow]) -> EncodedRows:
         """Return the documents of rows, in their order."""
@@ -165,12 +168,14 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
     """Yield the results of batches in an order that does not depend on the number of workers.
 
     Raises:
+        DataError: the chat template reached a limit.
         MemoryExhaustedError: a worker was killed.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are parallel already
     batches = _batches(rows)
     first = list(islice(batches, _BATCHES_BEFORE_WORKERS))
-    if num_workers == 1 or len(first) < _BATCHES_BEFORE_WORKERS:
+    is_one = num_workers == 1 and not encoder.template  # one worker renders at less cost than a fork for each batch
+    if is_one or len(first) < _BATCHES_BEFORE_WORKERS:
         yield from map(encoder.encode, chain(first, batches))
         return
     # A forked worker has the tokenizer immediately; a spawned one would import transformers for seconds.
@@ -179,6 +184,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
     )
     try:
         pending = deque(workers.submit(_encode_in_worker, batch) for batch in first)
+        processes = multiprocessing.active_children()
         for batch in batches:
             pending.append(workers.submit(_encode_in_worker, batch))
             if len(pending) >= _BATCHES_OF_WORKER * num_workers:
@@ -186,7 +192,8 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise MemoryExhaustedError(
+        refusals = [find_refusal(encoder.template, process.exitcode) for process in processes]
+        raise next(filter(None, refusals), None) or MemoryExhaustedError(
             "a worker process of the preparation was killed",
             meaning="usually the machine or the job is out of memory",
             fix="give the job more memory, or use fewer workers: ftkit data prepare --workers 1",
@@ -226,14 +233,10 @@ _encoder: BatchEncoder | None = None
 
 
 def _begin_worker(encoder: BatchEncoder, parent: int) -> None:
-    """Store the encoder; exit with the parent, which may be killed; leave Ctrl-C to the parent."""
+    """Store the encoder."""
     global _encoder  # noqa: PLW0603 - the executor passes nothing else on to its tasks
     _encoder = encoder
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    begin_fork(parent)
 
 
 def _encode_in_worker(batch: list[SourceRow]) -> EncodedRows:

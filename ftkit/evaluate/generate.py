@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.data.prompts import conversation_of, encode_prompt, renderer_of
-from ftkit.data.rows import Row, errors_at, read_json_lines
+from ftkit.data.prompts import encode_prompts, renderer_of
+from ftkit.data.rows import Row, read_json_lines
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -79,9 +79,10 @@ def generate_rows(
     """
     renderer = renderer_of(model, options)
     prompts = []
-    for row in rows:
-        with errors_at(row):
-            prompts.append(encode_prompt(model, renderer, conversation_of(row.columns, form)))
+    for prompt in encode_prompts(model, renderer, rows, form):
+        if isinstance(prompt, DataError):
+            raise prompt
+        prompts.append(prompt)
     config = decoding.config(model)
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]

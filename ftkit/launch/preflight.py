@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipePlan, RecipeSpec
+    from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
     from ftkit.planning.job import JobPlan
     from ftkit.planning.plan import RunPlan
@@ -278,7 +279,8 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
     Raises:
         DataError: they can't; with file and line.
     """
-    from ftkit.data.rendering import ChatRenderer  # noqa: PLC0415 - imports transformers, which plain text does not need
+    from ftkit.data import rendering  # noqa: PLC0415 - imports transformers, which plain text does not need
+    from ftkit.data.limits import run_in_fork  # noqa: PLC0415 - only conversations need it
     from ftkit.data.tokenizers import load_listed_tokenizer  # noqa: PLC0415
 
     if recipe.data.train_on == "all" or not (folder / TOKENIZER_FILE).is_file():
@@ -289,23 +291,27 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
         ends = read_end_tokens(configured) if configured else []
     except Exception:  # noqa: BLE001 - damaged files raise anything; loading it with the model's class reports them
         return
-    renderer = ChatRenderer.of(tokenizer, recipe.data.template_options, ends)
+    renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends)
     if not renderer.end_tokens and configured is None:
         return  # where generation stops is known once the model is downloaded
+    run_in_fork(renderer.name, _check_first_rows, recipe.data, renderer)
+
+
+def _check_first_rows(data: DataSpec, renderer: ChatRenderer) -> None:
     renderer.find_unproven()
     num_bad = 0
-    for row, form in _with_formats(recipe.data, peek_rows(recipe.data)):
+    for row, form in _with_formats(data, peek_rows(data)):
         try:
-            example = read_example(row.columns, recipe.data, form)
+            example = read_example(row.columns, data, form)
         except DataError:  # the check of the rows reports it
             continue
         try:
             with errors_at(row):
                 if isinstance(example, Conversation):
-                    renderer.renderings(example, recipe.data)
+                    renderer.renderings(example, data)
         except DataError:
             num_bad += 1
-            if num_bad > recipe.data.skip_bad:
+            if num_bad > data.skip_bad:
                 raise
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ftkit.config.training import Precision
+from ftkit.data.limits import run_limited
+from ftkit.data.rendering import name_of_template
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.build import find_decoder_layers
 
@@ -116,7 +118,15 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Render a conversation with a tokenizer's chat template."""
+    """Render a conversation with a tokenizer's chat template, as transformers does.
+
+    Raises:
+        DataError: the template reaches a limit.
+    """
+    return run_limited(name_of_template(tokenizer), _render, tokenizer, prompt)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
     return str(text)
 

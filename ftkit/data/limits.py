@@ -1,0 +1,229 @@
+"""Limits of CPU time and memory for chat templates, which are programs that come with a model.
+
+Jinja's sandbox keeps a template from files and from Python's internals, but not from loops of 10^10 rounds, texts of
+gigabytes, and comparisons of nested lists, during which Python handles no signal. So templates run only in forked
+processes, which the kernel stops. A fork takes milliseconds, and has the imported libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ftkit.errors import DataError, MemoryExhaustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
+
+CPU_SECONDS: Final = 5.0
+"""For inspecting a template, or for all renderings of a row: honest ones take 0.05 s, or one second for 10 MB."""
+MEMORY_BYTES: Final = 512 << 20
+"""Beyond what the process has: a conversation of 10 MB takes 130 MiB."""
+MAX_TEXT: Final = 32 << 20
+"""Characters of a rendering: several times the longest text that is tokenized."""
+TICK_SECONDS: Final = 0.25
+_CALLS_PER_CHECK = 16
+"""Reading the size of the process takes as long as a rendering."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class LimitReachedError(BaseException):
+    """A template reached a limit. It is no `Exception`, which Jinja or a probe of the template may handle."""
+
+
+@dataclass
+class _Process:
+    """The state of this process.
+
+    Attributes:
+        is_fork: whether it was forked for templates.
+        is_limited: whether limits are set.
+        is_calling: whether a limited call runs.
+        num_calls: limited calls so far.
+        seen: the call that ran at the last tick.
+        num_ticks: ticks of CPU time of that call.
+    """
+
+    is_fork: bool = False
+    is_limited: bool = False
+    is_calling: bool = False
+    num_calls: int = 0
+    seen: int = 0
+    num_ticks: int = 0
+
+
+_process = _Process()
+
+
+def run_limited(template: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function that runs a chat template within limits of CPU time and memory, in a fork.
+
+    Args:
+        template: what errors call the template.
+        function: what to call.
+        args: its arguments.
+
+    Raises:
+        DataError: the template reached a limit.
+    """
+    if _process.is_calling:
+        return function(*args)
+    if not _process.is_limited:
+        result: T = run_in_fork(template, run_limited, template, function, *args)
+        return result
+    if _process.num_calls % _CALLS_PER_CHECK == 0:
+        _limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+    _process.num_calls += 1
+    _process.is_calling = True
+    try:
+        return function(*args)
+    except LimitReachedError as error:
+        raise _refusal(template, str(error)) from None
+    except MemoryError:
+        raise _refusal(template, _TOO_BIG) from None
+    finally:
+        _process.is_calling = False
+
+
+def run_in_fork(template: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a forked process, where each of many `run_limited` takes no further fork.
+
+    Args:
+        template: what errors call the template.
+        function: what to call; what it returns or raises is pickled.
+        args: its arguments.
+
+    Raises:
+        DataError: the process ended at a limit.
+        MemoryExhaustedError: it was killed.
+    """
+    if _process.is_limited:
+        return function(*args)
+    if _process.is_fork:
+        with _limits():
+            return function(*args)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(os.getpid(), sender, template, function, args), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork runs Jinja, which takes no locks
+        process.start()
+    sender.close()
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise find_refusal(template, process.exitcode) or MemoryExhaustedError(
+            f"the process that renders with {template} was killed",
+            meaning="usually the machine or the job is out of memory",
+            fix="give the job more memory",
+        ) from None
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return] # what the function returned
+
+
+def begin_fork(parent: int) -> None:
+    """Let this process, a fork of `parent`, run templates; it ends with the parent, and leaves Ctrl-C to it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(signal.SIGPROF, _tick)
+    _process.is_fork = True
+
+
+def find_refusal(template: str, exit_code: int | None) -> DataError | None:
+    """Return the error for a process that a template ended; None if something else did."""
+    if exit_code == -signal.SIGXCPU:
+        return _refusal(template, _TOO_SLOW)
+    if exit_code == -signal.SIGSEGV:
+        return _refusal(template, "crashes Python")
+    return None
+
+
+_TOO_SLOW: Final = f"takes more than {CPU_SECONDS:g} s of CPU time"
+_TOO_BIG: Final = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
+
+
+def _refusal(template: str, reason: str) -> DataError:
+    return DataError(
+        f"{template} {reason}",
+        meaning="templates need milliseconds and a few times the memory of the text; this one is damaged, or was "
+        "written to stop programs",
+        fix="set data.chat_template to another, or use a tokenizer from a source that you trust",
+    )
+
+
+def _serve(parent: int, sender: Connection, template: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    begin_fork(parent)
+    answer: tuple[Any, Exception | None]
+    try:
+        answer = (run_in_fork(template, function, *args), None)
+    except MemoryError:
+        answer = (None, _refusal(template, _TOO_BIG))
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        answer = (None, error)
+    sender.send(answer)
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    _process.is_limited, _process.num_calls = True, 0
+    before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
+    _extend_cpu_time()
+    signal.setitimer(signal.ITIMER_PROF, TICK_SECONDS, TICK_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _process.is_limited = False
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
+
+
+def _tick(*_: object) -> None:
+    """Stop a call that takes too long. While Python handles no signal, the kernel's limit is not extended."""
+    if not _process.is_limited:
+        return
+    _extend_cpu_time()
+    if not _process.is_calling or _process.num_calls != _process.seen:
+        _process.seen, _process.num_ticks = _process.num_calls, 0
+    _process.num_ticks += 1
+    if _process.is_calling and _process.num_ticks * TICK_SECONDS > CPU_SECONDS:
+        raise LimitReachedError(_TOO_SLOW)
+
+
+def _extend_cpu_time() -> None:
+    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_SECONDS))
+
+
+def _limit(kind: int, limit: int) -> None:
+    """Set a soft limit, up to the hard one."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _address_space() -> int:
+    """Return the size of this process's address space in bytes."""
+    return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
