@@ -73,6 +73,7 @@ def plan_run(
         setup_of(shape, least_memory(training), engine.name, cluster, placement),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
     )
+    has_kernel = training.attention == "sdpa" or trained_in is None or _FLASH4 in trained_in.listed_packages
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
@@ -94,7 +95,7 @@ def plan_run(
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
             *_notes_on_packs(chosen, request.num_packs),
-            *_notes(setup, cluster, memory),
+            *_notes(setup, cluster, memory, can_divide_packs=has_kernel and recipe.data.packing != "off"),
             *_notes_on_fp8(setup, trained_in),
             *_notes_on_linear_attention(setup, trained_in, padding),
             *find_notes(recipe, model, cluster, image, request.padding),
@@ -255,7 +256,7 @@ def _batch(setup: Setup) -> BatchPlan:
     )
 
 
-def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[str, ...]:
+def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan, *, can_divide_packs: bool) -> tuple[str, ...]:
     """Return notes with suggestions for a run that doesn't fit, or that could be much faster."""
     gpu = setup.gpu
     if gpu is None and cluster.scheduler == "slurm" and setup.device != "cpu":
@@ -274,10 +275,11 @@ def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan) -> tuple[s
         f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
         "expect an out-of-memory error"
     )
-    fitting = suggest_changes(setup, cluster, gpu.usable_gib)
+    fitting = suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide_packs)
     return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))
 
 
+_FLASH4 = "flash-attn-4"
 LINEAR_KERNELS = "flash-linear-attention"
 """The package with kernels for linear attention."""
 

@@ -49,6 +49,14 @@ class Gpu:
         """Return the FLOP/s of matmuls in the compute dtype."""
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
+    def runs_flash4(self, training: TrainingPlan) -> bool:
+        """Return whether attention runs in flash-attn-4, if that is installed."""
+        return (
+            self.has_fast_attention
+            and training.compute_precision == "bf16"
+            and training.attention in {"auto", "flash4"}
+        )
+
     @property
     def usable_gib(self) -> float:
         """Memory that is available to tensors."""

@@ -53,15 +53,18 @@ class Suggestion:
         return f"{self.override} ({self.total_gib:.1f} GiB)"
 
 
-def suggest_changes(setup: Setup, cluster: ClusterProfile, room_gib: float) -> list[Suggestion]:
+def suggest_changes(
+    setup: Setup, cluster: ClusterProfile, room_gib: float, *, can_divide_packs: bool = False
+) -> list[Suggestion]:
     """Return the mildest changes that would fit: single ones if there are three, else also combinations.
 
     Args:
         setup: the setup that does not fit.
         cluster: the run's cluster, which decides whether there are more nodes, and whether offloading is possible.
         room_gib: available memory for a process's tensors, in GiB.
+        can_divide_packs: whether documents are packed, and the image has the attention kernel that can divide packs.
     """
-    run = _Run(setup, cluster)
+    run = _Run(setup, cluster, can_divide_packs)
     found = _mildest_changes(run.knobs(), lambda change: run.predict(change) <= room_gib)
     return [Suggestion(_format_override(change), run.predict(change)) for change in found]
 
@@ -155,6 +158,7 @@ class _Run:
 
     setup: Setup
     cluster: ClusterProfile
+    can_divide_packs: bool = False
 
     @property
     def training(self) -> TrainingPlan:
@@ -187,6 +191,7 @@ class _Run:
             yield [{"shard_degree": "auto"}]
         yield self._checkpointing()
         yield [{"micro_batch_size": size} for size in _smaller_divisors(training.micro_batch_size)]
+        yield self._context_parallel()
         yield self._optimizer_states()
         yield [{"sequence_length": length} for length in _halves(training.sequence_length)]
         yield self._more_nodes()
@@ -233,6 +238,17 @@ class _Run:
             for step in steps
             if strength(*step) > strength(*now)
         ]
+
+    def _context_parallel(self) -> list[Change]:
+        """Return the changes that divide packs among more GPUs of a node, where attention has a kernel that can."""
+        setup, training = self.setup, self.training
+        has_kernel = training.attention == "sdpa" or (setup.gpu is not None and setup.gpu.runs_flash4(training))
+        if not (has_kernel and self.can_divide_packs and setup.engine == "fsdp2" and setup.shape.is_measured):
+            return []
+        per_node, heads = setup.num_processes // setup.num_nodes, setup.shape.num_attention_heads
+        most = math.gcd(per_node, heads, training.sequence_length)
+        sizes = range(training.context_parallel + 1, most // training.tensor_parallel + 1)
+        return [{"context_parallel": size} for size in sizes if most % (size * training.tensor_parallel) == 0]
 
     def _optimizer_states(self) -> list[Change]:
         """Return the changes of optimizer and offload: 8-bit states and offload exclude each other.

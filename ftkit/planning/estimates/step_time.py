@@ -246,9 +246,7 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     if training.attention in {"sdpa", "eager"}:
         attention = token_flops(shape, training, length, length).attention
         return attention / SDPA_EFFICIENCY, recurrent / SDPA_EFFICIENCY
-    is_possible = gpu.has_fast_attention and training.compute_precision == "bf16"
-    has_flash4 = is_possible and training.attention in {"auto", "flash4"}
-    efficiency = FLASH4_EFFICIENCY if has_flash4 else gpu.flex_efficiency
+    efficiency = FLASH4_EFFICIENCY if gpu.runs_flash4(training) else gpu.flex_efficiency
     return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from ftkit.config.context import Context, list_names
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import load_cluster, load_recipe
+from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.model_config import shipped_config
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
@@ -197,6 +198,47 @@ def test_disabling_unneeded_activation_checkpointing_is_suggested() -> None:
     suggestion = suggest_faster(setup(checkpointed), GPUS["h200"])
     assert suggestion is not None
     assert "training.activation_checkpointing=none" in suggestion.override
+
+
+LONG = "training.sequence_length=65536"
+
+
+def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo3:26.05") -> list[str]:
+    spec = load_recipe("olmo3-32b-malware-full", NOWHERE, (LONG, *overrides))
+    created, named = datetime(2026, 1, 1, tzinfo=UTC), NamedImage(image)
+    request = RunRequest(None, None, None, named, True, Path("/w"), "python", created, "a")
+    model = plan_model(spec.model, shipped_config(spec.model.weights))
+    site, defined = load_cluster(cluster, NOWHERE), load_image(named.reference, NOWHERE)
+    return list(plan_run(spec, site, defined, replace(request, model=model), ftkit_version="1").notes)
+
+
+def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
+    (override,) = [note.split()[3] for note in notes_on() if "context_parallel=" in note]
+    assert not any("out-of-memory" in note for note in notes_on(override))
+    assert not any("out-of-memory" in note for note in notes_on("training.context_parallel=8"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overrides": ("data.packing=off",)}, {"overrides": ("training.attention=flex",)},
+        {"overrides": ("training.engine=zero3",)}, {"image": "olmo3:25.02"}, {"cluster": "a4-highgpu-8g"},
+    ],
+    ids=["padded rows", "a kernel that can't", "an engine that can't", "no flash-attn-4", "it fits already"],
+)  # fmt: skip
+def test_dividing_packs_is_suggested_only_where_the_trainer_can(changes: dict[str, Any]) -> None:
+    assert not any("context_parallel" in note for note in notes_on(*changes.pop("overrides", ()), **changes))
+
+
+def test_suggested_groups_divide_the_heads_and_the_gpus_of_a_node() -> None:
+    spec = planned(load_recipe("olmo3-32b-malware-full", NOWHERE, (LONG,)))
+    for per_node, heads in ((8, 40), (6, 40), (8, 12), (3, 40), (4, 6)):
+        shape = spec.model.architecture.model_copy(update={"num_attention_heads": heads})
+        wide = Setup(shape, spec.training, 2 * per_node, gpu=GPUS["h100-80gb"], num_nodes=2)
+        for room in range(40, 400, 40):
+            found = suggest_changes(wide, CLUSTER, room, can_divide_packs=True)
+            sizes = re.findall(r"context_parallel=(\d+)", " ".join(each.override for each in found))
+            assert all(per_node % int(size) == 0 == heads % int(size) for size in sizes)
 
 
 def test_nothing_is_suggested_for_an_optimal_run() -> None:
