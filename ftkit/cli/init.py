@@ -124,11 +124,12 @@ def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
     files = {settings: _edited(settings, {"cluster": proposed.name})}
     if proposed.extends:
         profile = {"name": proposed.name, "extends": proposed.extends, **proposed.values}
-        files[folder / "clusters" / f"{proposed.name}.yaml"] = _edited(None, profile)
+        undetected = [f"Not detected: {each}" for each in proposed.unknown]
+        files[folder / "clusters" / f"{proposed.name}.yaml"] = _edited(None, profile, "\n".join([_HEAD, *undetected]))
     return files
 
 
-def _edited(path: Path | None, values: dict[str, object]) -> str:
+def _edited(path: Path | None, values: dict[str, object], head: str = _HEAD) -> str:
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 
@@ -140,7 +141,7 @@ def _edited(path: Path | None, values: dict[str, object]) -> str:
         read_yaml(path)  # raises ftkit's error for invalid YAML
         document = yaml.load(path.read_text(encoding="utf-8")) or document
     else:
-        document.yaml_set_start_comment(_HEAD)
+        document.yaml_set_start_comment(head)
     document.update(values)
     text = StringIO()
     yaml.dump(document, text)

@@ -30,26 +30,42 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
 
 GpuModel = Literal["a100-40gb", "a100-80gb", "b200", "h100-80gb", "h200", "l4"]
-_GPU_ALIASES: Final = {
-    "h100": "h100-80gb", "h100-sxm": "h100-80gb", "h100-sxm5": "h100-80gb", "h100-80gb-hbm3": "h100-80gb",
-    "h200-sxm": "h200", "h200-141gb": "h200", "b200-sxm": "b200", "b200-180gb": "b200", "l4-24gb": "l4",
-    "a100-sxm4-40gb": "a100-40gb", "a100-sxm4-80gb": "a100-80gb",
+_GPU_VARIANTS: Final[dict[GpuModel, set[str]]] = {
+    "a100-40gb": {"40gb", "pcie"}, "a100-80gb": {"80gb", "pcie"}, "b200": {"180gb"}, "h100-80gb": {"80gb"},
+    "h200": {"141gb"}, "l4": {"24gb"},
 }  # fmt: skip
-"""Other names of the same GPUs. H100 PCIe and NVL and GB200 are other GPUs, which the planner has no figures for."""
+"""Words in names of the same GPU. H100 PCIe and NVL and GB200 are others, without figures; `1g` is a part of a GPU."""
+_COMMON_WORDS: Final = {"nvidia", "sxm", "sxm4", "sxm5", "sxm6", "hbm2", "hbm2e", "hbm3", "hbm3e"}
+
+
+def _models_of(name: str) -> list[GpuModel]:
+    words = set(re.findall(r"[a-z0-9]+", name.lower())) - _COMMON_WORDS
+    return [model for model, variant in _GPU_VARIANTS.items() if words - variant == {model.partition("-")[0]}]
+
+
+def recognize_gpu(name: str) -> GpuModel | None:
+    """Return the GPU that people, Slurm (GRES) or the driver call so; None if it is another, or one of several.
+
+    `NVIDIA H100 80GB HBM3`, `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` has 40 or 80 GB.
+    """
+    models = _models_of(name)
+    return models[0] if len(models) == 1 else None
 
 
 def _gpu_model(name: object) -> object:
     """Return the planner's name of a GPU.
 
     Raises:
-        ValueError: the name is that of two GPUs.
+        ValueError: it has none, or the name is that of two GPUs.
     """
-    if not isinstance(name, str):
-        return name
-    word = name.strip().lower().removeprefix("nvidia").strip(" -_").replace(" ", "-").replace("_", "-")
-    if word in {"a100", "a100-sxm", "a100-sxm4"}:
-        raise ValueError("an A100 has 40 or 80 GB: give a100-40gb or a100-80gb")
-    return _GPU_ALIASES.get(word, word)
+    if name is None:
+        return None
+    models = _models_of(str(name))
+    if len(models) > 1:
+        raise ValueError(f"{name!r} is the name of several GPUs: give {' or '.join(models)}")
+    if not models:
+        raise ValueError(f"{name!r} is none of {', '.join(_GPU_VARIANTS)}: omit 'gpu' for another one")
+    return models[0]
 
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from ftkit.config.cluster import GpuModel, format_time_limit
+from ftkit.config.cluster import GpuModel, format_time_limit, recognize_gpu
 from ftkit.errors import FtkitError, plural
 
 if TYPE_CHECKING:
@@ -169,20 +169,6 @@ def _runtime(site: Site, base: ClusterProfile) -> str:
     if site.apptainer:
         return "apptainer"
     return "none" if base.name == _ANY_SLURM else base.runtime
-
-
-def recognize_gpu(gpu_type: str) -> str | None:
-    """Return the GPU model of a GRES type; None if it is ambiguous, unknown, or a part of a GPU (MIG).
-
-    `nvidia_h100_80gb_hbm3` and `h100` are h100-80gb; `a100` is ambiguous, `h100_1g.10gb` an eighth of the memory.
-    """
-    if re.search(r"\dg\.\d+gb", gpu_type.lower()):
-        return None
-    words = set(re.findall(r"[a-z0-9]+", gpu_type.lower()))
-    models = [str(model) for model in get_args(GpuModel) if str(model).partition("-")[0] in words]
-    exact = [model for model in models if words.issuperset(model.split("-"))]
-    found = exact or models
-    return found[0] if len(found) == 1 else None
 
 
 def _describe(partition: Partition) -> str:

@@ -7,10 +7,10 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ftkit import __version__
-from ftkit.config.cluster import ClusterProfile, GpuModel
+from ftkit.config.cluster import ClusterProfile, recognize_gpu
 from ftkit.config.image_reference import AnyImage, NamedImage, parse_image
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import Loaded, load_image, read_cluster, read_recipe
@@ -341,10 +341,9 @@ def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
 
 
 def _gpu_model(root: Path) -> str | None:
-    """Detect the GPU model from the driver's files: "NVIDIA H100 80GB HBM3" is `h100-80gb` in a profile."""
+    """Detect the GPU model from the driver's files."""
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
-        words = set(re.findall(r"[a-z0-9]+", path.read_text(errors="replace").lower()))
-        for model in get_args(GpuModel):
-            if words.issuperset(model.split("-")):
-                return str(model)
+        found = re.search(r"(?m)^Model:(.*)$", path.read_text(errors="replace"))
+        if found and (model := recognize_gpu(found[1])):
+            return model
     return None

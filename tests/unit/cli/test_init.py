@@ -64,6 +64,16 @@ def test_a_run_does_not_train_on_the_login_node_of_a_slow_slurm(
     assert "its controller does not respond now" in done.err
 
 
+def test_what_init_did_not_detect_is_a_comment_in_the_profile(
+    ftkit: Callable[..., Result], login_node: FakePrograms
+) -> None:
+    login_node.answer("sinfo", "gpu*|up|2|192|gpu:8(S:0-1)|4:00:00|1\n")
+    assert ftkit("init", "--yes").code == 0
+    comments = [line for line in Path("clusters/mine.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any("set 'gpu:', one of" in line and "h100-80gb" in line for line in comments)
+    assert "set it to one of" in ftkit("plan", "--image", "olmo3:25.02", "--nodes", "2").out
+
+
 @pytest.mark.usefixtures("login_node")
 def test_the_commands_printed_by_init_work(ftkit: Callable[..., Result]) -> None:
     done = ftkit("init", "--yes")

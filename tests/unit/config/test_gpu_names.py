@@ -6,6 +6,10 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from ftkit.config.cluster import ClusterProfile
+from ftkit.config.layers import Layers
+from ftkit.config.problems import validate
+from ftkit.errors import ConfigError
+from ftkit.planning.setup import GPUS
 
 FIELD = ClusterProfile.model_fields["gpu"]
 GPU = TypeAdapter[str](FIELD.rebuild_annotation())
@@ -27,6 +31,16 @@ def test_the_names_that_people_use_are_accepted(written: str, meant: str) -> Non
 def test_a_gpu_without_figures_is_not_taken_for_another(written: object) -> None:
     with pytest.raises(ValidationError):
         GPU.validate_python(written)
+
+
+@pytest.mark.parametrize("written", ["h800x", "gb200", "h100-pcie", "200", 200, "b20", "rtx-4090", ""])
+def test_a_refused_gpu_lists_the_known_ones_and_suggests_no_other(written: object) -> None:
+    layers = Layers({"name": "ours", "gpu": written}, {("gpu",): "ours.yaml"})
+    with pytest.raises(ConfigError) as caught:
+        validate(ClusterProfile, layers)
+    (text,) = [str(problem) for problem in caught.value.problems if problem.key == "gpu"]
+    assert ", ".join(GPUS) in text
+    assert "Did you mean" not in text
 
 
 def test_an_a100_without_its_memory_is_asked_for() -> None:

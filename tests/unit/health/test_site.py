@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.config.cluster import format_time_limit, parse_time_limit
+from ftkit.config.cluster import format_time_limit, parse_time_limit, recognize_gpu
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster
 from ftkit.health.site import (
@@ -18,7 +18,7 @@ from ftkit.health.site import (
     parse_mounts,
     parse_partitions,
 )
-from ftkit.health.site_profile import propose_cluster, recognize_gpu
+from ftkit.health.site_profile import propose_cluster
 
 if TYPE_CHECKING:
     from ftkit.health.site_profile import ProposedCluster
@@ -149,6 +149,14 @@ def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> N
     assert any("several kinds of nodes" in each for each in found.unknown)
 
 
+@pytest.mark.parametrize(("kind", "gpu"), [("gpu:nvidia_h100_80gb_hbm3:8(S:0-1)", "h100-80gb"), ("gpu:8", None)])
+def test_a_soperator_profile_has_the_gpu_that_slurm_names(kind: str, gpu: str | None, tmp_path: Path) -> None:
+    (tmp_path / "opt/soperator-outputs").mkdir(parents=True)
+    found = propose(f"main*|up|4|128|{kind}|infinite|1600000\n", tmp_path, has_pyxis=True)
+    assert (found.extends, found.values.get("gpu")) == ("soperator", gpu)
+    assert any("set 'gpu:'" in each for each in found.unknown) == (gpu is None)
+
+
 def test_only_accounts_of_this_cluster_count() -> None:
     text = "ours|physics\nours|physics\nother|chemistry\nours|\n"
     assert parse_accounts(text, "ours") == ("physics",)
@@ -170,6 +178,9 @@ def test_a_machine_without_slurm_is_a_local_cluster() -> None:
         ("nvidia_h100_80gb_hbm3_1g.10gb", None),
         ("h200_7g.141gb", None),
         ("nvidia_b200", "b200"),
+        ("h100_pcie", None),
+        ("nvidia_h100_nvl", None),
+        ("gb200", None),
         ("", None),
     ],
 )
