@@ -109,6 +109,10 @@ class PrerequisiteError(FtkitError):
     is_outside = True
 
 
+class UnreachableError(PrerequisiteError):
+    """A store can't be reached from this machine, so nothing is known about what it has."""
+
+
 class SubmitError(FtkitError):
     """A job can't be submitted, canceled or removed: the scheduler refuses, or the run's state does not allow it."""
 

@@ -26,8 +26,8 @@ from ftkit.data.readers import (
     read_lines,
     suffix_of,
 )
-from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
-from ftkit.runs.storage.drivers import ADVICE, open_driver
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
+from ftkit.runs.storage.drivers import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +229,7 @@ def _file_system(place: str, key: str) -> Any:
         return open_driver(place.partition("://")[0])
     except PrerequisiteError as error:
         what = f"{key}: can't read {place}: {error.what}"
-        raise PrerequisiteError(what, meaning=error.meaning, fix=error.fix) from error
+        raise type(error)(what, meaning=error.meaning, fix=error.fix) from error
 
 
 @contextmanager
@@ -242,10 +242,11 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFoundError(f"{key}: there is nothing at {place}", fix="check the address") from error
     except Exception as error:
-        raise PrerequisiteError(
+        scheme = place.partition("://")[0]
+        raise (UnreachableError if is_unreachable(error, scheme) else PrerequisiteError)(
             f"{key}: can't read {place}: {one_line(error) or type(error).__name__}",
             meaning="credentials are missing or lack access to this address, or there is no network",
-            fix=ADVICE.get(place.partition("://")[0], "check the address"),
+            fix=ADVICE.get(scheme, "check the address"),
         ) from error
 
 

@@ -11,13 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.data import AutoFormat, describe_format
+from ftkit.config.data import AutoFormat
 from ftkit.config.recipe import check_access, check_packages
-from ftkit.config.sources import HubSource
 from ftkit.data.conversations import Conversation
-from ftkit.data.formats import DETECTION_ROWS, check_split, read_example, resolve_format
+from ftkit.data.formats import check_split, read_example
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import first_rows, peek_rows
+from ftkit.data.sources import peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
 from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import (
@@ -26,11 +25,13 @@ from ftkit.errors import (
     MemoryExhaustedError,
     NotFoundError,
     PrerequisiteError,
+    UnreachableError,
     missing_package_error,
     plural,
 )
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.cache import TOKENIZER_FILE, find_tokenizer
+from ftkit.launch.first_rows import read_available, with_formats
 from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.model_folder import CONFIG_FILE, read_end_tokens
 from ftkit.planning.layout import Workspace
@@ -39,7 +40,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.data import DataSpec, Format
@@ -181,9 +182,12 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
         about = stat_path(key, path)
         if about is not None and not stat.S_ISREG(about.st_mode):
             raise NotFoundError(f"{key}: {path} is not a regular file", fix=f"give a file or a folder: {key}=PATH")
-    rows = peek_rows(recipe.data)  # of all files, the validation file included
+    try:
+        rows = peek_rows(recipe.data)  # of all files, the validation file included
+    except UnreachableError as error:
+        return [f"{error.what}: neither its rows nor whether they changed can be checked here; the job will read them"]
     num_bad = 0
-    for row, form in _with_formats(recipe.data, rows):
+    for row, form in with_formats(recipe.data, rows):
         check_split(recipe.data, form)
         try:
             with errors_at(row):
@@ -208,36 +212,13 @@ def _unused_metrics(recipe: RecipeSpec, rows: list[Row]) -> list[str]:
     from ftkit.data.cases import untokenized_cases  # noqa: PLC0415 - only these recipes need it
     from ftkit.data.tasks.metrics import find_unmet_needs  # noqa: PLC0415
 
-    pairs = _with_formats(recipe.data, rows)
+    pairs = with_formats(recipe.data, rows)
     cases = [case for row, form in pairs for case in untokenized_cases(row, recipe.data, form)]
     seen = f"the first {plural(len(rows), 'row')}"
     return [
         f"evaluation.generation.metrics: {name} has no score without {need}, which none of {seen} has"
         for name, need in find_unmet_needs(generation.metrics, cases).items()
     ]
-
-
-def _with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:
-    """Yield rows with their format; each source of a mixture may have its own."""
-    if not rows:
-        return
-    if isinstance(data.format, AutoFormat) and len(data.sources) > 1:
-        local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]
-        groups = [first_rows(data, number, DETECTION_ROWS) for number in local]
-    else:
-        groups = [rows]
-    for group in groups:
-        form = resolve_format(data.format, group[:DETECTION_ROWS])
-        yield from ((row, form) for row in group)
-
-
-def describe_detected(data: DataSpec) -> str:
-    """Describe the formats that the first rows of a recipe's data have, if the recipe sets none, in one line."""
-    try:
-        forms = [describe_format(form) for _, form in _with_formats(data, peek_rows(data))]
-    except FtkitError:
-        return "of no known format"  # the checks report why
-    return f"{', '.join(dict.fromkeys(forms))} (detected)" if forms else "format detected once rows are read"
 
 
 def _check_adapter(recipe: RecipePlan) -> list[str]:
@@ -252,7 +233,7 @@ def _has_turns(data: DataSpec) -> bool:
     if not isinstance(data.format, AutoFormat):
         return data.format.kind != "text"
     try:
-        return any(form.kind != "text" for _, form in _with_formats(data, peek_rows(data)))
+        return any(form.kind != "text" for _, form in read_available(data))
     except FtkitError:
         return False  # the check of the rows reports why
 
@@ -294,13 +275,14 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
     renderer = rendering.ChatRenderer.of(tokenizer, recipe.data.template_options, ends)
     if not renderer.end_tokens and configured is None:
         return  # where generation stops is known once the model is downloaded
-    run_in_fork(renderer.name, _check_first_rows, recipe.data, renderer)
+    rows = list(read_available(recipe.data))
+    run_in_fork(renderer.name, _check_first_rows, recipe.data, renderer, rows)
 
 
-def _check_first_rows(data: DataSpec, renderer: ChatRenderer) -> None:
+def _check_first_rows(data: DataSpec, renderer: ChatRenderer, rows: Sequence[tuple[Row, Format]]) -> None:
     renderer.find_unproven()
     num_bad = 0
-    for row, form in _with_formats(data, peek_rows(data)):
+    for row, form in rows:
         try:
             example = read_example(row.columns, data, form)
         except DataError:  # the check of the rows reports it

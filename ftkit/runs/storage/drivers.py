@@ -7,7 +7,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
-from ftkit.errors import PrerequisiteError, one_line
+from ftkit.errors import PrerequisiteError, UnreachableError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +20,11 @@ ADVICE: Final[Mapping[str, str]] = {
 """What to do about missing credentials, by scheme."""
 _LOGGERS = ("gcsfs", "google.auth", "s3fs")
 """Libraries that log a warning or a traceback for each attempt, and then raise the error."""
-_GCS = "storage.googleapis.com"
-_OTHER_WAYS = ("STORAGE_EMULATOR_HOST", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_HOSTS: Final = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
+_OTHER_WAYS = (
+    "STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "HTTPS_PROXY", "https_proxy", "ALL_PROXY",
+    "all_proxy",
+)  # fmt: skip
 """Variables that reach the store by another host, so that this machine need not resolve its name."""
 
 
@@ -29,7 +32,8 @@ def open_driver(scheme: str, **options: Any) -> Any:
     """Return fsspec's file system of a scheme; nothing is read or written yet.
 
     Raises:
-        PrerequisiteError: the driver's package is missing, or the store can't be reached from this machine.
+        PrerequisiteError: the driver's package is missing.
+        UnreachableError: the store can't be reached from this machine.
     """
     try:
         import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
@@ -43,17 +47,33 @@ def open_driver(scheme: str, **options: Any) -> Any:
     for name in _LOGGERS:
         if not (logger := logging.getLogger(name)).handlers:
             logger.addHandler(logging.NullHandler())
-    if scheme == "gs" and not any(map(os.environ.get, _OTHER_WAYS)):
-        _check_name(_GCS)
+    if scheme == "gs":  # gcsfs retries for minutes without a network
+        _check_name(scheme)
     return found(**options)
 
 
-def _check_name(host: str) -> None:
-    """Look a host up, since gcsfs retries for minutes without a network."""
+def is_unreachable(error: BaseException, scheme: str) -> bool:
+    """Return whether an error of a driver is the network's, as that of missing credentials is without a network."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror | ConnectionError | TimeoutError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    try:
+        _check_name(scheme)
+    except UnreachableError:
+        return True
+    return False
+
+
+def _check_name(scheme: str) -> None:
+    host = _HOSTS.get(scheme)
+    if host is None or any(map(os.environ.get, _OTHER_WAYS)):
+        return
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:
-        raise PrerequisiteError(
+        raise UnreachableError(
             f"this machine can't find {host}: {error.strerror or one_line(error)}",
             meaning="it has no network, or reaches the internet only through a proxy",
             fix="set HTTPS_PROXY if there is a proxy, or use a machine with network",

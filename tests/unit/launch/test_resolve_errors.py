@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 import pytest
 
 from ftkit.checkout import read_commit
@@ -99,6 +101,39 @@ def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:
 
 
 QUESTION = json.dumps({"sql_context": "CREATE TABLE t (a)", "sql_prompt": "How many?", "sql": "SELECT 1"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("gs://team/a.jsonl", None), ("s3://team/a.jsonl", PermissionError("Unable to locate credentials")),
+     ("s3://team/*.jsonl", TimeoutError()), ("hf://datasets/team/chats/a.jsonl", socket.gaierror(-2, "unknown"))],
+)  # fmt: skip
+def test_data_at_an_address_is_not_checked_without_a_network(
+    place: str, error: Exception | None, demo_plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def glob(self, _: str) -> list[str]:
+            raise RuntimeError("the library's own error") from error
+
+        isdir = glob
+
+    def look_up(*_: object) -> None:
+        if is_offline:
+            raise socket.gaierror(-2, "Name or service not known")
+
+    is_offline = True
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Driver)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    spec = load_recipe("demo", NOWHERE, ["data.source=" + place, "data.format=auto", "evaluation.sql_execution=null"])
+    (warning,) = check_sources(with_recipe(demo_plan, spec), {})
+    assert place in warning
+    assert data_stamp(spec) != data_stamp(spec)  # prepared data may be of other files
+    is_offline = False
+    if not isinstance(error, OSError) or isinstance(error, PermissionError):  # not the network's
+        with pytest.raises(PrerequisiteError, match="the library's own error"):
+            check_sources(with_recipe(demo_plan, spec), {})
+        with pytest.raises(PrerequisiteError):
+            data_stamp(spec)
 
 
 def recipe_with_files(folder: Path) -> RecipeSpec:
