@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from ftkit.data.conversations import Conversation
 from ftkit.data.encoding import IGNORED, RowEncoder, shorten
 from ftkit.data.formats import read_example
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import Packer
+from ftkit.data.packing import Packer, document_digests
 from ftkit.data.sources import read_rows
 from ftkit.data.store import PreparedData, SourceStats
 from ftkit.data.tokenizers import load_saved_tokenizer
@@ -278,9 +277,7 @@ class DataInspector:
             num_validation += len(encoded.validation.lengths)
             longest = max(longest, encoded.longest)
             lengths.update(encoded.train.lengths.tolist())
-            ends = np.cumsum(encoded.train.lengths)
-            documents = np.split(encoded.train.tokens, ends[:-1]) if len(ends) else []
-            digests.frombytes(b"".join(blake2b(document.tobytes(), digest_size=8).digest() for document in documents))
+            digests.frombytes(b"".join(digest[: digests.itemsize] for digest in document_digests(encoded.train)))
             num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
         num_tokens = sum(source.num_tokens for source in sources)

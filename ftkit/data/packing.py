@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,6 +137,14 @@ def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
     """Return the tokens of all rows, padding included, if each document had its own row."""
     distinct, counts = np.unique(lengths, return_counts=True)
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
+
+
+def document_digests(documents: DocumentBatch) -> Iterator[bytes]:
+    """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
+    tokens = documents.tokens.astype("<u4", copy=False)
+    ends = np.cumsum(documents.lengths)
+    for begin, end in zip(ends - documents.lengths, ends, strict=True):
+        yield sha256(tokens[begin:end].data).digest()
 
 
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
-from ftkit.data.packing import Packer, count_row_tokens
+from ftkit.data.packing import Packer, count_row_tokens, document_digests
 from ftkit.data.sources import first_rows, read_rows, split_of
 from ftkit.data.store import DataManifest, PackWriter, PreparedData, SourceStats, new_prepared_data
 from ftkit.data.template_fields import find_unread
@@ -49,7 +49,7 @@ def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | Non
         return prepared
     with new_prepared_data(prepared.root) as folder:
         manifest = _build(folder, plan, report, num_workers or num_usable_cpus())
-        manifest = replace(manifest, digests=folder.compute_digests())
+        manifest = replace(manifest, digests=manifest.digests | folder.compute_digests())
         folder.write_manifest(manifest)
     if manifest.num_too_long:
         outcomes = {"drop": "dropped", "truncate": "truncated after the last turn that fits", "split": "split"}
@@ -106,8 +106,10 @@ def _build(folder: PreparedData, plan: RunPlan, report: Callable[[str], None], n
         num_too_long=totals.num_too_long,
         max_seqlen=totals.longest,
         num_row_tokens=train.num_row_tokens,
+        num_documents=totals.num_documents,
         sources=tuple(totals.sources),
         preparation_version=PREPARATION_VERSION,
+        digests={"documents": f"{train.sum_of_digests:064x}"},
     )
 
 
@@ -150,7 +152,7 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self._packer, self.writer = Packer(capacity), PackWriter(folder)
-        self.num_row_tokens = 0
+        self.num_row_tokens = self.sum_of_digests = 0
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +162,8 @@ class _SplitWriter:
 
     def add(self, documents: DocumentBatch) -> None:
         self.num_row_tokens += count_row_tokens(documents.lengths, self._packer.capacity)
+        total = sum((int.from_bytes(digest) for digest in document_digests(documents)), self.sum_of_digests)
+        self.sum_of_digests = total % 2**256
         for packs in self._packer.add(documents):
             self.writer.write(*packs)
 

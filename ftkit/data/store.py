@@ -121,11 +121,14 @@ class DataManifest:
     max_seqlen: int
     num_row_tokens: int = 0
     """Tokens of the training documents as padded rows (`data.packing: off`), padding included; 0 if not counted."""
+    num_documents: int = 0
+    """Documents of all splits before any is dropped, truncated, or split; 0 if not counted."""
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
     """Version of the code that prepared the data; older manifests lack it."""
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the packs of each split, and of the tokenizer. Older data lacks it."""
+    """SHA-256 of the packs of each split, and of the tokenizer; as `documents`, the sum of that of each training
+    document, which is the same for packs of any length. Older data lacks some."""
 
     @property
     def identity(self) -> str:

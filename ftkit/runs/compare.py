@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from ftkit.files import read_json_if_valid
-from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.runs.ends import End
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
+from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data
 from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
@@ -201,6 +201,24 @@ def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
     return CurveComparison(by, len(losses), max(gaps, default=None), differing[0] if differing else None)
 
 
+def have_same_documents(first: ComparedRun, other: ComparedRun) -> bool | None:
+    """Return whether two runs trained on the same documents, in packs of any length; None if that is not known.
+
+    Documents are compared as tokens; those of two tokenizers only by their numbers.
+    """
+    one, two = first.inputs.get("data", {}), other.inputs.get("data", {})
+
+    def compare(key: str) -> bool | None:
+        return one[key] == two[key] if one.get(key) is not None and two.get(key) is not None else None
+
+    has_same_tokenizer = compare("tokenizer sha256")
+    if has_same_tokenizer and compare("train sha256"):
+        return True
+    if has_same_tokenizer and (found := compare("documents sha256")) is not None:
+        return found
+    return False if False in map(compare, DOCUMENT_NUMBERS) else None
+
+
 def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, list[tuple[int, tuple[float, ...]]]]:
     """Return the losses that were recorded after the same number of tokens, or else at the same step.
 
@@ -232,10 +250,9 @@ def describe_inputs(
     """
     recipe = _mapping(plan.get("recipe"))
     starts = manifest.get("starts")
-    digests = _mapping(_mapping(starts[-1]).get("data")) if isinstance(starts, list) and starts else {}
-    if not digests:
-        data = DataLayout(Workspace(layout.root.parents[1]).data / str(plan.get("fingerprint")))
-        digests = _mapping((read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests"))
+    data = _mapping(starts[-1]) if isinstance(starts, list) and starts else {}
+    if not data.get("data"):
+        data = describe_data(layout, plan.get("fingerprint"))
     code = _mapping(_mapping(manifest.get("ftkit")).get("git"))
     chosen = {"training.engine": _mapping(plan.get("engine")).get("name")}
     image_keys = ("image", "container_image", "image_id", "image_sha256", "image_lock_sha256")
@@ -244,7 +261,8 @@ def describe_inputs(
         | {key: value for key, value in chosen.items() if value},
         "data": dict(_flat(_mapping(recipe.get("data"))))
         | {"fingerprint": plan.get("fingerprint")}
-        | {f"{name} sha256": digest for name, digest in digests.items()},
+        | {f"{name} sha256": digest for name, digest in _mapping(data.get("data")).items()}
+        | _mapping(data.get("documents")),
         "image": {key: manifest.get(key, plan.get(key)) for key in image_keys},
         "versions": {
             "ftkit": plan.get("ftkit_version"),

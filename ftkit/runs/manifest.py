@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4")
 _MODEL_KEYS = {"weights", "revision", "requested_revision", "source", "adapter", "trained"}
+DOCUMENT_NUMBERS = {"training documents": "num_train_documents", "documents longer than a pack": "num_too_long"}
+"""Numbers of documents in manifests and comparisons, and in the manifest of prepared data."""
 _IMAGE = Path("/opt/ftkit")
 """Metadata file in an image that ftkit built."""
 
@@ -171,7 +173,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     start = _describe_start(image) | {
         "restart": num_restarts,
         "versions": _installed_versions(),
-        "data": _data_digests(layout, values.get("data_fingerprint")),
+        **describe_data(layout, values.get("data_fingerprint")),
         "after": end and end.to_json(),
         "failure": failure,
         "excluded_nodes": excluded_nodes(layout),
@@ -265,11 +267,14 @@ def _installed_versions() -> dict[str, str]:
     return versions
 
 
-def _data_digests(layout: RunLayout, fingerprint: object) -> dict[str, str]:
-    """Return the digests of packs and tokenizer; none if an earlier version prepared them."""
+def describe_data(layout: RunLayout, fingerprint: object) -> dict[str, dict[str, Any]]:
+    """Return the digests of the prepared data, and the numbers of its documents; an earlier version wrote none."""
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(fingerprint))
-    digests = (read_json_if_valid(data.manifest, dict[str, Any]) or {}).get("digests")
-    return digests if isinstance(digests, dict) else {}
+    prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
+    return {
+        "data": dict(_mapping(prepared.get("digests"))),
+        "documents": {title: prepared[name] for title, name in DOCUMENT_NUMBERS.items() if name in prepared},
+    }
 
 
 def explain_missing_digests(layout: RunLayout) -> list[str]:

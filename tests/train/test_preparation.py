@@ -87,6 +87,16 @@ def test_binaries_too_large_for_a_pack_are_skipped_and_counted(tmp_path: Path) -
     assert f"{manifest.num_too_long} documents longer than a pack: dropped" in printed
 
 
+def test_the_digest_of_documents_is_that_of_packs_of_any_length_that_all_fit(tmp_path: Path) -> None:
+    lengths = {8192: "", 16384: "", 3584: ""}
+    for length in lengths:
+        plan, _ = prepare(tmp_path / str(length), f"training.sequence_length={length}")
+        manifest = PreparedData(plan.data_directory).read_manifest()
+        assert manifest.num_documents == 16
+        lengths[length] = manifest.digests["documents"]
+    assert lengths[8192] == lengths[16384] != lengths[3584]
+
+
 def source_of(file: Path, **options: object) -> tuple[str, ...]:
     source = {"kind": "files", "train": str(file)} | options
     form = {"kind": "messages"}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
-from ftkit.runs.compare import align_losses, compare_curves, find_differences, read_run
+from ftkit.runs.compare import align_losses, compare_curves, find_differences, have_same_documents, read_run
+from ftkit.runs.manifest import DOCUMENT_NUMBERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.cli.page.comparison import ComparisonReport
     from ftkit.planning.layout import RunLayout
@@ -79,7 +80,7 @@ def _remarks(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the lines about unreadable records, restarts and equal losses."""
     named = zip(_names(len(runs)), runs, strict=True)
     unreadable = [f"{name}: {run.metrics_problem}" for name, run in named if run.metrics_problem]
-    return [*unreadable, *_restarts(runs), *_verdicts(runs)]
+    return [*unreadable, *_restarts(runs), *_other_documents(runs), *_verdicts(runs)]
 
 
 def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
@@ -91,6 +92,15 @@ def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
             reasons = ", ".join(reason if number == 1 else f"{reason} ({number})" for reason, number in found.items())
             lines.append(f"{name} was restarted after: {reasons}")
     return lines
+
+
+def _other_documents(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield a line for each run that did not train on the first run's documents."""
+    for name, run in zip(_names(len(runs))[1:], runs[1:], strict=True):
+        if have_same_documents(runs[0], run) is False:
+            one, two = runs[0].inputs["data"], run.inputs["data"]
+            numbers = ", ".join(f"{one.get(key, '?')} and {two.get(key, '?')} {key}" for key in DOCUMENT_NUMBERS)
+            yield f"A and {name} trained on different documents, so their losses are not of the same data: {numbers}"
 
 
 def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:
@@ -165,5 +175,8 @@ def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
         "results": {run.id: asdict(run.results) for run in runs},
         "metrics_problems": {run.id: run.metrics_problem for run in runs if run.metrics_problem},
         "losses": [{aligned.by: place, "losses": losses} for place, losses in aligned.points],
-        "against_first": {run.id: asdict(compare_curves(runs[0], run)) for run in runs[1:]},
+        "against_first": {
+            run.id: asdict(compare_curves(runs[0], run)) | {"same_documents": have_same_documents(runs[0], run)}
+            for run in runs[1:]
+        },
     }

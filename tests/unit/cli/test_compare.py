@@ -11,6 +11,7 @@ import pytest
 from ftkit.files import write_json
 from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
+from ftkit.runs.manifest import record_start
 from ftkit.runs.repeat import original_to_json, read_original
 
 if TYPE_CHECKING:
@@ -45,6 +46,24 @@ def test_equal_runs_are_reported_as_equal(ftkit: Callable[..., Result], make_run
     assert "no differences in" in result.out
     assert "A and B: losses are equal, bit for bit (2 records" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_a_comparison_of_runs_on_different_documents_says_so(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
+    for name, kept in (("long", 500), ("other", 500), ("short", 170)):
+        layout = make_run(name).layout
+        data = layout.root.parents[1] / "data" / f"of-{name}"
+        data.mkdir(parents=True)
+        digests = {"train": name, "tokenizer": "t", "documents": str(kept)}
+        numbers = {"num_train_documents": kept, "num_too_long": 500 - kept}
+        (data / "manifest.json").write_text(json.dumps({"digests": digests} | numbers))
+        layout.manifest.write_text(json.dumps({"data_fingerprint": data.name}))
+        record_start(layout.manifest)
+    output = ftkit("compare", "long", "other", "short").out
+    assert "A and C trained on different documents" in output
+    assert "500 and 170 training documents" in " ".join(output.split())
+    assert "A and B trained" not in output
+    against = json.loads(ftkit("compare", "long", "other", "short", "--json").out)["against_first"]
+    assert [each["same_documents"] for each in against.values()] == [True, False]
 
 
 def test_a_comparison_as_json_is_complete(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:

@@ -18,6 +18,7 @@ from ftkit.runs.compare import (
     align_losses,
     compare_curves,
     find_differences,
+    have_same_documents,
     read_run,
 )
 from ftkit.runs.records import MemoryRecord, StartRecord
@@ -57,6 +58,33 @@ def test_results_of_an_interrupted_run_exclude_lost_steps(make_run: RunMaker, re
     assert (results.tokens_per_second_per_process, results.mfu) == (100.0, 0.4)
     assert (results.measured_gib, results.predicted_gib) == (2.5, read_plan(run.layout).memory.total)
     assert (results.training_seconds, results.num_restarts) == (30.0 + 40.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        ({"train": "1", "documents": "3"}, {"train": "2", "documents": "3"}, True),
+        ({"train": "1", "documents": "3"}, {"train": "2", "documents": "4"}, False),
+        ({"train": "1"}, {"train": "1", "documents": "3"}, True),
+        ({"train": "1"}, {"train": "2"}, None),
+        ({"train": "1", "number": 500}, {"train": "2", "number": 170}, False),
+        ({"documents": "3", "tokenizer": "a"}, {"documents": "4", "tokenizer": "b"}, None),
+        ({"number": 500, "tokenizer": "a"}, {"number": 170, "tokenizer": "b"}, False),
+        ({}, {}, None),
+    ],
+)
+def test_runs_are_compared_by_the_documents_that_they_trained_on(
+    one: dict[str, Any], two: dict[str, Any], expected: bool | None, make_run: RunMaker
+) -> None:
+    found = []
+    for name, values in (("a", one), ("b", two)):
+        digests = {"tokenizer": "t"} | {key: value for key, value in values.items() if key != "number"}
+        numbers = {"training documents": values["number"]} if "number" in values else {}
+        layout = make_run(name).layout
+        layout.manifest.write_text(json.dumps({"starts": [{"data": digests, "documents": numbers}]}))
+        found.append(read_run(layout))
+    assert have_same_documents(*found) is expected
+    assert have_same_documents(*reversed(found)) is expected
 
 
 def test_differences_are_found_in_each_section_and_nowhere_else(make_run: RunMaker, records: Any) -> None:
