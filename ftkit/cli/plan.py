@@ -33,6 +33,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     from ftkit.cli.image_check import missing_image
     from ftkit.cli.sweep import show_plans
     from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+    from ftkit.launch.document_fit import count_documents
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
@@ -42,7 +43,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     args = run_args(words, **options)
     trials = expand(args, ctx)
     if len(trials) > 1:
-        plans = plan_sweep(trials, ctx)
+        plans = count_documents(plan_sweep(trials, ctx), os.environ)
         if as_json:
             terminal.data(f"[{','.join(map(plan_to_json, plans))}]\n")
         else:
@@ -50,7 +51,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
         for plan in plans:
             show_findings(run_checks(plan, os.environ), terminal)
         return
-    plan = resolve(args, ctx)
+    (plan,) = count_documents([resolve(args, ctx)], os.environ)
     if as_json:
         terminal.data(plan_to_json(plan))
     else:

@@ -92,6 +92,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.run import SubmitRequest, make_ready, report_submission, submit_ready
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
+    from ftkit.launch.document_fit import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, plan_rerun, repetition_record
     from ftkit.planning.layout import RunLayout
@@ -110,7 +111,7 @@ def command(  # noqa: PLR0913 - one for each option
     plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
     folder = get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
     copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
-    plan = replace(plan, code=tuple(copy.plan for copy in copies))
+    (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
     if dry_run:
         _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)

@@ -109,6 +109,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
+    from ftkit.launch.document_fit import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
@@ -116,7 +117,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     ctx = current_context()
     trials = expand(args, ctx)
     is_sweep = len(trials) > 1
-    plans = plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)]
+    plans = count_documents(plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)], request.environment)
     scripts = [render_job(plan, prepares=request.where == "with-training") for plan in plans]
     if is_sweep:
         show_plans(plans, terminal, is_data=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
+from ftkit.launch.sweep import find_other_documents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -
         Column("RUN"),
         *(Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys),
         Column("STEPS", is_number=True),
+        Column("DOCUMENTS THAT FIT", is_number=True, can_shrink=True),
         Column("PROCESSES", is_number=True),
         Column("MEMORY", is_number=True),
         Column("SPEED", is_number=True),
@@ -34,6 +36,7 @@ def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -
             plan.name,
             *((plan.sweep.values if plan.sweep else {}).get(key, "-") for key in keys),
             "?" if plan.num_steps is None else str(plan.num_steps),
+            f"{plan.documents.num_fitting:,} of {plan.documents.num_read:,}" if plan.documents else "?",
             str(plan.placement.world_size),
             gib(plan.memory.total),
             f"{count(plan.speed.tokens_per_second)} tok/s" if plan.speed else "-",
@@ -45,6 +48,8 @@ def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -
     used = [index for index in range(len(columns)) if index <= len(keys) or any(row[index] != "-" for row in rows)]
     shown = [[row[index] for index in used] for row in rows]
     terminal.table([columns[index] for index in used], shown, is_data=is_data)
+    if warning := find_other_documents(plans):
+        terminal.warn(warning)
     for plan in plans:
         for note in plan.notes:
             terminal.say(Styled(f"{plan.name}: {note}", "yellow"))

@@ -109,15 +109,15 @@ def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read data that is available immediately: first rows of files, one generated example, nothing from the hub.
+    """Read data that is available immediately: first rows of files, first generated examples, nothing from the hub.
 
     Raises:
         DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
         PrerequisiteError: a package or credentials are missing.
     """
     if isinstance(data.source, GeneratedSource):
-        one = data.source.model_copy(update={"num_train": 1, "num_heldout": 0})
-        return [row for each in _generate(one) if (row := each.row.parse())]
+        few = {"num_train": min(data.source.num_train, FIRST_ROWS), "num_heldout": 0}
+        return [row for each in _generate(data.source.model_copy(update=few)) if (row := each.row.parse())]
     _check_overlap(data)
     seen: list[RawRow] = []
     files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]

@@ -25,6 +25,7 @@ MAX_RUNS = 200
 """Maximum number of runs in a sweep: more are probably a mistake."""
 _BEFORE_QUOTE = ("", "[", "{", ",", ":")
 """Characters before an opening quotation mark; elsewhere it is an ordinary character."""
+_CHOOSE_DOCUMENTS = ("data.source", "data.validation")
 _PAIRS = {"[": "]", "{": "}"}
 
 
@@ -84,6 +85,19 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
     if problems:
         raise ConfigError(problems)
     return plans
+
+
+def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
+    """Return a warning if the runs of a sweep train on different documents; None if not, or if that is not known."""
+    fits = {plan.name: plan.documents.num_fitting for plan in plans if plan.documents}
+    keys = {key for plan in plans if plan.sweep for key in plan.sweep.values if key.startswith(_CHOOSE_DOCUMENTS)}
+    if len(set(fits.values())) > 1:
+        reason = "not as many fit the packs of each: " + ", ".join(f"{name} {fit:,}" for name, fit in fits.items())
+    elif keys:
+        reason = f"{' and '.join(sorted(keys))} chooses them"
+    else:
+        return None
+    return f"the runs train on different documents, so their losses are not of the same data: {reason}"
 
 
 def _alternatives(override: str, args: RunArgs, ctx: Context) -> list[str]:

@@ -44,6 +44,23 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
+class DocumentFit:
+    """How many documents of a run's data fit a pack.
+
+    Args:
+        num_read: number of documents that were tokenized.
+        num_fitting: number of those that are not longer than `training.sequence_length`.
+        longest: tokens of the longest.
+        is_complete: whether these are all documents, rather than those of the first rows.
+    """
+
+    num_read: int
+    num_fitting: int
+    longest: int
+    is_complete: bool
+
+
+@dataclass(frozen=True)
 class SweepPlan:
     """The sweep that a run belongs to, and this run's values.
 
@@ -75,6 +92,8 @@ class RunPlan(JobPlan):
     """Fraction of the packs that is not padding; None before the data is prepared."""
     num_tokens: int | None
     """Tokens of the documents of all steps, without padding; None before the data is prepared."""
+    documents: DocumentFit | None = None
+    """None if it is not known, and in plans of earlier versions."""
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
     """Plans of earlier versions have none, because their recipes set both."""
     host_memory: HostMemoryPlan | None = None

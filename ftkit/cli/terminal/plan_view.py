@@ -41,6 +41,7 @@ def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
         ("run folder", short_path(plan.layout.root)),
         ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
     ]
+    facts.append(("documents", _documents(plan)))
     if len(plan.recipe.data.sources) > 1:
         facts.append(("sources", _shares(plan)))
     facts += code_facts(plan.code)
@@ -218,6 +219,19 @@ def _data(plan: RunPlan) -> str:
     from ftkit.launch.first_rows import describe_detected
 
     return f"{describe_detected(data)}; {state}"
+
+
+def _documents(plan: RunPlan) -> Cell:
+    """Describe how many documents fit a pack, and what happens to the others."""
+    found, length = plan.documents, f"{plan.recipe.training.sequence_length:,} tokens"
+    if found is None:
+        return f"how many fit {length} is known once the data is prepared"
+    total = f"{'' if found.is_complete else 'the first '}{plural(found.num_read, 'document')}"
+    if found.num_fitting == found.num_read:
+        return f"all of {total} fit {length} (the longest has {found.longest:,})"
+    fates = {"drop": "dropped", "truncate": "truncated", "split": "split", "error": "refused"}
+    text = f"{found.num_fitting:,} of {total} fit {length} (the longest has {found.longest:,}); longer ones are "
+    return Styled(text + fates[plan.recipe.data.too_long], "yellow")
 
 
 def _shares(plan: RunPlan) -> str:

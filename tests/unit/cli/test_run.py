@@ -12,6 +12,7 @@ import pytest
 import ftkit
 import ftkit.launch.jobs  # keeps the real `render_job`, in place of the one of the first test
 from ftkit.config.image_reference import NamedImage
+from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.launch.render import render_job
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
@@ -83,6 +84,22 @@ def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Call
     result = ftkit("run", "demo", "training.seed=1,2", "--dry-run", "--no-follow")
     assert result.out.count("#!/") == 2
     assert [line.split()[:2] for line in result.err.splitlines()] == [["RUN", "SEED"], ["demo-1", "1"], ["demo-2", "2"]]
+
+
+def test_the_plan_says_how_many_documents_fit(ftkit: Callable[..., Result]) -> None:
+    learn_tokenizer(["short", "0123456789"], 300, "chatml").save_pretrained("tokenizer")
+    rows = [{"text": "short"}] * 3 + [{"text": "0123456789" * 30}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "demo", "--cluster", "local", "data.source=./rows.jsonl", "data.format=text", "evaluation.sql_execution=null",
+        "evaluation.every_steps=null", "data.too_long=drop",
+        "model.tokenizer={source: ./tokenizer, vocab_size: null}",
+    )  # fmt: skip
+    (line,) = [each for each in ftkit("plan", *words).out.splitlines() if each.startswith("documents")]
+    assert "3 of the first 4 documents fit 256 tokens" in line
+    found = json.loads(ftkit("plan", *words, "--json").out)["documents"]
+    assert (found["num_read"], found["num_fitting"]) == (4, 3)
+    assert found["longest"] > 256
 
 
 def test_the_plan_shows_the_share_of_each_source(ftkit: Callable[..., Result], tmp_path: Path) -> None:

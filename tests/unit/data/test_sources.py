@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.config.sources import FilesSource, GeneratedSource, ValidationSpec
-from ftkit.data.sources import peek_rows, read_rows, split_of
+from ftkit.data.sources import FIRST_ROWS, peek_rows, read_rows, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -86,12 +86,14 @@ def test_only_one_way_to_select_validation_examples_is_allowed() -> None:
         FilesSource(kind="files", train="a.jsonl", heldout="b.jsonl", num_heldout=3)
 
 
-def test_the_first_examples_include_both_files_and_a_generated_one(tmp_path: Path) -> None:
+def test_the_first_examples_include_both_files_and_generated_ones(tmp_path: Path) -> None:
     train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
     rows = peek_rows(spec(FilesSource(kind="files", train=train, heldout=heldout)))
     assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
     source = GeneratedSource(kind="generated", generator="text-to-sql", num_train=10_000_000)
-    assert [row.where for row in peek_rows(spec(source))] == ["generated example 1"]
+    assert [row.where for row in peek_rows(spec(source))] == [f"generated example {n + 1}" for n in range(FIRST_ROWS)]
+    few = source.model_copy(update={"num_train": 1})
+    assert [row.where for row in peek_rows(spec(few))] == ["generated example 1"]
     assert peek_rows(spec("org/data")) == []
 
 

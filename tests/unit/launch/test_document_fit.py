@@ -1,0 +1,98 @@
+"""The number of documents that fit a plan's packs, known before a job is submitted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit.config.context import Context
+from ftkit.data.prepare import prepare
+from ftkit.data.store import PreparedData
+from ftkit.data.tasks import malware_analysis
+from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.launch import document_fit
+from ftkit.launch.document_fit import count_documents
+from ftkit.launch.resolve import RunArgs
+from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.planning.plan import RunPlan
+
+NUM_TRAIN = 12
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of the task: about two tokens per byte of a binary."""
+    task = malware_analysis.generate(1, 4, 0, (1024, 2048))
+    texts = [str(text) for example in task.train for text in asdict(example).values()]
+    folder = tmp_path_factory.mktemp("tokenizer")
+    learn_tokenizer(texts, 400, "chatml").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ctx(tmp_path: Path) -> Context:
+    environment = {"FTKIT_WORKSPACE": str(tmp_path / "w"), "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    return Context(tmp_path, tmp_path / "user", environment)
+
+
+def rungs(ctx: Context, tokenizer: Path | str, *overrides: str) -> list[RunPlan]:
+    small = (
+        "model.weights=random", "model.architecture={num_hidden_layers: 1, vocab_size: 512}",
+        "model.tokenizer=" + json.dumps({"source": str(tokenizer)}), "training.global_batch_size=16",
+        f"data.source.num_train={NUM_TRAIN}", "data.source.num_heldout=1", "evaluation.every_steps=null",
+        "data.source.binary_bytes={smallest: 1024, largest: 2048}",
+    )  # fmt: skip
+    args = RunArgs("olmo3-32b-malware-full", (*small, *overrides), cluster="local", num_nodes=1)
+    return plan_sweep(expand(args, ctx), ctx)
+
+
+LADDER = "training.sequence_length=1024,3328,8192"
+
+
+def test_a_plan_counts_the_documents_that_preparation_keeps(ctx: Context, tokenizer: Path) -> None:
+    plans = rungs(ctx, tokenizer, LADDER)
+    planned = [plan.documents for plan in count_documents(plans, {})]
+    kept = []
+    for plan, found in zip(plans[1:], planned[1:], strict=True):
+        assert found is not None
+        manifest = PreparedData(prepare(plan, lambda _: None, 1).root).read_manifest()
+        kept.append(manifest.num_train_documents)
+        assert (found.num_read, found.num_fitting, found.is_complete) == (NUM_TRAIN, kept[-1], False)
+    assert planned[0] is not None
+    assert planned[0].num_fitting == 0 < kept[0] < kept[1] == NUM_TRAIN
+    complete = [plan.documents for plan in count_documents(plans[1:], {})]  # of the validation split, too
+    assert [(each.num_read, each.is_complete) for each in complete if each] == [(NUM_TRAIN + 1, True)] * 2
+
+
+def test_a_ladder_that_drops_documents_is_warned_about(ctx: Context, tokenizer: Path) -> None:
+    warning = find_other_documents(count_documents(rungs(ctx, tokenizer, LADDER), {}))
+    assert warning is not None
+    assert "olmo3-32b-malware-full-1 0" in warning
+    assert f"olmo3-32b-malware-full-3 {NUM_TRAIN}" in warning
+    whole = count_documents(rungs(ctx, tokenizer, "training.sequence_length=8192,16384"), {})
+    assert find_other_documents(whole) is None
+    assert find_other_documents(rungs(ctx, tokenizer, "training.learning_rate=1e-5,2e-5")) is None
+    assert find_other_documents(rungs(ctx, tokenizer, "data.source.seed=1,2")) is not None
+
+
+def test_documents_are_not_counted_without_a_tokenizer_that_can_be_read(ctx: Context, tmp_path: Path) -> None:
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+    for source in (tmp_path / "damaged", "org/not-in-the-cache"):
+        assert [plan.documents for plan in count_documents(rungs(ctx, source, LADDER), {})] == [None] * 3
+
+
+def test_long_documents_are_counted_only_up_to_a_limit(
+    ctx: Context, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_fit, "MAX_CHARACTERS", 9000)
+    (plan, _) = count_documents(rungs(ctx, tokenizer, "training.sequence_length=8192,16384"), {})
+    assert plan.documents is not None
+    assert 0 < plan.documents.num_read < NUM_TRAIN
