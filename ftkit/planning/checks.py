@@ -45,7 +45,7 @@ def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
         *check_placement(cluster, request, num_nodes, processes_per_node, recipe.resources.spare_nodes),
         *check_time_limit(cluster, recipe.resources.time_limit),
         *_batch(recipe, num_nodes * processes_per_node),
-        *check_context_parallel(recipe, shape, processes_per_node),
+        *check_context_parallel(recipe, shape, processes_per_node, cluster, image),
         *check_tensor_parallel(recipe, shape, processes_per_node),
         *_checkpointed_layers(recipe, shape),
         *check_shard_degree(recipe, num_nodes * processes_per_node),

@@ -7,20 +7,46 @@ from typing import TYPE_CHECKING
 from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import Problem
 from ftkit.families import MEASURED
+from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ftkit.config.cluster import ClusterProfile
+    from ftkit.config.image import ImageSpec
     from ftkit.config.model import ArchitecturePlan
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.training import TrainingSpec
 
 
-def check_context_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
+_FLASH4 = "flash-attn-4"
+
+
+def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageSpec | None) -> str:
+    """Return why no attention kernel can divide packs among GPUs; empty if none is known to be missing."""
+    gpu = GPUS[cluster.gpu] if cluster.gpu else None
+    if training.attention == "sdpa" or cluster.device == "cpu":
+        return ""
+    if gpu is not None and not gpu.runs_flash4(training):
+        return f"which this recipe can't use on {gpu.device_name}"
+    if image is not None and cluster.runtime != "none" and _FLASH4 not in image.listed_packages:
+        return f"which {image.reference} does not list"
+    return ""
+
+
+def check_context_parallel(
+    recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int, cluster: ClusterProfile, image: ImageSpec | None
+) -> Iterator[Problem]:
     heads = shape.num_attention_heads
     if recipe.training.context_parallel == 1:
         return
     where, key, size = f"recipe {recipe.name}", "training.context_parallel", recipe.training.gpus_per_pack
     yield from _groups(recipe, key, size, per_node)
+    if reason := why_undivided(recipe.training, cluster, image):
+        yield Problem(
+            where, key, f"needs {_FLASH4}, {reason}.",
+            "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa.",
+        )  # fmt: skip
     if heads % size:
         with_parts_of_layers = " for the product with tensor_parallel" * (recipe.training.tensor_parallel > 1)
         yield Problem(

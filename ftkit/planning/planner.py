@@ -28,6 +28,7 @@ from ftkit.planning.estimates.parameters import count_by_config, count_model, de
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
+from ftkit.planning.parallelism_checks import why_undivided
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
 from ftkit.planning.setup import GPUS
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
@@ -73,7 +74,7 @@ def plan_run(
         setup_of(shape, least_memory(training), engine.name, cluster, placement),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
     )
-    has_kernel = training.attention == "sdpa" or trained_in is None or _FLASH4 in trained_in.listed_packages
+    can_divide = recipe.data.packing != "off" and not why_undivided(training, cluster, image)
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
@@ -95,7 +96,7 @@ def plan_run(
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
             *_notes_on_packs(chosen, request.num_packs),
-            *_notes(setup, cluster, memory, can_divide_packs=has_kernel and recipe.data.packing != "off"),
+            *_notes(setup, cluster, memory, can_divide_packs=can_divide),
             *_notes_on_fp8(setup, trained_in),
             *_notes_on_linear_attention(setup, trained_in, padding),
             *find_notes(recipe, model, cluster, image, request.padding),
@@ -279,7 +280,6 @@ def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan, *, can_div
     return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))
 
 
-_FLASH4 = "flash-attn-4"
 LINEAR_KERNELS = "flash-linear-attention"
 """The package with kernels for linear attention."""
 

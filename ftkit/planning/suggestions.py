@@ -62,7 +62,7 @@ def suggest_changes(
         setup: the setup that does not fit.
         cluster: the run's cluster, which decides whether there are more nodes, and whether offloading is possible.
         room_gib: available memory for a process's tensors, in GiB.
-        can_divide_packs: whether documents are packed, and the image has the attention kernel that can divide packs.
+        can_divide_packs: whether documents are packed, and attention has a kernel that can divide them.
     """
     run = _Run(setup, cluster, can_divide_packs)
     found = _mildest_changes(run.knobs(), lambda change: run.predict(change) <= room_gib)
@@ -240,10 +240,9 @@ class _Run:
         ]
 
     def _context_parallel(self) -> list[Change]:
-        """Return the changes that divide packs among more GPUs of a node, where attention has a kernel that can."""
+        """Return the changes that divide packs among more GPUs of a node."""
         setup, training = self.setup, self.training
-        has_kernel = training.attention == "sdpa" or (setup.gpu is not None and setup.gpu.runs_flash4(training))
-        if not (has_kernel and self.can_divide_packs and setup.engine == "fsdp2" and setup.shape.is_measured):
+        if not (self.can_divide_packs and setup.engine == "fsdp2" and setup.shape.is_measured):
             return []
         per_node, heads = setup.num_processes // setup.num_nodes, setup.shape.num_attention_heads
         most = math.gcd(per_node, heads, training.sequence_length)

@@ -203,12 +203,13 @@ def test_disabling_unneeded_activation_checkpointing_is_suggested() -> None:
 LONG = "training.sequence_length=65536"
 
 
-def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo3:26.05") -> list[str]:
+def notes_on(*overrides: str, cluster: str = "a3-megagpu-8g", image: str = "olmo3:26.05", gpu: str = "") -> list[str]:
     spec = load_recipe("olmo3-32b-malware-full", NOWHERE, (LONG, *overrides))
     created, named = datetime(2026, 1, 1, tzinfo=UTC), NamedImage(image)
     request = RunRequest(None, None, None, named, True, Path("/w"), "python", created, "a")
     model = plan_model(spec.model, shipped_config(spec.model.weights))
     site, defined = load_cluster(cluster, NOWHERE), load_image(named.reference, NOWHERE)
+    site = site.model_copy(update={"gpu": gpu or site.gpu})
     return list(plan_run(spec, site, defined, replace(request, model=model), ftkit_version="1").notes)
 
 
@@ -228,6 +229,18 @@ def test_dividing_packs_is_suggested_and_the_plan_with_it_fits() -> None:
 )  # fmt: skip
 def test_dividing_packs_is_suggested_only_where_the_trainer_can(changes: dict[str, Any]) -> None:
     assert not any("context_parallel" in note for note in notes_on(*changes.pop("overrides", ()), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"image": "olmo3:25.02"}, "olmo3:25.02 does not list"), ({"gpu": "a100-80gb"}, "can't use on NVIDIA A100"),
+     ({"overrides": ("training.precision=fp32",)}, "can't use on NVIDIA H100")],
+)  # fmt: skip
+def test_a_plan_refuses_to_divide_packs_without_a_kernel_that_can(changes: dict[str, Any], reason: str) -> None:
+    words = ("training.context_parallel=8", *changes.pop("overrides", ()))
+    with pytest.raises(ConfigError, match=f"needs flash-attn-4, which .*{reason.removeprefix('which ')}"):
+        notes_on(*words, **changes)
+    notes_on(*words, "training.attention=sdpa", **changes)
 
 
 def test_suggested_groups_divide_the_heads_and_the_gpus_of_a_node() -> None:

@@ -593,22 +593,30 @@ def on_gpus(num: int) -> ClusterProfile:
     return A4.model_copy(update={"gpus_per_node": num, "scheduler": "local", "runtime": "none"})
 
 
+SDPA = "training.attention=sdpa"
+"""The kernel that divides packs in fp32."""
+
+
 def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
-    divided = plan(demo("training.context_parallel=2", "training.micro_batch_size=1"), on_gpus(4))
+    divided = plan(demo(SDPA, "training.context_parallel=2", "training.micro_batch_size=1"), on_gpus(4))
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
     whole = plan(demo("training.micro_batch_size=1"), on_gpus(4))
     assert divided.memory.activations < 0.7 * whole.memory.activations
     assert "4 GPUs of a node can't be divided into groups of 8" in problems(
-        demo("training.context_parallel=8"), on_gpus(4)
+        demo(SDPA, "training.context_parallel=8"), on_gpus(4)
     )
     assert "attention heads of the model can't be divided among 5" in problems(
-        demo("training.context_parallel=5", "training.sequence_length=510"), on_gpus(5)
+        demo(SDPA, "training.context_parallel=5", "training.sequence_length=510"), on_gpus(5)
     )
-    assert "data.packing is 'off'" in problems(demo("training.context_parallel=2", "data.packing=off"), on_gpus(2))
+    assert "data.packing is 'off'" in problems(
+        demo(SDPA, "training.context_parallel=2", "data.packing=off"), on_gpus(2)
+    )
     with pytest.raises(ConfigError, match="can't be divided evenly among context_parallel 2"):
-        demo("training.context_parallel=2", "training.sequence_length=511")
-    assert plan(demo("training.context_parallel=2"), on_gpus(2)).engine.name == "fsdp2"
-    assert "context_parallel" in problems(demo("training.context_parallel=2", "training.engine=zero3"), on_gpus(2))
+        demo(SDPA, "training.context_parallel=2", "training.sequence_length=511")
+    assert plan(demo(SDPA, "training.context_parallel=2"), on_gpus(2)).engine.name == "fsdp2"
+    assert "context_parallel" in problems(
+        demo(SDPA, "training.context_parallel=2", "training.engine=zero3"), on_gpus(2)
+    )
 
 
 def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forward_layers() -> None:
@@ -619,7 +627,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     whole = plan(demo(one, alone), on_gpus(4))
     assert divided.memory.activations < whole.memory.activations
     assert divided.memory.parameters == whole.memory.parameters
-    in_parts = ("training.tensor_parallel=2", "training.context_parallel=2", one, alone)
+    in_parts = ("training.tensor_parallel=2", "training.context_parallel=2", SDPA, one, alone)
     both = plan(demo(*in_parts, "model.architecture={num_attention_heads: 8, num_key_value_heads: 2}"), on_gpus(4))
     assert both.batch.accumulation_steps == both.batch.global_batch_size
     assert both.memory.activations < divided.memory.activations
