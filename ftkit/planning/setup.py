@@ -12,7 +12,7 @@ from ftkit.config.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
-    from ftkit.config.training import Precision
+    from ftkit.config.training import Precision, TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Gpu:
         """Return the FLOP/s of matmuls in the compute dtype."""
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
-    def runs_flash4(self, training: TrainingPlan) -> bool:
+    def runs_flash4(self, training: TrainingSpec) -> bool:
         """Return whether attention runs in flash-attn-4, if that is installed."""
         return (
             self.has_fast_attention
