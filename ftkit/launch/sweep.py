@@ -89,10 +89,12 @@ def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
 
 def find_other_documents(plans: Sequence[RunPlan]) -> str | None:
     """Return a warning if the runs of a sweep train on different documents; None if not, or if that is not known."""
-    fits = {plan.name: plan.documents.num_fitting for plan in plans if plan.documents}
+    fits = {plan.name: plan.documents for plan in plans if plan.documents}
+    is_same_part = len({fit.num_read for fit in fits.values()}) == 1  # data that is prepared already is read as a whole
     keys = {key for plan in plans if plan.sweep for key in plan.sweep.values if key.startswith(_CHOOSE_DOCUMENTS)}
-    if len(set(fits.values())) > 1:
-        reason = "not as many fit the packs of each: " + ", ".join(f"{name} {fit:,}" for name, fit in fits.items())
+    if len({fit.num_fitting if is_same_part else fit.num_fitting == fit.num_read for fit in fits.values()}) > 1:
+        shown = (f"{name} {fit.num_fitting:,} of {fit.num_read:,}" for name, fit in fits.items())
+        reason = f"not as many fit the packs of each: {', '.join(shown)}"
     elif keys:
         reason = f"{' and '.join(sorted(keys))} chooses them"
     else:

@@ -20,12 +20,12 @@ ADVICE: Final[Mapping[str, str]] = {
 """What to do about missing credentials, by scheme."""
 _LOGGERS = ("gcsfs", "google.auth", "s3fs")
 """Libraries that log a warning or a traceback for each attempt, and then raise the error."""
-_HOSTS: Final = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}
-_OTHER_WAYS = (
-    "STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "HTTPS_PROXY", "https_proxy", "ALL_PROXY",
-    "all_proxy",
-)  # fmt: skip
-"""Variables that reach the store by another host, so that this machine need not resolve its name."""
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_HOSTS: Final = {
+    "gs": ("storage.googleapis.com", (*_PROXIES, "STORAGE_EMULATOR_HOST")),
+    "s3": ("s3.amazonaws.com", (*_PROXIES, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")),
+}
+"""Hosts of stores; and variables that reach a store by another one, so that its name need not be resolved here."""
 
 
 def open_driver(scheme: str, **options: Any) -> Any:
@@ -67,8 +67,8 @@ def is_unreachable(error: BaseException, scheme: str) -> bool:
 
 
 def _check_name(scheme: str) -> None:
-    host = _HOSTS.get(scheme)
-    if host is None or any(map(os.environ.get, _OTHER_WAYS)):
+    host, other_ways = _HOSTS.get(scheme, ("", ()))
+    if not host or any(map(os.environ.get, other_ways)):
         return
     try:
         socket.getaddrinfo(host, 443)

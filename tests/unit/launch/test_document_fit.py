@@ -69,6 +69,8 @@ def test_a_plan_counts_the_documents_that_preparation_keeps(ctx: Context, tokeni
     assert planned[0].num_fitting == 0 < kept[0] < kept[1] == NUM_TRAIN
     complete = [plan.documents for plan in count_documents(plans[1:], {})]  # of the validation split, too
     assert [(each.num_read, each.is_complete) for each in complete if each] == [(NUM_TRAIN + 1, True)] * 2
+    longer = rungs(ctx, tokenizer, "training.sequence_length=8192,16384")  # of which one is prepared
+    assert find_other_documents(count_documents(longer, {})) is None
 
 
 def test_a_ladder_that_drops_documents_is_warned_about(ctx: Context, tokenizer: Path) -> None:
