@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import PlainText
 from ftkit.data.formats import check_split, read_example
-from ftkit.data.limits import run_in_fork
+from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.rendering import ChatRenderer, Rendering
 from ftkit.data.rows import errors_at
 from ftkit.data.typed_tokens import special_tokens_of, token_pattern
@@ -152,8 +152,11 @@ class RowEncoder:
 
         Returns:
             for each row its documents (several if the template rewrites earlier turns), or its error.
+
+        Raises:
+            TemplateLimitError: the chat template reached a limit.
         """
-        found = run_in_fork(self.renderer.name, self._render, rows) if self.renderer else self._render(rows)
+        found = run_in_fork(self.renderer, self._render, rows) if self.renderer else self._render(rows)
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
         for row, part in zip(rows, found, strict=True):
@@ -174,6 +177,8 @@ class RowEncoder:
         for row in rows:
             try:
                 found.append(self.renderings(row))
+            except TemplateLimitError:
+                raise
             except DataError as error:
                 found.append(error)
         return found

@@ -234,7 +234,7 @@ class DataInspector:
         turns: list[tuple[int, str]] = []
         position = 0
         messages = example.messages
-        renderings = run_in_fork(encoder.renderer.name, _render_parts, encoder.renderer, example)
+        renderings = run_in_fork(encoder.renderer, _render_parts, encoder.renderer, example)
         for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
             if rendered is None:
                 continue

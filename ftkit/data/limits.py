@@ -18,7 +18,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from ftkit.errors import DataError, MemoryExhaustedError
 
@@ -38,6 +38,27 @@ TICK_SECONDS: Final = 0.25
 _CALLS_PER_CHECK = 16
 """Reading the size of the process takes as long as a rendering."""
 _PR_SET_PDEATHSIG: Final = 1
+
+
+class TemplateLimitError(DataError):
+    """A chat template reached a limit: no row can be rendered with it at a known cost."""
+
+
+class Template(Protocol):
+    """What errors call a chat template, and its text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A template that is not inspected yet."""
+
+    name: str
+    source: str
 
 
 class LimitReachedError(BaseException):
@@ -66,18 +87,20 @@ class _Process:
 
 
 _process = _Process()
+_refused: dict[str, TemplateLimitError] = {}
+"""The templates that reached a limit, by their text, so that no caller waits for them again."""
 
 
-def run_limited(template: str, function: Callable[..., T], *args: Any) -> T:
+def run_limited(template: Template, function: Callable[..., T], *args: Any) -> T:
     """Call a function that runs a chat template within limits of CPU time and memory, in a fork.
 
     Args:
-        template: what errors call the template.
+        template: the template.
         function: what to call.
         args: its arguments.
 
     Raises:
-        DataError: the template reached a limit.
+        TemplateLimitError: the template reached a limit, now or before.
     """
     if _process.is_calling:
         return function(*args)
@@ -91,23 +114,23 @@ def run_limited(template: str, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except LimitReachedError as error:
-        raise _refusal(template, str(error)) from None
+        raise _refusal(template.name, str(error)) from None
     except MemoryError:
-        raise _refusal(template, _TOO_BIG) from None
+        raise _refusal(template.name, _TOO_BIG) from None
     finally:
         _process.is_calling = False
 
 
-def run_in_fork(template: str, function: Callable[..., T], *args: Any) -> T:
+def run_in_fork(template: Template, function: Callable[..., T], *args: Any) -> T:
     """Call a function in a forked process, where each of many `run_limited` takes no further fork.
 
     Args:
-        template: what errors call the template.
+        template: the template.
         function: what to call; what it returns or raises is pickled.
         args: its arguments.
 
     Raises:
-        DataError: the process ended at a limit.
+        TemplateLimitError: the template reached a limit, now or before.
         MemoryExhaustedError: it was killed.
     """
     if _process.is_limited:
@@ -115,9 +138,19 @@ def run_in_fork(template: str, function: Callable[..., T], *args: Any) -> T:
     if _process.is_fork:
         with _limits():
             return function(*args)
+    if template.source in _refused:
+        raise _refused[template.source]
+    try:
+        return _call_in_fork(template.name, function, args)
+    except TemplateLimitError as error:
+        _refused[template.source] = error
+        raise
+
+
+def _call_in_fork(name: str, function: Callable[..., T], args: tuple[Any, ...]) -> T:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(os.getpid(), sender, template, function, args), daemon=True)
+    process = context.Process(target=_serve, args=(os.getpid(), sender, name, function, args), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork runs Jinja, which takes no locks
         process.start()
@@ -126,8 +159,8 @@ def run_in_fork(template: str, function: Callable[..., T], *args: Any) -> T:
         result, error = receiver.recv()
     except EOFError:
         process.join()
-        raise find_refusal(template, process.exitcode) or MemoryExhaustedError(
-            f"the process that renders with {template} was killed",
+        raise find_refusal(name, process.exitcode) or MemoryExhaustedError(
+            f"the process that renders with {name} was killed",
             meaning="usually the machine or the job is out of memory",
             fix="give the job more memory",
         ) from None
@@ -153,12 +186,12 @@ def begin_fork(parent: int) -> None:
     _process.is_fork = True
 
 
-def find_refusal(template: str, exit_code: int | None) -> DataError | None:
+def find_refusal(name: str, exit_code: int | None) -> TemplateLimitError | None:
     """Return the error for a process that a template ended; None if something else did."""
     if exit_code == -signal.SIGXCPU:
-        return _refusal(template, _TOO_SLOW)
+        return _refusal(name, _TOO_SLOW)
     if exit_code == -signal.SIGSEGV:
-        return _refusal(template, "crashes Python")
+        return _refusal(name, "crashes Python")
     return None
 
 
@@ -166,22 +199,23 @@ _TOO_SLOW: Final = f"takes more than {CPU_SECONDS:g} s of CPU time"
 _TOO_BIG: Final = f"takes more than {MEMORY_BYTES >> 20} MiB of memory"
 
 
-def _refusal(template: str, reason: str) -> DataError:
-    return DataError(
-        f"{template} {reason}",
+def _refusal(name: str, reason: str) -> TemplateLimitError:
+    return TemplateLimitError(
+        f"{name} {reason}",
         meaning="templates need milliseconds and a few times the memory of the text; this one is damaged, or was "
         "written to stop programs",
         fix="set data.chat_template to another, or use a tokenizer from a source that you trust",
     )
 
 
-def _serve(parent: int, sender: Connection, template: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(parent: int, sender: Connection, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     begin_fork(parent)
     answer: tuple[Any, Exception | None]
     try:
-        answer = (run_in_fork(template, function, *args), None)
+        with _limits():
+            answer = (function(*args), None)
     except MemoryError:
-        answer = (None, _refusal(template, _TOO_BIG))
+        answer = (None, _refusal(name, _TOO_BIG))
     except Exception as error:  # noqa: BLE001 - the parent raises it
         answer = (None, error)
     sender.send(answer)

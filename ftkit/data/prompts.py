@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ftkit.config.data import JinjaFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.formats import read_prompt
-from ftkit.data.limits import run_in_fork
+from ftkit.data.limits import TemplateLimitError, run_in_fork
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import errors_at
 from ftkit.data.turns import is_turn, read_tools, read_turns
@@ -97,7 +97,7 @@ def encode_prompts(
     model: PromptedModel, renderer: ChatRenderer, rows: Sequence[Row], form: Format | None
 ) -> list[list[int] | DataError]:
     """Return the tokens of each row's prompt, or its error with file and line."""
-    texts = run_in_fork(renderer.name, _render_prompts, renderer, rows, form)
+    texts = run_in_fork(renderer, _render_prompts, renderer, rows, form)
     return [text if isinstance(text, DataError) else _tokens_of(model, text) for text in texts]
 
 
@@ -107,6 +107,8 @@ def _render_prompts(renderer: ChatRenderer, rows: Sequence[Row], form: Format | 
         try:
             with errors_at(row):
                 texts.append(renderer.render(conversation_of(row.columns, form), open_turn=True))
+        except TemplateLimitError:
+            raise
         except DataError as error:
             texts.append(error)
     return texts

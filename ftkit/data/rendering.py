@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.data.completions import Completions
 from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns, with_short_ids
-from ftkit.data.limits import MAX_TEXT, LimitReachedError, run_limited
+from ftkit.data.limits import MAX_TEXT, LimitReachedError, NamedTemplate, run_limited
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes, shapes
 from ftkit.data.turn_ends import TurnEnd, find_turn_ends
@@ -109,7 +109,8 @@ class ChatRenderer:
                 | ({tokenizer.eos_token} if tokenizer.eos_token else set())
             ),
         }  # fmt: skip
-        return run_limited(inspected["name"], cls._inspected, inspected)
+        named = NamedTemplate(inspected["name"], inspected["template"] + inspected["tool_template"])
+        return run_limited(named, cls._inspected, inspected)
 
     @classmethod
     def _inspected(cls, known: Mapping[str, Any]) -> ChatRenderer:
@@ -126,7 +127,7 @@ class ChatRenderer:
     @property
     def source(self) -> str:
         """The text of the templates."""
-        return self.template if self.tool_template == self.template else self.template + self.tool_template
+        return self.template + self.tool_template
 
     @property
     def end_tokens(self) -> list[str]:
@@ -154,7 +155,7 @@ class ChatRenderer:
         Raises:
             DataError: the chat template refuses it, or reaches a limit.
         """
-        return run_limited(self.name, self._text_of, conversation, open_turn)
+        return run_limited(self, self._text_of, conversation, open_turn)
 
     def _text_of(self, conversation: Conversation, open_turn: bool) -> str:  # noqa: FBT001
         if self.needs_short_ids:
@@ -173,7 +174,7 @@ class ChatRenderer:
 
     def changed_roles(self) -> list[str]:
         """Return the roles of turns whose contents it shortens or changes, other than at their ends."""
-        return run_limited(self.name, self._changed_roles)
+        return run_limited(self, self._changed_roles)
 
     def _changed_roles(self) -> list[str]:
         changed = []
@@ -197,7 +198,7 @@ class ChatRenderer:
         Raises:
             DataError: the template rejects the conversation, drops part of it, reaches a limit, or nothing is trained.
         """
-        return run_limited(self.name, self._renderings, conversation, data)
+        return run_limited(self, self._renderings, conversation, data)
 
     def _renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         conversation, has_cuts = self._prepared(conversation)
@@ -217,7 +218,7 @@ class ChatRenderer:
         Raises:
             DataError: there is no other shape, or the template reaches a limit.
         """
-        return run_limited(self.name, self._find_unproven)
+        return run_limited(self, self._find_unproven)
 
     def _find_unproven(self) -> dict[str, DataError]:
         found: dict[str, DataError] = {}

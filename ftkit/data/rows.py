@@ -51,7 +51,7 @@ def errors_at(row: Row) -> Iterator[None]:
         shown = json.dumps(row.columns, ensure_ascii=False, default=str)[:_EXCERPT]
         excerpt = "the example: " + "".join(character if character.isprintable() else "?" for character in shown)
         meaning = f"{error.meaning}; {excerpt}" if error.meaning else excerpt
-        raise DataError(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix) from error
+        raise type(error)(f"{row.where}: {error.what}", meaning=meaning, fix=error.fix) from error
 
 
 def read_json_lines(path: Path) -> list[Row]:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.data.conversations import Conversation, Message, ToolCall
-from ftkit.data.limits import run_limited
+from ftkit.data.limits import NamedTemplate, run_limited
 from ftkit.data.private_apis import compile_chat_template
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _conversation(turns: str, token: str) -> Conversation:
 
 def find_unread(variables: Collection[str], *templates: str) -> list[str]:
     """Return the variables that none of these chat templates reads; none if one is invalid, which rendering reports."""
-    return run_limited("the chat template", _find_unread, variables, templates)
+    return run_limited(NamedTemplate("the chat template", "".join(templates)), _find_unread, variables, templates)
 
 
 def _find_unread(variables: Collection[str], templates: Collection[str]) -> list[str]:

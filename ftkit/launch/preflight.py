@@ -276,7 +276,7 @@ def _check_labels(recipe: RecipePlan, folder: Path) -> None:
     if not renderer.end_tokens and configured is None:
         return  # where generation stops is known once the model is downloaded
     rows = list(read_available(recipe.data))
-    run_in_fork(renderer.name, _check_first_rows, recipe.data, renderer, rows)
+    run_in_fork(renderer, _check_first_rows, recipe.data, renderer, rows)
 
 
 def _check_first_rows(data: DataSpec, renderer: ChatRenderer, rows: Sequence[tuple[Row, Format]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ftkit.config.training import Precision
-from ftkit.data.limits import run_limited
+from ftkit.data.limits import NamedTemplate, run_limited
 from ftkit.data.rendering import name_of_template
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.build import find_decoder_layers
@@ -123,7 +123,8 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     Raises:
         DataError: the template reaches a limit.
     """
-    return run_limited(name_of_template(tokenizer), _render, tokenizer, prompt)
+    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
+    return run_limited(template, _render, tokenizer, prompt)
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
