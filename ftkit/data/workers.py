@@ -192,6 +192,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SourceRow], num_workers: i
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
+        workers.shutdown(wait=True)  # it waits for the processes, so that their exit codes are known
         refusals = [find_refusal(encoder.template, process.exitcode) for process in processes]
         raise next(filter(None, refusals), None) or MemoryExhaustedError(
             "a worker process of the preparation was killed",
