@@ -30,7 +30,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs, made = tmp_path / "bin", tmp_path / "made"
     programs.mkdir()
     made.mkdir()
-    source = (Path(__file__).parent / "provider.py").read_text(encoding="utf-8")
+    source = (Path(__file__).parent / "cloud_provider.py").read_text(encoding="utf-8")
     for name in PROGRAMS:
         (programs / name).write_text(f"#!{sys.executable} -SI\n{source}", encoding="utf-8")
         (programs / name).chmod(0o755)
