@@ -78,9 +78,9 @@ def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
-            while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
-                pass
             yield RawRow(path, ":", number, _long_line(path, number))
+            while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
+                pass  # read only by callers that skip bad rows
         elif not line.isspace():
             yield RawRow(path, ":", number, line)
 
@@ -209,6 +209,8 @@ class _JsonParser:
                 if len(self._text) > _MAX_CELL or not self._fill():
                     raise cut_error(self._path, error) from error
                 continue
+            except ValueError as error:  # an integer of thousands of digits
+                raise cut_error(self._path, error) from error
             if end < len(self._text) or not self._fill():  # a number may continue
                 text, self._text = self._text[:end], self._text[end:]
                 return text
@@ -230,7 +232,9 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
     csv.field_size_limit(_MAX_CELL)
     last = 1
     with _as_text(file) as text:
-        reader = csv.reader(text, delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True)
+        reader = csv.reader(
+            _limited_lines(text, path), delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True
+        )
         try:
             names = next(reader, [])
             _check_names(names, path)
@@ -246,6 +250,17 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
             raise DataError(
                 f"{path}: after line {last}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
             ) from error
+
+
+def _limited_lines(file: IO[str], path: str) -> Iterator[str]:
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), ""), start=1):
+        if len(line) == MAX_LINE and not line.endswith(("\r", "\n")):
+            raise DataError(
+                f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
+                meaning="the file is damaged, or not CSV: no row of this size can be trained on",
+                fix="rewrite it with one row a line",
+            )
+        yield line
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftkit.data.files import count_rows, find_files, read_file
+from ftkit.data.readers import read_lines
 from ftkit.data.rows import Row
 from ftkit.data.store import PreparedData
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError
@@ -348,6 +349,28 @@ def test_an_overlong_line_is_one_invalid_row(tmp_path: Path, monkeypatch: pytest
     ]
     with pytest.raises(DataError, match=r"a\.jsonl:2: a line of more than"):
         long.parse()
+
+
+def test_a_first_line_without_an_end_is_refused_without_reading_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.data.readers.MAX_LINE", 64)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\0" * 100_000)
+    with path.open("rb") as file:
+        first = next(read_lines(file, str(path)))
+        assert file.tell() == 64
+    with pytest.raises(DataError, match="a line of more than"):
+        first.parse()
+    (tmp_path / "a.csv").write_bytes(b"text\n" + b"x" * 1000)
+    with pytest.raises(DataError, match=r"a\.csv:2: a line of more than"):
+        read(tmp_path / "a.csv")
+
+
+def test_an_integer_of_thousands_of_digits_in_a_list_of_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": ' + "9" * 100_000 + "}]")
+    with pytest.raises(DataError, match="limit"):
+        read(tmp_path / "a.json")
 
 
 def test_tables_with_duplicate_columns_or_another_encoding_are_rejected(tmp_path: Path) -> None:
