@@ -220,6 +220,10 @@ class PackStore:
         self._pack_ends = _map(folder / _PACKS, "<i8")
         self.num_targets: NDArray[np.int64] = _map(folder / _TARGETS, "<i8")
         """Tokens of each pack that count in the loss."""
+        num_documents, num_tokens = (int(each[-1:].sum()) for each in (self._pack_ends, self._document_ends))
+        expected = (num_documents, num_documents, num_tokens, len(self))
+        if expected != tuple(map(len, (self._document_ends, self._sources, self._tokens, self.num_targets))):
+            raise _damaged(folder, "its files have different numbers of entries")
 
     def __len__(self) -> int:
         return len(self._pack_ends)
@@ -271,11 +275,15 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
             return np.empty(0, dtype)
         return np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"the prepared data can't be read: {path}: {error}",
-            meaning="a file is missing or truncated",
-            fix=f"delete {path.parent.parent} and prepare again",
-        ) from error
+        raise _damaged(path.parent, str(error)) from error
+
+
+def _damaged(folder: Path, reason: str) -> DataError:
+    return DataError(
+        f"the prepared data can't be read: {folder}: {reason}",
+        meaning="a file is missing, truncated or replaced",
+        fix=f"delete {folder.parent} and prepare again",
+    )
 
 
 # --- The folder of prepared data -----------------------------------------------------------------

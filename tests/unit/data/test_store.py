@@ -122,3 +122,14 @@ def test_prepared_data_follows_the_umask(umask: int, tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+@pytest.mark.parametrize("name", ["tokens.u32", "documents.i64", "sources.u16", "packs.i64", "targets.i64"])
+def test_an_emptied_file_of_prepared_data_is_refused(tmp_path: Path, name: str) -> None:
+    document = Document(np.array([5, 6], np.int32), np.array([6, IGNORED], np.int32))
+    with PackWriter(tmp_path / "f" / "train") as writer:
+        writer.write(DocumentBatch.of([document]), [1])
+    (tmp_path / "f" / "train" / name).write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        PackStore(tmp_path / "f" / "train", 8)
+    assert f"delete {tmp_path / 'f'}" in caught.value.fix
