@@ -127,6 +127,7 @@ def test_prepared_data_follows_the_umask(umask: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tokens.u32", "documents.i64", "sources.u16", "packs.i64", "targets.i64"])
 def test_an_emptied_file_of_prepared_data_is_refused(tmp_path: Path, name: str) -> None:
     document = Document(np.array([5, 6], np.int32), np.array([6, IGNORED], np.int32))
+    (tmp_path / "f").mkdir()
     with PackWriter(tmp_path / "f" / "train") as writer:
         writer.write(DocumentBatch.of([document]), [1])
     (tmp_path / "f" / "train" / name).write_bytes(b"")
