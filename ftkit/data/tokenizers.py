@@ -275,8 +275,20 @@ def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
 
 
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer stored with prepared data."""
-    loaded: PreTrainedTokenizerBase = import_transformers().AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False
-    )
+    """Load the tokenizer stored with prepared data.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    try:
+        check_tokenizer_files(folder)
+        loaded: PreTrainedTokenizerBase = import_transformers().AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises anything for damaged files
+        raise DataError(
+            f"the tokenizer of the prepared data can't be loaded: {folder}: {one_line(error)}",
+            meaning="a file is missing, truncated or replaced",
+            fix=f"delete {folder.parent} and prepare again",
+        ) from error
     return loaded

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import pytest
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.context import Context
@@ -28,7 +29,6 @@ from ftkit.planning.planner import plan_run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 SMALL = (
     "model.weights=random",
@@ -203,3 +203,14 @@ def test_any_number_of_workers_gives_the_same_packs_and_counts_per_source(tmp_pa
     told: list[str] = []
     prepare_in_process(plan, told.append)
     assert told == [f"data {plan.fingerprint}: already prepared"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[" * 60_000, "[3]", ""])
+def test_a_damaged_tokenizer_of_prepared_data_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    folder = tmp_path / "data" / "tokenizer"
+    learn_tokenizer(["hello world"], 300, "chatml").save_pretrained(folder)
+    (folder / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        load_saved_tokenizer(folder)
+    assert f"delete {folder.parent}" in caught.value.fix
