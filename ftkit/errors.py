@@ -231,6 +231,8 @@ def as_user_error(error: Exception) -> Exception:
     is_known = isinstance(error, PrerequisiteError)
     if isinstance(error, OSError) and error.filename is not None and (found := _as_file_error(error)):
         return found
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # Path.resolve before Python 3.13
+        return NotFoundError(str(error), fix="remove the symbolic links that point at each other")
     for cause in _explicit_causes(error) if is_known else _causes(error):
         if _is_disk_full(cause):
             path = cause.filename if isinstance(cause, OSError) else None

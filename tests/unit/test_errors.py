@@ -159,3 +159,12 @@ def test_the_message_of_a_failed_import_is_that_of_its_cause() -> None:
     assert one_line(lazy) == str(lazy)
     lazy.__cause__ = RuntimeError("operator torchvision::nms does not exist")
     assert one_line(lazy) == "operator torchvision::nms does not exist"
+
+
+def test_links_that_point_at_each_other_and_overlong_names_are_no_bugs(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for access in (lambda: (tmp_path / "a").resolve(strict=True), (tmp_path / ("x" * 5000)).open):
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            access()
+        assert isinstance(as_user_error(caught.value), NotFoundError)
