@@ -118,7 +118,7 @@ def verify(parts: ExportedParts, target: Path) -> None:
     exporter.write(record, target, RunLayout(target))
     forget(target)
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "ftkit", "verify-export", str(target)], check=False)
+    done = subprocess.run([sys.executable, "-m", "ftkit", "verify", str(target)], check=False)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"verification: exit code {done.returncode}, {time.perf_counter() - began:.1f} s "
           f"({used.ru_utime + used.ru_stime:.1f} s of CPU), "

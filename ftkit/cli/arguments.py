@@ -48,7 +48,7 @@ _PLACEMENT_OPTIONS = (
         "--cluster",
         metavar="NAME",
         shell_complete=complete_cluster,
-        help="Cluster profile ('ftkit clusters' lists them). [env var: FTKIT_CLUSTER]",
+        help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
     ),
 )
 _RUN_OPTIONS = (

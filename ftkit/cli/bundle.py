@@ -1,4 +1,4 @@
-"""`ftkit bundle`: write a run's inputs and results into one file."""
+"""`ftkit runs bundle`: write a run's inputs and results into one file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     cls=ForwardedCommand,
     short_help="Put a run's manifest, metrics, and report into one file.",
     examples=(
-        "ftkit bundle demo",
-        "ftkit bundle demo -o demo.tar",
+        "ftkit runs bundle demo",
+        "ftkit runs bundle demo -o demo.tar",
     ),
     help=f"""Write one file from which a run can be repeated and compared, on any cluster: manifest, resolved
     recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.

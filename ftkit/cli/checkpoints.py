@@ -1,4 +1,4 @@
-"""`ftkit checkpoints`: list the checkpoints of a run, and verify them."""
+"""`ftkit runs checkpoints`: list the checkpoints of a run, and verify them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ class _Listed:
     "checkpoints",
     cls=ForwardedCommand,
     short_help="List the checkpoints of a run, and verify them.",
-    examples=("ftkit checkpoints last", "ftkit checkpoints last --verify", "ftkit checkpoints last --json"),
+    examples=(
+        "ftkit runs checkpoints last",
+        "ftkit runs checkpoints last --verify",
+        "ftkit runs checkpoints last --json",
+    ),
     help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
     and exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
     evaluation.best of the recipe, or else by validation loss) is RUN@best in other commands.

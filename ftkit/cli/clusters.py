@@ -1,4 +1,4 @@
-"""`ftkit clusters`: list cluster profiles."""
+"""`ftkit cluster list`: list cluster profiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ftkit.config.context import Context, list_names
 
 
 @click.command(
-    "clusters",
+    "list",
     cls=ExamplesCommand,
     short_help="List cluster profiles.",
-    examples=("ftkit clusters", "ftkit clusters --json"),
+    examples=("ftkit cluster list", "ftkit cluster list --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:

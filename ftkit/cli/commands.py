@@ -20,23 +20,41 @@ _TYPED = "ftkit.typed"
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command that is not imported yet; it is the attribute `command` of `module`."""
+    """A command that is not imported yet."""
 
     name: str
     module: str
     help: str
+    attribute: str = "command"
 
 
 class LazyGroup(WithOutputOptions, click.Group):
-    """A group that lists its commands in sections without importing them."""
+    """A group that lists its commands in sections without importing them.
+
+    Attributes:
+        default: the command that runs if the words name none.
+    """
 
     def __init__(
-        self, *args: Any, sections: dict[str, Sequence[LazyCommand]], examples: Sequence[str] = (), **kwargs: Any
+        self,
+        *args: Any,
+        sections: dict[str, Sequence[LazyCommand]],
+        examples: Sequence[str] = (),
+        default: str = "",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.default = default
         self.sections = sections
         self.examples = examples
         self._by_name = {command.name: command for section in sections.values() for command in section}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Insert the default command."""
+        names = (*self._by_name, "-h", "--help")
+        if self.default and not ctx.resilient_parsing and (not args or args[0] not in names):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the sections."""
@@ -49,7 +67,7 @@ class LazyGroup(WithOutputOptions, click.Group):
         lazy = self._by_name.get(cmd_name)
         if lazy is None:
             return None
-        command: click.Command = importlib.import_module(lazy.module).command
+        command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute)
         return command
 
     def resolve_command(
@@ -114,7 +132,8 @@ class ForwardedCommand(ExamplesCommand):
             return super().invoke(ctx)
         from ftkit.cli.remote.forward import forward
 
-        return ctx.exit(forward(place, self.name or "", [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
+        path = ctx.command_path.split()[1:]
+        return ctx.exit(forward(place, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
 def current_context() -> Context:

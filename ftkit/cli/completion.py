@@ -1,4 +1,4 @@
-"""`ftkit completion`: print the shell completion script."""
+"""`ftkit config completion`: print the shell completion script."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ftkit.errors import PrerequisiteError
     cls=ExamplesCommand,
     short_help="Print the shell completion script.",
     examples=(
-        'eval "$(ftkit completion bash)"    # in ~/.bashrc',
-        'eval "$(ftkit completion zsh)"     # in ~/.zshrc',
-        "ftkit completion fish > ~/.config/fish/completions/ftkit.fish",
+        'eval "$(ftkit config completion bash)"    # in ~/.bashrc',
+        'eval "$(ftkit config completion zsh)"     # in ~/.zshrc',
+        "ftkit config completion fish > ~/.config/fish/completions/ftkit.fish",
     ),
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))

@@ -19,7 +19,7 @@ _DEFAULT = "default"
 
 
 @click.command(
-    "config",
+    "show",
     cls=ExamplesCommand,
     short_help="Show settings and where each one is set.",
     examples=(

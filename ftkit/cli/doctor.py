@@ -47,7 +47,7 @@ class _NumNodes(click.ParamType):  # type: ignore[type-arg] # click 8.2 has no t
     "--cluster",
     metavar="NAME",
     shell_complete=complete_cluster,
-    help="Cluster profile ('ftkit clusters' lists them). [env var: FTKIT_CLUSTER]",
+    help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
 )
 @click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to check nodes in.")
 @click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Also check N nodes, or all idle ones, in a job.")

@@ -165,7 +165,7 @@ def _use_hub_cache() -> None:
 def _verifier(terminal: Terminal) -> Callable[[Path], None]:
     def verify(folder: Path) -> None:
         done = process.run_stoppable(
-            [sys.executable, "-m", "ftkit", "verify-export", str(folder)], timeout_seconds=_VERIFICATION_SECONDS
+            [sys.executable, "-m", "ftkit", "verify", str(folder)], timeout_seconds=_VERIFICATION_SECONDS
         )
         if done.returncode == -signal.SIGKILL:
             raise TrainingError(

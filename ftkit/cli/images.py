@@ -25,7 +25,7 @@ _NO: Cell = "-"
 
 
 @click.command(
-    "images",
+    "list",
     cls=ExamplesCommand,
     short_help="List images and where each one is.",
     examples=("ftkit images", "ftkit images --json"),

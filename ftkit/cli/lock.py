@@ -1,4 +1,4 @@
-"""`ftkit lock`: pin every package that an image adds to its base."""
+"""`ftkit images lock`: pin every package that an image adds to its base."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftkit.errors import plural
     "lock",
     cls=ExamplesCommand,
     short_help="Pin an image's packages, with hashes.",
-    examples=("ftkit lock olmo3:25.02",),
+    examples=("ftkit images lock olmo3:25.02",),
 )
 @image_argument
 def command(reference: str) -> None:

@@ -31,59 +31,60 @@ COMPLETE_VARIABLE = "_FTKIT_COMPLETE"
 INTERRUPTED = 130
 
 _SECTIONS = {
-    "Train": (
-        LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
+    "Start": (
+        LazyCommand("init", "ftkit.cli.init", "Set up a project on this cluster or machine."),
         LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
+        LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
+        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("chat", "ftkit.cli.chat", "Chat with a trained model."),
+        LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
+    ),
+    "Runs": (
+        LazyCommand("runs", "ftkit.cli.groups", "List runs; show their checkpoints and GPUs; copy them.", "runs"),
+        LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
+        LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
+        LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("rerun", "ftkit.cli.rerun", "Repeat a run, and compare its losses with the original's."),
         LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run, or all runs of a sweep."),
-        LazyCommand("rm", "ftkit.cli.rm", "Remove a run's folder."),
-        LazyCommand("prune", "ftkit.cli.prune", "Remove failed runs and unused prepared data."),
+        LazyCommand("rm", "ftkit.cli.rm", "Remove runs, or what nothing uses."),
     ),
-    "Try": (
-        LazyCommand("chat", "ftkit.cli.chat", "Chat with a trained model."),
-        LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
+    "Models and data": (
+        LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data.", "data"),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
-    ),
-    "Inspect": (
-        LazyCommand("runs", "ftkit.cli.runs", "List runs, newest first."),
-        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
-        LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
-        LazyCommand("top", "ftkit.cli.top", "Show the load of all GPUs of a run."),
-        LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs."),
-        LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
-        LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
-        LazyCommand("recipes", "ftkit.cli.recipes", "List recipes (model, data, training)."),
-        LazyCommand("clusters", "ftkit.cli.clusters", "List cluster profiles."),
-        LazyCommand("data", "ftkit.cli.data", "Inspect and check training data."),
-    ),
-    "Hand over": (
-        LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
-        LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
+        LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
         LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model with vLLM, as a Slurm job."),
-        LazyCommand("verify-export", "ftkit.cli.verify_export", "Verify an export against the trained model."),
-        LazyCommand("sync", "ftkit.cli.sync", "Copy a run to an object store or a folder."),
+        LazyCommand("verify", "ftkit.cli.verify", "Verify an imported image, or an export."),
     ),
     "Images": (
-        LazyCommand("images", "ftkit.cli.images", "List images and where each one is."),
-        LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),
+        LazyCommand("images", "ftkit.cli.groups", "List images; pin their packages.", "images"),
         LazyCommand("build", "ftkit.cli.build", "Build an image."),
         LazyCommand("push", "ftkit.cli.push", "Push an image to a registry."),
         LazyCommand("import", "ftkit.cli.import_", "Import an image as one file for a cluster."),
-        LazyCommand("verify", "ftkit.cli.verify", "Verify an imported image against its manifest."),
-        LazyCommand("gc", "ftkit.cli.gc", "Remove unused images."),
-        LazyCommand("recipe", "ftkit.cli.recipe", "Print an image's Singularity definition file."),
     ),
-    "Set up": (
-        LazyCommand("init", "ftkit.cli.init", "Set up a project on this cluster or machine."),
+    "Machines": (
         LazyCommand("doctor", "ftkit.cli.doctor", "Check the login node, and GPUs and networks of nodes."),
-        LazyCommand("cluster", "ftkit.cli.cluster", "Create a cluster or a GPU VM, and remove it."),
-        LazyCommand("remote", "ftkit.cli.remote", "Use a cluster from this machine, over ssh."),
-        LazyCommand("config", "ftkit.cli.config", "Show settings and where each one is set."),
-        LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema for editors."),
-        LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),
+        LazyCommand("cluster", "ftkit.cli.groups", "List, connect to, create, and remove clusters.", "cluster"),
+        LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells.", "config"),
     ),
 }
+RENAMED = {
+    "bundle": "runs bundle",
+    "checkpoints": "runs checkpoints",
+    "clusters": "cluster list",
+    "completion": "config completion",
+    "gc": "rm --unused",
+    "lock": "images lock",
+    "prune": "rm --unused",
+    "recipe": "images definition",
+    "recipes": "config recipes",
+    "remote": "cluster connect",
+    "schema": "config schema",
+    "sync": "runs sync",
+    "top": "runs top",
+    "verify-export": "verify",
+}
+"""Former names of commands, and what to type now."""
 
 
 VARIABLES = {
@@ -108,6 +109,14 @@ class _TopGroup(LazyGroup):
             raise
         except Exception as error:  # noqa: BLE001 - reported
             return ctx.exit(_report(error, ctx.obj))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for a former name, say what to type now."""
+        if args[0] in RENAMED and not ctx.resilient_parsing:
+            raise click.UsageError(f"'{args[0]}' is now 'ftkit {RENAMED[args[0]]}'", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the environment variables and the exit codes."""

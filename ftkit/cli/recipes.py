@@ -1,4 +1,4 @@
-"""`ftkit recipes`: list recipes."""
+"""`ftkit config recipes`: list recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "recipes",
     cls=ExamplesCommand,
     short_help="List recipes (model, data, training).",
-    examples=("ftkit recipes", "ftkit recipes --json"),
+    examples=("ftkit config recipes", "ftkit config recipes --json"),
 )
 @json_option
 def command(*, as_json: bool) -> None:

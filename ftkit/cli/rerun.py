@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     should be equal, bit for bit; on other devices a difference of up to 1% passes. Each difference is listed;
     different data or a different image is refused. At the end, the losses are compared with the original's.
 
-    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit bundle', or the
-    address of a copy from 'ftkit sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name here is
-    used, not the one in the manifest.
+    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit runs bundle', or
+    the address of a copy from 'ftkit runs sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name
+    here is used, not the one in the manifest.
     """,
 )
 @click.argument("reference", metavar="RUN", shell_complete=complete_run)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     ),
     help=f"""Submit a run again; it continues from its newest checkpoint.
 
-    {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit sync') brings the run here first.
+    {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit runs sync') brings the run here first.
 
     With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
     data, global batch and training.data_seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a

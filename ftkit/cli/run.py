@@ -78,7 +78,7 @@ def command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Plan a run, submit it, and follow it.
 
-    RECIPE is a name that 'ftkit recipes' lists, or the path of a file; without it, the image's default
+    RECIPE is a name that 'ftkit config recipes' lists, or the path of a file; without it, the image's default
     recipe. KEY.PATH=VALUE changes a value of the recipe. The run continues if you stop following it.
 
     KEY.PATH=VALUE,VALUE and --cluster NAME,NAME make a sweep: one run per combination. If one of them is

@@ -58,7 +58,7 @@ class _Row:
 
 
 @click.command(
-    "runs",
+    "list",
     cls=ForwardedCommand,
     short_help="List runs, newest first.",
     examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),

@@ -1,4 +1,4 @@
-"""`ftkit schema`: print a JSON schema, for editors."""
+"""`ftkit config schema`: print a JSON schema, for editors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     cls=ExamplesCommand,
     short_help="Print a JSON schema for editors.",
     examples=(
-        "ftkit schema recipe > recipe.schema.json",
+        "ftkit config schema recipe > recipe.schema.json",
         "# and at the top of a recipe, for editors with the YAML language server:",
         "# yaml-language-server: $schema=recipe.schema.json",
     ),

@@ -1,4 +1,4 @@
-"""`ftkit sync`: copy a run to an object store or a folder."""
+"""`ftkit runs sync`: copy a run to an object store or a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftkit.errors import PrerequisiteError
     "sync",
     cls=ExamplesCommand,
     short_help="Copy a run to an object store or a folder.",
-    examples=("ftkit sync last ./copies", "ftkit sync demo ./copies --watch"),
+    examples=("ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch"),
     help=f"""Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
 
     DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
@@ -48,6 +48,6 @@ def command(reference: str, destination: str | None, *, does_watch: bool) -> Non
     if status.error:
         raise PrerequisiteError(
             f"{len(status.waiting)} of {len(status.waiting) + len(status.done)} parts are not copied: {status.error}",
-            fix=f"repeat the command: ftkit sync {run.id} {destination}",
+            fix=f"repeat the command: ftkit runs sync {run.id} {destination}",
         )
     terminal.data(f"{status.destination}\n")

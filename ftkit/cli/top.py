@@ -1,4 +1,4 @@
-"""`ftkit top`: show the load of all GPUs of a run."""
+"""`ftkit runs top`: show the load of all GPUs of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMNS: Final = (
     "top",
     cls=ExamplesCommand,
     short_help="Show the load of all GPUs of a run.",
-    examples=("ftkit top last --once", "ftkit top last --json"),
+    examples=("ftkit runs top last --once", "ftkit runs top last --json"),
     help=f"""Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
 
     A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN_HELP}

@@ -114,7 +114,7 @@ class ClusterProfile(Spec):
     name: Name
     """Name of the profile, for `--cluster`."""
     description: str
-    """One line for `ftkit clusters`."""
+    """One line for `ftkit cluster list`."""
     scheduler: Literal["local", "slurm"]
     """What starts the job: Slurm, or ftkit on this machine."""
     runtime: Literal["none", "pyxis", "docker", "apptainer"]
@@ -181,7 +181,7 @@ class ClusterProfile(Spec):
     """How `ftkit init` recognizes this kind of cluster."""
     login: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+-]*$")
     """Login node for ssh (`user@host`, or a host in ssh's configuration). With it, `ftkit run` and the commands for
-    runs are forwarded from this machine to the ftkit there, which `ftkit remote setup` installs."""
+    runs are forwarded from this machine to the ftkit there, which `ftkit cluster connect` installs."""
     ssh_options: tuple[OneLine, ...] = ()
     """More options for ssh, one word each. Its own configuration (`~/.ssh/config`) applies too."""
     login_folder: str = Field(default="ftkit", pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")

@@ -44,7 +44,7 @@ class ImageSpec(Spec):
     provided: dict[str, str] = Field(default_factory=dict)
     """Packages of the base that nothing may replace, with a version prefix; empty: any version."""
     packages: tuple[str, ...] = ()
-    """Packages to add, as pip requirements; `ftkit lock NAME:TAG` pins them and their dependencies."""
+    """Packages to add, as pip requirements; `ftkit images lock NAME:TAG` pins them and their dependencies."""
     imports: tuple[str, ...] = ()
     """Modules that the self-check after a build imports."""
     families: tuple[ModelType, ...] = ()

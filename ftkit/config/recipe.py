@@ -154,7 +154,7 @@ class RecipeSpec(Spec):
     name: Name
     """Name of the recipe, and of its runs unless `--name` is given."""
     description: str = ""
-    """One line for `ftkit recipes`."""
+    """One line for `ftkit config recipes`."""
     image: str | None = None
     """Image to run in if neither the command line nor the settings set one."""
     model: Annotated[ModelSpec, BeforeValidator(_with_weights, json_schema_input_type=str | ModelSpec)]

@@ -61,7 +61,7 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
         raise NotFoundError(
             f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
             meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
-            fix=f"list its checkpoints, and submit again: ftkit checkpoints {trained.run}",
+            fix=f"list its checkpoints, and submit again: ftkit runs checkpoints {trained.run}",
         )
     report(f"exporting the checkpoint of step {trained.step} of {trained.run}")
     command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]

@@ -79,7 +79,7 @@ def _recognize(site: Site, known: dict[str, ClusterProfile], root: Path) -> tupl
             sign = f"partition {partition}" if partition else path
             return profile, f"{sign} is that of profile '{profile.name}'"
     if _ANY_SLURM not in known:
-        raise FtkitError(f"the profile '{_ANY_SLURM}' can't be read", fix="'ftkit clusters' shows why")
+        raise FtkitError(f"the profile '{_ANY_SLURM}' can't be read", fix="'ftkit cluster list' shows why")
     return known[_ANY_SLURM], f"Slurm {site.slurm_version}, which no other shipped profile matches"
 
 

@@ -203,7 +203,9 @@ def _advice(output: str) -> str:
     if "no space left" in lower:
         return "free space on the docker engine's disk: docker system df"
     if "do not match the hashes" in lower:
-        return "a package changed on its index since it was locked: write the lock again with 'ftkit lock NAME:TAG'"
+        return (
+            "a package changed on its index since it was locked: write the lock again with 'ftkit images lock NAME:TAG'"
+        )
     if any(word in lower for word in ("certificate", "ssl")):
         return "set PIP_CERT to your site's certificate bundle: the build copies it into the image"
     if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):

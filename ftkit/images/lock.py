@@ -60,7 +60,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
             fix=f"change 'packages:' in {definition.lock_file.with_suffix('.yaml')}",
         )
     head = (
-        f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit lock {spec.reference}'.\n"
+        f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit images lock {spec.reference}'.\n"
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
     write_lock_file(definition.lock_file, head + done.stdout)
@@ -96,7 +96,7 @@ def read_lock(definition: ImageDefinition) -> str:
             a hash.
     """
     spec, path = definition.spec, definition.lock_file
-    fix = f"write it: ftkit lock {spec.reference}"
+    fix = f"write it: ftkit images lock {spec.reference}"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

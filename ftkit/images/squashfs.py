@@ -169,7 +169,7 @@ def disk_full(folder: Path) -> ImageError:
     return ImageError(
         f"the disk is full: {folder} has no space for the image ({free_mib} MiB are free)",
         meaning="it needs about 45% of its unpacked size there, and from a registry also its compressed layers",
-        fix="free space ('ftkit gc' lists what can be removed), or put the workspace on another disk",
+        fix="free space ('ftkit rm --unused' lists what can be removed), or put the workspace on another disk",
     )
 
 

@@ -123,7 +123,7 @@ def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
             found = f"partitions {', '.join(dict.fromkeys(each.name for each in partitions))}"
         raise ConfigError(
             [Problem("", "cluster", f"none is set, and this machine has Slurm ({found}).",
-                     "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit clusters'); "
+                     "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit cluster list'); "
                      "--cluster local trains on this machine.")]
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ def _assumed_cluster(args: RunArgs, loaded: LoadedSettings) -> str | None:
 def _assumption(cluster: ClusterProfile) -> str:
     return (
         f"no cluster is set: this plan is for profile '{cluster.name}', with {plural(cluster.gpus_per_node, 'GPU')} of "
-        "unknown model per node; set one of 'ftkit clusters' with --cluster or 'cluster:' in ftkit.yaml"
+        "unknown model per node; set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
     )
 
 
@@ -308,11 +308,11 @@ def _no_recipe(image: AnyImage | None) -> FtkitError:
     if image:
         return ConfigError(
             [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address, which has no default recipe.",
-                     "Give one; 'ftkit recipes' lists them.")]
+                     "Give one; 'ftkit config recipes' lists them.")]
         )  # fmt: skip
     return ConfigError(
         [Problem(COMMAND_LINE, "RECIPE", "no recipe is given.",
-                 "Try 'ftkit run demo'; 'ftkit recipes' lists all, and --image NAME:TAG has a default one.")]
+                 "Try 'ftkit run demo'; 'ftkit config recipes' lists all, and --image NAME:TAG has a default one.")]
     )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
         raise NotFoundError(
             f"model.weights: checkpoint {checkpoint} has no {MARKER}",
             meaning="some of its files were deleted or moved",
-            fix=f"give another step: ftkit checkpoints {layout.root.name} lists them",
+            fix=f"give another step: ftkit runs checkpoints {layout.root.name} lists them",
         )
     digest = _sha256(checkpoint / MARKER)
     folder = layout.exports / f"step-{step:06d}-{digest[:12]}"

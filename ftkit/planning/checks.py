@@ -304,8 +304,8 @@ def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None)
         yield Problem(
             f"recipe {recipe.name}", "tracking.sinks", f"'{sink}' needs the package {package}, which "
             f"{image.reference} does not list.",
-            f"Add it to 'packages:' of the image and lock it again (ftkit lock {image.reference}); if its base has it, "
-            f"list it under 'provided:'; or remove {sink}.",
+            f"Add it to 'packages:' of the image and lock it again (ftkit images lock {image.reference}); if its base "
+            f"has it, list it under 'provided:'; or remove {sink}.",
         )  # fmt: skip
 
 

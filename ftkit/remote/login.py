@@ -180,7 +180,7 @@ def _checked(login: Login, code: int) -> int:
 
 
 def _not_set_up(login: Login, what: str) -> PrerequisiteError:
-    return PrerequisiteError(what, fix=f"install this one there: ftkit remote setup {login.cluster}")
+    return PrerequisiteError(what, fix=f"install this one there: ftkit cluster connect {login.cluster}")
 
 
 def is_lost(code: int) -> bool:

@@ -148,7 +148,7 @@ def read_original(place: str) -> Original:
             raise NotFoundError(
                 f"{place} has no manifest of a run",
                 meaning="an early version of ftkit wrote it, or it is not a run",
-                fix="give a run, its manifest.json, a bundle of 'ftkit bundle', or the address of a copy",
+                fix="give a run, its manifest.json, a bundle of 'ftkit runs bundle', or the address of a copy",
             )
         found = read_run(layout)
     return Original(ComparedRun(manifest["run"], found.inputs, found.results, found.curve), manifest)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 
-from ftkit.cli.main import _SECTIONS
+from ftkit.cli.commands import LazyGroup
+from ftkit.cli.main import cli
 
 if TYPE_CHECKING:
-    from conftest import Machine
+    from collections.abc import Iterator, Sequence
 
-    from ftkit.cli.commands import LazyCommand
+    from conftest import Machine
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [
@@ -120,7 +121,8 @@ BEFORE: dict[str, tuple[str, ...]] = {
     "compare": (DEMO, "ftkit run demo --name other"),
     "report": (DEMO, "ftkit run demo --name other"),
     "rerun": (DEMO,),
-    "bundle": (DEMO,),
+    "runs": (DEMO,),
+    "runs bundle": (DEMO,),
     "serve": (
         *EXPORT,
         "ftkit build vllm:0.33",
@@ -129,37 +131,54 @@ BEFORE: dict[str, tuple[str, ...]] = {
         f"{ON_SLURM[-1]} --name demo",
         "cp -r $MACHINE/export /shared/runs/demo*/export",
     ),
-    "checkpoints": (DEMO,),
-    "top": (DEMO,),
+    "runs checkpoints": (DEMO,),
+    "runs top": (DEMO,),
     "rm": (DEMO,),
     "logs": (DEMO,),
     "export": (DEMO,),
-    "sync": (DEMO,),
-    "verify-export": ("mkdir my-model",),
+    "runs sync": (DEMO,),
     "push": IMPORTED[:1],
     "import": IMPORTED[:1],
-    "verify": IMPORTED,
+    "verify": (*IMPORTED, "mkdir my-model"),
     "chat": TRAINED,
     "generate": (*TRAINED, PROMPTS),
     "eval": (*TRAINED, PROMPTS),
 }
 """Files that a command needs."""
 
-BEFORE_EACH = {"init": (*LOGIN_NODE, "rm -rf ftkit.yaml clusters"), "resume": STOPPED, "cancel": BUSY, "runs": BUSY}
+BEFORE_EACH = {
+    "init": (*LOGIN_NODE, "rm -rf ftkit.yaml clusters"),
+    "resume": STOPPED,
+    "cancel": BUSY,
+    "runs list": BUSY,
+}
 """The same, where an example uses it up."""
 
-COMMANDS = [command for section in _SECTIONS.values() for command in section]
+ELSEWHERE = ("cluster", "data")
+"""Groups whose commands call providers and ssh, or need data of their own; they have tests of their own."""
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_the_examples_in_a_commands_help_work_as_written(command: LazyCommand, machine: Machine) -> None:
+def documented(group: LazyGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each command below a group with its examples."""
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        yield " ".join((*path, name)), getattr(command, "examples", ())
+        if isinstance(command, LazyGroup) and name not in ELSEWHERE:
+            yield from documented(command, (*path, name))
+
+
+COMMANDS = dict(documented(cli))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_in_a_commands_help_work_as_written(command: str, machine: Machine) -> None:
     machine.write("ftkit.yaml", "workspace: /shared\nregistry: registry.example.com/team\n")
     machine.write("clusters/mycluster.yaml", "name: mycluster\nextends: slurm\ndescription: ours\n")
     machine.write("my-recipe.yaml", "name: mine\nextends: olmo3-7b-full\n")
-    before = machine.type(*BEFORE.get(command.name, ()))
+    before = machine.type(*BEFORE.get(command, BEFORE.get(command.split(maxsplit=1)[0], ())))
     assert before.returncode == 0, before.stderr
-    for example in import_module(command.module).command.examples:
-        before = machine.type(*BEFORE_EACH.get(command.name, ()))
+    for example in COMMANDS[command]:
+        before = machine.type(*BEFORE_EACH.get(command, ()))
         assert before.returncode == 0, before.stderr
         # zsh code can't be evaluated by bash, so only its presence is checked.
         done = machine.type(*["eval() { [[ $1 == *compdef* ]]; }"] * ("zsh" in example), example)

@@ -79,7 +79,7 @@ def _run(case: Case, folder: Path) -> bool:
         write_case(root / "logs", {file: files[file] for file in _LOGS} | {"job.log": b"words\n"})
     odd = _IDS["odd"]
     with command_line(folder) as call:
-        for words in (("runs",), ("status", odd), ("status", odd, "--json"), ("gc", "--dry-run")):
+        for words in (("runs",), ("status", odd), ("status", odd, "--json"), ("rm", "--unused", "--dry-run")):
             code, out = call(*words)
             assert code == 0, words
             assert "\x1b" not in out, "escape sequences of a file reach the terminal"

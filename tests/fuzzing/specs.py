@@ -67,11 +67,11 @@ def _run(case: Case, folder: Path) -> bool:
     with command_line(folder) as call:
         if "recipe.yaml" in case:
             _put(project / "recipes" / "odd.yaml", case["recipe.yaml"])
-            assert call("recipes")[0] == 0
+            assert call("config", "recipes")[0] == 0
             words[1] = "odd"
         if "cluster.yaml" in case:
             _put(project / "clusters" / "odd.yaml", case["cluster.yaml"])
-            assert call("clusters")[0] == 0
+            assert call("cluster", "list")[0] == 0
             words[3] = "odd"
         if "image.yaml" in case:
             shutil.copytree(assets.CONTAINERS / "olmo3" / "25.02", project / "containers" / "odd" / "1")

@@ -284,11 +284,11 @@ def test_gc_removes_unreferenced_files_after_confirmation(project: Project) -> N
     project.define(more="environment: {CHANGED: 'yes'}\n")
     project.ok("build", "tiny:1", "--allow-unpinned")
     project.ok("import", "tiny:1")
-    refused = project.call("gc", given="n\n")
+    refused = project.call("rm", "--unused", given="n\n")
     assert "no name points to it" in refused.stdout
     assert "removed nothing" in refused.stderr
     assert old.exists()
-    project.ok("gc", "--yes")
+    project.ok("rm", "--unused", "--yes")
     assert not old.exists()
     project.ok("verify", "tiny:1")
 

@@ -262,7 +262,7 @@ def test_a_stale_lock_is_rejected(project: Project) -> None:
     file.write_text(file.read_text() + "packages: [left-pad==1]\n")
     done = project.call("build", "tiny:1", "--allow-unpinned")
     assert done.returncode == IMAGE_ERROR
-    assert "ftkit lock tiny:1" in done.stderr
+    assert "ftkit images lock tiny:1" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Tiny", "uppercase letters"), ("a..b", "not a valid name")])

@@ -71,7 +71,7 @@ def test_the_demo_trains_in_an_image_that_ftkit_locked_and_built(project: Projec
     folder = project.root / "containers" / "trained" / "1"
     folder.mkdir(parents=True)
     (folder / "image.yaml").write_text(DEFINITION.format(python=DEBIAN_PYTHON))
-    project.ok("lock", "trained:1")
+    project.ok("images", "lock", "trained:1")
     assert "torch==" not in (folder / "image.lock").read_text()
     project.ok("build", "trained:1", "--allow-unpinned")
     link = project.images / project.ok("import", "trained:1").stdout.strip()

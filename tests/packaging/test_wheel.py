@@ -44,8 +44,8 @@ def ftkit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_installed_command_finds_all_shipped_files(ftkit: Path) -> None:
-    for listing, name in [("recipes", "demo"), ("clusters", "a3-megagpu-8g"), ("images", "olmo3:25.02")]:
-        assert name in run(ftkit, listing, "--json")
+    for listing, name in [("config recipes", "demo"), ("cluster list", "a3-megagpu-8g"), ("images", "olmo3:25.02")]:
+        assert name in run(ftkit, *listing.split(), "--json")
 
 
 def test_a_job_for_a_cluster_is_rendered_without_torch_or_slurm(ftkit: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_training_without_the_extra_reports_what_to_install(ftkit: Path, tmp_pat
 
 
 def test_a_build_context_can_be_made_without_a_checkout(ftkit: Path, tmp_path: Path) -> None:
-    definition = run(ftkit, "recipe", "olmo3:25.02", "--files", tmp_path / "files")
+    definition = run(ftkit, "images", "definition", "olmo3:25.02", "--files", tmp_path / "files")
     assert "From: nvcr.io/nvidia/pytorch:25.02-py3" in definition
     names = {path.name for path in (tmp_path / "files").iterdir()}
     assert {"requirements.lock", "image.json"} < names

@@ -135,10 +135,10 @@ def _read(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ready(laptop: Laptop) -> Laptop:
-    """The laptop after `ftkit remote setup`; the login node has the libraries installed, since there is no network."""
+    """The laptop after `ftkit cluster connect`; the login node has the libraries, since there is no network."""
     venv = laptop.there / "venv"
     subprocess.run(["/usr/bin/env", "python3", "-m", "venv", venv], check=True, cwd="/")
     (packages,) = venv.glob("lib/python3*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
-    laptop.ftkit("remote", "setup", "far")
+    laptop.ftkit("cluster", "connect", "far")
     return laptop

@@ -35,7 +35,7 @@ evaluation: {{sql_execution: null}}
 def test_a_login_node_without_ftkit_or_with_another_version_is_rejected_with_the_command_to_run(laptop: Laptop) -> None:
     done = laptop.ftkit("--cluster", "far", "runs", expect=5)
     assert "ftkit is not set up on" in done.stderr
-    assert "ftkit remote setup far" in done.stderr
+    assert "ftkit cluster connect far" in done.stderr
     half = laptop.there / "venv/bin/python"  # an installation that was cut off
     half.parent.mkdir(parents=True)
     half.write_text("#!/bin/sh\nexit 1\n")
@@ -43,7 +43,7 @@ def test_a_login_node_without_ftkit_or_with_another_version_is_rejected_with_the
     done = laptop.ftkit("run", "demo", "--cluster", "far", expect=5)
     shutil.rmtree(laptop.there / "venv")
     assert "ftkit does not start on" in done.stderr
-    assert "ftkit remote setup far" in done.stderr
+    assert "ftkit cluster connect far" in done.stderr
 
 
 def test_a_remote_run_is_submitted_once_and_followed_despite_dropped_connections(ready: Laptop) -> None:

@@ -94,10 +94,10 @@ def test_commands_show_the_best_checkpoint(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FTKIT_WORKSPACE", str(run.plan.workspace))
-    assert main(["checkpoints", run.plan.id, "--json"]) == 0
+    assert main(["runs", "checkpoints", run.plan.id, "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)
     assert [each["best"] is not None for each in listed] == [True, False]
-    assert main(["checkpoints", run.plan.id]) == 0
+    assert main(["runs", "checkpoints", run.plan.id]) == 0
     assert "best (repetition" in capfd.readouterr().out
 
 

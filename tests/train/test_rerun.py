@@ -41,7 +41,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_bundle_and_gets_a_report(tmp_pat
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(RECIPE)
     ftkit(tmp_path, "here", "run", "sums.yaml", "--cluster", "local", "--gpus-per-node", "1")
-    ftkit(tmp_path, "here", "bundle", "sums", "-o", "sums.tar")
+    ftkit(tmp_path, "here", "runs", "bundle", "sums", "-o", "sums.tar")
     told = ftkit(tmp_path, "there", "rerun", "sums.tar")
     assert "repeated: the losses of sums-" in told
     assert "bit for bit (4 records)" in told

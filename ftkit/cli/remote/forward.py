@@ -55,7 +55,7 @@ _MIB: Final = 2**20
 _MAX_WAIT_SECONDS: Final = 30
 
 
-def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
+def forward(place: LoginNode, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
     """Run a command on a login node, and return its exit status.
 
     Raises:
@@ -71,15 +71,15 @@ def forward(place: LoginNode, name: str, typed: Sequence[str], params: Mapping[s
         project_name(place.ctx.project),
         digest_of(files),
         place.login.cluster,
-        (name, *typed),
+        (*path, *typed),
         {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ},
     )
     forwarded = _Forwarded(place.login, request, files, Terminal())
-    if name in SUBMITTING:
-        return _submit(forwarded, place.ctx, name, typed, params)
+    if path[0] in SUBMITTING:
+        return _submit(forwarded, place.ctx, path[0], typed, params)
     if params.get("follow"):
-        return forwarded.follow((name, *typed), copies_log=name == "logs")
-    return forwarded.run((name, *typed))
+        return forwarded.follow((*path, *typed), copies_log=path[0] == "logs")
+    return forwarded.run((*path, *typed))
 
 
 @dataclass(frozen=True)

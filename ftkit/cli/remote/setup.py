@@ -1,4 +1,4 @@
-"""`ftkit remote setup`: install this ftkit on a cluster's login node."""
+"""`ftkit cluster connect`: install this ftkit on a cluster's login node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ftkit.config.context import Context
 
 
 @click.command(
-    "setup",
+    "connect",
     cls=ExamplesCommand,
     short_help="Install this ftkit on a cluster's login node.",
-    examples=("ftkit remote setup mycluster", "ftkit remote setup mycluster --extra train --extra report"),
+    examples=("ftkit cluster connect mycluster", "ftkit cluster connect mycluster --extra train --extra report"),
 )
 @click.argument("cluster", metavar="CLUSTER", shell_complete=complete_cluster)
 @click.option(

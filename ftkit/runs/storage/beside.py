@@ -45,7 +45,7 @@ def copied_beside(plan: RunPlan) -> Iterator[None]:
             try:
                 copying.wait(_MAX_WAIT_SECONDS)
             except subprocess.TimeoutExpired:
-                log.warning("the copy is not complete: continue it with 'ftkit sync %s'", plan.id)
+                log.warning("the copy is not complete: continue it with 'ftkit runs sync %s'", plan.id)
 
 
 def _start(layout: RunLayout, destination: str) -> subprocess.Popen[bytes]:

@@ -59,7 +59,7 @@ def missing_copy(address: str) -> NotFoundError:
     """Return the error for an address without a copy of a run."""
     return NotFoundError(
         f"there is no copy of a run at {address}",
-        meaning="a copy has a plan.json; it is written by 'ftkit sync', under the run's id",
+        meaning="a copy has a plan.json; it is written by 'ftkit runs sync', under the run's id",
         fix="give the address with the run's id: s3://bucket/runs/RUN",
     )
 

@@ -117,7 +117,9 @@ class RunCopy:
 
         Without locks in the file system, both copy the same files, which is slower.
         """
-        waits = partial(self._report, f"another 'ftkit sync' or the run itself copies it to {self._address}: waiting")
+        waits = partial(
+            self._report, f"another 'ftkit runs sync' or the run itself copies it to {self._address}: waiting"
+        )
         with file_lock_if_supported(self.lock, waits):
             yield
 

@@ -97,7 +97,7 @@ def export(engine: Engine, parts: ExportedParts, layout: RunLayout, step: int, w
             try:
                 record = exporter.with_logits(record)
             except Exception as error:  # noqa: BLE001 - any model's code may fail on a CPU: the trained weights are kept
-                log.warning("the export is written, but 'ftkit verify-export' can't check it: %s", one_line(error))
+                log.warning("the export is written, but 'ftkit verify' can't check it: %s", one_line(error))
         folder = layout.export
         with atomic_folder(folder, folder.with_name(f".{folder.name}.partial")) as temporary:
             exporter.write(record, temporary, layout)

@@ -1,4 +1,4 @@
-"""The record of an export: its expected logits, template output, and files, which `ftkit verify-export` compares.
+"""The record of an export: its expected logits, template output, and files, which `ftkit verify` compares.
 
 ftkit's modules compute the record from the weights of the checkpoint, before anything is written; the check loads the
 files with transformers and peft, in another process. So the two share only the tokenizer's text.

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from ftkit import assets
-from ftkit.cli.main import _SECTIONS, cli
+from ftkit.cli.main import _SECTIONS, RENAMED, cli
 from ftkit.cli.output import OUTPUT_OPTIONS
 from ftkit.config.request import Settings
 from ftkit.errors import EXIT_CODES, FtkitError, PrerequisiteError
@@ -197,18 +197,32 @@ def test_an_option_decides_about_color_then_the_environment(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert ("\x1b[" in ftkit("recipes", *words).out) is expected
+    assert ("\x1b[" in ftkit("config", "recipes", *words).out) is expected
     assert ("\x1b[" in ftkit(*words, "plan", "nowhere").err) is expected
 
 
 def test_a_forwarded_command_takes_the_options_about_output_along(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, list[str]]] = []
+    calls: list[tuple[list[str], list[str]]] = []
     monkeypatch.setattr("ftkit.cli.remote.login_node.find_login_node", lambda _: "login")
-    monkeypatch.setattr("ftkit.cli.remote.forward.forward", lambda _, name, typed, __: calls.append((name, typed)) or 0)
+    monkeypatch.setattr("ftkit.cli.remote.forward.forward", lambda _, path, typed, __: calls.append((path, typed)) or 0)
     ftkit("-q", "--no-color", "status", "demo")
-    assert calls == [("status", ["--quiet", "--no-color", "demo"])]
+    ftkit("runs", "--json")
+    ftkit("runs", "checkpoints", "demo")
+    assert calls == [
+        (["status"], ["--quiet", "--no-color", "demo"]),
+        (["runs", "list"], ["--json"]),
+        (["runs", "checkpoints"], ["demo"]),
+    ]
+
+
+@pytest.mark.parametrize(("former", "now"), RENAMED.items())
+def test_a_former_name_answers_with_the_command_to_type(ftkit: Callable[..., Result], former: str, now: str) -> None:
+    result = ftkit(former)
+    assert (result.code, result.out) == (2, "")
+    assert f"'ftkit {now}'" in result.err
+    assert ftkit(*now.split(), "--help").code == 0
 
 
 def test_an_unknown_command_is_a_usage_error_with_a_suggestion(ftkit: Callable[..., Result]) -> None:
@@ -245,7 +259,7 @@ def test_an_error_has_a_cause_and_a_fix(ftkit: Callable[..., Result], monkeypatc
         raise FtkitError("it failed", meaning="the moon is full", fix="wait a day")
 
     monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
-    assert ftkit("recipes").err == "error: it failed\n  the moon is full\n  wait a day\n"
+    assert ftkit("config", "recipes").err == "error: it failed\n  the moon is full\n  wait a day\n"
 
 
 def test_a_bug_prints_one_line_and_keeps_the_traceback_in_a_file(
@@ -256,7 +270,7 @@ def test_a_bug_prints_one_line_and_keeps_the_traceback_in_a_file(
 
     monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    result = ftkit("recipes")
+    result = ftkit("config", "recipes")
     assert result.code == 1
     assert result.err.startswith("error: a bug in ftkit: ZeroDivisionError: oh no\n")
     assert "Traceback" not in result.err
@@ -265,7 +279,7 @@ def test_a_bug_prints_one_line_and_keeps_the_traceback_in_a_file(
     assert "Traceback" in report.read_text()
     monkeypatch.setenv("FTKIT_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
-        ftkit("recipes")
+        ftkit("config", "recipes")
 
 
 def test_secrets_are_redacted_in_a_crash_report_and_its_message(
@@ -290,11 +304,11 @@ def test_an_interrupt_exits_with_130(ftkit: Callable[..., Result], monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ftkit.cli.recipes.list_names", interrupt)
-    assert ftkit("recipes").code == 130
+    assert ftkit("config", "recipes").code == 130
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
-    script = f'set -o pipefail; "{sys.executable}" -m ftkit schema recipe | head -c 1 >/dev/null'
+    script = f'set -o pipefail; "{sys.executable}" -m ftkit config schema recipe | head -c 1 >/dev/null'
     environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -302,7 +316,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
 
 def test_closed_streams_are_not_an_error_and_files_do_not_get_their_descriptors(tmp_path: Path) -> None:
     code = "import sys; from ftkit.cli.main import main; sys.exit(main() or open('/dev/null').fileno() <= 2)"
-    script = f'exec "{sys.executable}" -c "{code}" clusters <&- >&- 2>&-'
+    script = f'exec "{sys.executable}" -c "{code}" cluster list <&- >&- 2>&-'
     environment = {**os.environ, "FTKIT_WORKSPACE": str(tmp_path)}
     assert subprocess.run(["bash", "-c", script], env=environment, check=False).returncode == 0
 
@@ -351,18 +365,20 @@ def test_a_copy_that_needs_a_missing_package_says_what_to_install(
 ) -> None:
     make_run()
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    result = ftkit("sync", "last", "s3://bucket/runs")
+    result = ftkit("runs", "sync", "last", "s3://bucket/runs")
     assert result.code == 5
     assert "pip install 'ftkit[storage]'" in result.err
 
 
 def test_a_removed_current_folder_is_an_error_with_a_fix(ftkit: Callable[..., Result]) -> None:
     Path.cwd().rmdir()
-    result = ftkit("recipes")
+    result = ftkit("config", "recipes")
     assert (result.code, result.err.partition("\n")[0]) == (4, "error: the current folder no longer exists")
 
 
-@pytest.mark.parametrize("words", [("recipes",), ("clusters",), ("config",), ("plan", "demo"), ("runs",)])
+@pytest.mark.parametrize(
+    "words", [("config", "recipes"), ("cluster", "list"), ("config",), ("plan", "demo"), ("runs",)]
+)
 def test_data_goes_to_stdout_without_escape_codes_or_trailing_spaces(
     ftkit: Callable[..., Result], make_run: RunMaker, programs: FakePrograms, words: tuple[str, ...]
 ) -> None:
@@ -378,14 +394,14 @@ def test_data_goes_to_stdout_without_escape_codes_or_trailing_spaces(
 @pytest.mark.parametrize(
     "words",
     [
-        ("recipes", "--json"),
-        ("clusters", "--json"),
+        ("config", "recipes", "--json"),
+        ("cluster", "list", "--json"),
         ("config", "--json"),
         ("plan", "demo", "--json"),
         ("runs", "--json"),
-        ("schema", "recipe"),
-        ("schema", "cluster"),
-        ("schema", "image"),
+        ("config", "schema", "recipe"),
+        ("config", "schema", "cluster"),
+        ("config", "schema", "image"),
     ],
 )
 def test_json_output_contains_only_json(ftkit: Callable[..., Result], words: tuple[str, ...]) -> None:
@@ -411,8 +427,8 @@ DAMAGE = (
     b"- a",
 )  # fmt: skip
 LISTINGS = {
-    "recipes": ("recipes/mine.yaml", "demo"),
-    "clusters": ("clusters/mine.yaml", "a4-highgpu-8g"),
+    "config recipes": ("recipes/mine.yaml", "demo"),
+    "cluster list": ("clusters/mine.yaml", "a4-highgpu-8g"),
     "images": ("containers/mine/1/image.yaml", "olmo3:25.02"),
 }
 
@@ -427,7 +443,7 @@ def test_a_damaged_file_does_not_hide_the_others(
     path = tmp_path / "project" / file
     path.parent.mkdir(parents=True)
     path.write_bytes(damage)
-    result = ftkit(command)
+    result = ftkit(*command.split())
     assert result.code == 0
     assert other in result.out
     assert "skipped mine" in result.err
@@ -435,7 +451,7 @@ def test_a_damaged_file_does_not_hide_the_others(
 
 
 def test_the_schema_allows_all_keys_of_recipe_files(ftkit: Callable[..., Result]) -> None:
-    schema: dict[str, Any] = json.loads(ftkit("schema", "recipe").out)
+    schema: dict[str, Any] = json.loads(ftkit("config", "schema", "recipe").out)
     assert "extends" in schema["properties"]
     names, _ = schema["$defs"]["ModelSpec"]["properties"]["architecture"]["anyOf"]
     assert "olmo3-7b" in names["enum"]
@@ -444,7 +460,7 @@ def test_the_schema_allows_all_keys_of_recipe_files(ftkit: Callable[..., Result]
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_calls_ftkit(ftkit: Callable[..., Result], shell: str) -> None:
-    assert f"_FTKIT_COMPLETE={shell}_complete" in ftkit("completion", shell).out
+    assert f"_FTKIT_COMPLETE={shell}_complete" in ftkit("config", "completion", shell).out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`ftkit compare`, `ftkit checkpoints`, `ftkit rm`."""
+"""`ftkit compare`, `ftkit runs checkpoints`, `ftkit rm`."""
 
 from __future__ import annotations
 
@@ -129,19 +129,19 @@ def test_a_comparison_needs_two_runs(ftkit: Callable[..., Result], make_run: Run
 
 def test_checkpoints_are_listed_and_verified_by_digest(ftkit: Callable[..., Result], make_run: RunMaker) -> None:
     run = make_run()
-    assert "no checkpoints yet" in ftkit("checkpoints", "last").err
+    assert "no checkpoints yet" in ftkit("runs", "checkpoints", "last").err
     save(run, 10)
     folder = save(run, 20)
-    assert [line.split()[0] for line in ftkit("checkpoints", "last").out.splitlines()] == ["STEP", "10", "20"]
-    assert ftkit("checkpoints", "last", "--verify").out.count("verified") == 2
+    assert [line.split()[0] for line in ftkit("runs", "checkpoints", "last").out.splitlines()] == ["STEP", "10", "20"]
+    assert ftkit("runs", "checkpoints", "last", "--verify").out.count("verified") == 2
     (folder / "shard").write_bytes(b"tensoR")
-    assert ftkit("checkpoints", "last").code == 0
-    result = ftkit("checkpoints", "last", "--verify", "--json")
+    assert ftkit("runs", "checkpoints", "last").code == 0
+    result = ftkit("runs", "checkpoints", "last", "--verify", "--json")
     assert result.code == 9
     assert [each["damage"] for each in json.loads(result.out)] == [[], ["shard"]]
     assert "1 checkpoint of 2 damaged: step 20" in result.err
     (folder / "shard").unlink()
-    assert ftkit("checkpoints", "last").code == 9
+    assert ftkit("runs", "checkpoints", "last").code == 9
 
 
 def test_a_run_is_removed_after_confirmation(

@@ -71,8 +71,15 @@ def test_a_private_run_of_another_user_is_listed_as_unreadable_and_not_as_damage
         assert [line.split()[2] for line in result.out.splitlines()[1:]] == ["unreadable", "unknown"]
         assert f"warning: {run.id} is unreadable: plan.json can't be read: you have no permission" in result.err
         assert "damaged" not in result.err
-        assert ftkit("prune", "--dry-run").code == 0
-        for command in (["status"], ["resume"], ["report"], ["compare", "good"], ["checkpoints"], ["rm", "--yes"]):
+        assert ftkit("rm", "--unused", "--dry-run").code == 0
+        for command in (
+            ["status"],
+            ["resume"],
+            ["report"],
+            ["compare", "good"],
+            ["runs", "checkpoints"],
+            ["rm", "--yes"],
+        ):
             refused = ftkit(*command, "victim")
             assert refused.code == 5, refused.err
             assert f"{run.id} can't be read: you have no permission; it belongs to" in refused.err

@@ -109,7 +109,7 @@ def test_errors_escape_what_was_typed(ftkit: Callable[..., Result], stdout: str,
     assert unsafe(result.out + result.err) == set()
 
 
-@pytest.mark.parametrize("words", [("-q", "recipes"), ("-v", "recipes"), ("recipes",)])
+@pytest.mark.parametrize("words", [("-q", "config", "recipes"), ("-v", "config", "recipes"), ("config", "recipes")])
 def test_errors_and_what_libraries_print_are_escaped(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, stdout: str, words: tuple[str, ...]
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_bug_is_reported_escaped(ftkit: Callable[..., Result], monkeypatch: py
 
     del stdout
     monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
-    result = ftkit("recipes")
+    result = ftkit("config", "recipes")
     assert result.code == 1
     assert unsafe(result.out + result.err) == set()
 
@@ -187,7 +187,14 @@ def _set(content: dict[str, Any], path: tuple[str, ...], value: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("runs",), ("status", "ID"), ("compare", "ID", "ID"), ("checkpoints", "ID"), ("plan", "demo"), ("rm", "ID")],
+    [
+        ("runs",),
+        ("status", "ID"),
+        ("compare", "ID", "ID"),
+        ("runs", "checkpoints", "ID"),
+        ("plan", "demo"),
+        ("rm", "ID"),
+    ],
 )
 def test_a_hostile_run_is_shown_escaped(
     ftkit: Callable[..., Result],
@@ -266,7 +273,7 @@ def test_a_job_script_is_escaped_on_a_terminal_and_unchanged_in_a_pipe(
     (tmp_path / "project" / "clusters").mkdir()
     profile = 'extends: local\nname: odd\nenvironment: {PROMPT: "\\e[2J\\u202e"}\n'
     (tmp_path / "project" / "clusters" / "odd.yaml").write_text(profile)
-    for words in (("run", "demo", "--dry-run"), ("plan", "demo"), ("clusters",), ("config",)):
+    for words in (("run", "demo", "--dry-run"), ("plan", "demo"), ("cluster", "list"), ("config",)):
         result = ftkit(*words, "--cluster", "odd") if "demo" in words else ftkit(*words)
         is_script = "--dry-run" in words and stdout == "pipe"
         assert unsafe(result.err + ("" if is_script else result.out)) == set(), result

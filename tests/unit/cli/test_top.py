@@ -73,8 +73,8 @@ def test_samples_are_written_shown_and_served(
     assert f'ftkit_gpu_power_watts{{run="{run.id}",host="{socket.gethostname()}",gpu="1"}} 650.0' in text
     (last,) = read_last_samples(run.layout)
     assert [gpu.memory_gib for gpu in last.gpus] == [60.0, 60.0]
-    assert "650 W" in ftkit("top", run.id).out
-    assert json.loads(ftkit("top", run.id, "--json").out)[0]["gpus"][1]["clock"] == 1755.0
+    assert "650 W" in ftkit("runs", "top", run.id).out
+    assert json.loads(ftkit("runs", "top", run.id, "--json").out)[0]["gpus"][1]["clock"] == 1755.0
     assert "2: 97% busy, 650 W each" in ftkit("status", run.id).out
     thread.join()
 
@@ -83,7 +83,7 @@ def test_an_old_sample_is_not_shown_as_the_present_one(ftkit: Callable[..., Resu
     run = make_run("ended")
     run.layout.gpu_samples.mkdir()
     (run.layout.gpu_samples / "n1.jsonl").write_text(to_line(node(1000.0, throttle=("power",))))
-    assert re.search(r"sampled .* ago, power", ftkit("top", run.id).out)
+    assert re.search(r"sampled .* ago, power", ftkit("runs", "top", run.id).out)
 
 
 def test_each_dashboard_query_uses_a_served_metric() -> None:

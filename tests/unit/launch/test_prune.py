@@ -1,4 +1,4 @@
-"""Files that `ftkit prune` may remove, and files that runs still need."""
+"""Files that `ftkit rm --unused` may remove, and files that runs still need."""
 
 from __future__ import annotations
 

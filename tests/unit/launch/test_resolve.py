@@ -120,7 +120,7 @@ def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
 def test_a_run_without_recipe_and_image_is_rejected_with_a_fix(project: Path, words: RunArgs) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(words, ctx(project))
-    assert "ftkit recipes" in str(caught.value)
+    assert "ftkit config recipes" in str(caught.value)
 
 
 def test_all_problems_of_the_specs_are_shown_together(project: Path) -> None:

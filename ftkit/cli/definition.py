@@ -1,4 +1,4 @@
-"""`ftkit recipe`: print an image's Singularity definition file."""
+"""`ftkit images definition`: print an image's Singularity definition file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ftkit.config.context import Context
 
 
 @click.command(
-    "recipe",
+    "definition",
     cls=ExamplesCommand,
     short_help="Print an image's Singularity definition file.",
-    examples=("ftkit recipe olmo3:25.02 --files olmo3-files > olmo3.def",),
+    examples=("ftkit images definition olmo3:25.02 --files olmo3-files > olmo3.def",),
 )
 @image_argument
 @click.option(

@@ -1,0 +1,116 @@
+"""The groups of commands: `ftkit runs`, `images`, `data`, `config` and `cluster`."""
+
+from __future__ import annotations
+
+import click
+
+from ftkit.cli.commands import LazyCommand, LazyGroup
+
+
+@click.group(
+    "runs",
+    cls=LazyGroup,
+    default="list",
+    sections={
+        "Commands": (
+            LazyCommand("list", "ftkit.cli.runs", "List runs, newest first (the default)."),
+            LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
+            LazyCommand("top", "ftkit.cli.top", "Show the load of all GPUs of a run."),
+            LazyCommand("sync", "ftkit.cli.sync", "Copy a run to an object store or a folder."),
+            LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
+        )
+    },
+    short_help="List runs; show their checkpoints and GPUs; copy them.",
+    examples=("ftkit runs", "ftkit runs --json | jq -r '.[0].id'", "ftkit runs checkpoints last --verify"),
+)
+def runs() -> None:
+    """List the runs of the workspace; show checkpoints and GPUs of a run, or copy it."""
+
+
+@click.group(
+    "images",
+    cls=LazyGroup,
+    default="list",
+    sections={
+        "Commands": (
+            LazyCommand("list", "ftkit.cli.images", "List images and where each one is (the default)."),
+            LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),
+            LazyCommand("definition", "ftkit.cli.definition", "Print an image's Singularity definition file."),
+        )
+    },
+    short_help="List images; pin their packages.",
+    examples=("ftkit images", "ftkit images lock olmo3:25.02"),
+)
+def images() -> None:
+    """List images and where each one is, pin their packages, or print a definition file."""
+
+
+@click.group(
+    "data",
+    cls=LazyGroup,
+    sections={
+        "Commands": (
+            LazyCommand("show", "ftkit.cli.data.show", "Print samples as the trainer sees them."),
+            LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
+            LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
+            LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, and download weights."),
+        )
+    },
+    short_help="Inspect and check training data.",
+    examples=("ftkit data show demo", "ftkit data stats demo", "ftkit data check demo --json"),
+)
+def data() -> None:
+    """Inspect and check training data. Needs no GPU.
+
+    Each command takes the arguments of 'ftkit run': a recipe, and overrides of its keys.
+    """
+
+
+@click.group(
+    "config",
+    cls=LazyGroup,
+    default="show",
+    sections={
+        "Commands": (
+            LazyCommand("show", "ftkit.cli.config", "Show settings and where each one is set (the default)."),
+            LazyCommand("recipes", "ftkit.cli.recipes", "List recipes (model, data, training)."),
+            LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema for editors."),
+            LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),
+        )
+    },
+    short_help="Show settings and recipes; set up editors and shells.",
+    examples=("ftkit config", "ftkit config recipes", 'eval "$(ftkit config completion bash)"'),
+)
+def config() -> None:
+    """Show settings and recipes; print JSON schemas for editors, and completion for shells."""
+
+
+@click.group(
+    "cluster",
+    cls=LazyGroup,
+    default="list",
+    sections={
+        "Profiles": (
+            LazyCommand("list", "ftkit.cli.clusters", "List cluster profiles (the default)."),
+            LazyCommand("connect", "ftkit.cli.remote.setup", "Install this ftkit on a cluster's login node."),
+        ),
+        "Create": (
+            LazyCommand("create", "ftkit.cli.cluster.create", "Create a cluster, or a VM with a GPU."),
+            LazyCommand("status", "ftkit.cli.cluster.status", "Show what was created."),
+            LazyCommand("destroy", "ftkit.cli.cluster.destroy", "Remove what was created."),
+        ),
+    },
+    short_help="List, connect to, create, and remove clusters.",
+    examples=("ftkit cluster", "ftkit cluster connect --help", "ftkit cluster create --help"),
+)
+def cluster() -> None:
+    """List cluster profiles, use a cluster from this machine, or create one with its provider's own tools.
+
+    A profile with 'login: user@host' is reached with the system's ssh: its configuration, agent, and jump hosts apply.
+    'ftkit run' sends the recipe, local data, and the project's settings there, and submits the run there; the commands
+    for runs (status, logs, cancel, resume, chat, ...) run there as if they ran here. The cluster comes from --cluster,
+    FTKIT_CLUSTER, or ftkit.yaml; runs that were submitted from here are found by name.
+
+    'create' and 'destroy' show every file and command with --dry-run. Created resources are recorded, so an interrupted
+    command continues, and 'destroy' removes exactly those.
+    """
