@@ -75,8 +75,6 @@ NF4_BLOCK = 64
 """Weights that share a scale."""
 FP8_MULTIPLE = 16
 """Both dimensions of FP8 matrices must be multiples of this."""
-MXFP8_BLOCK = 32
-"""Numbers of a row that share a scale in MXFP8: both dimensions of its matrices must be multiples of this."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of routers in transformers' families: they are small, and sensitive to rounding."""
 NF4_NESTED_BLOCK = 256

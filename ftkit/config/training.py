@@ -30,7 +30,7 @@ Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
 OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
-TrainingPrecision = Literal["bf16", "fp32", "fp8", "mxfp8"]
+TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
@@ -77,8 +77,7 @@ class TrainingSpec(Spec):
     precision: TrainingPrecision = "bf16"
     """Precision of forward and backward, and of frozen weights; master weights and optimizer states are fp32.
     `fp8`, with method full and engine fsdp2: the linear layers of decoder layers multiply in FP8 (tensorwise scaling;
-    Ada, Hopper and newer GPUs); all else computes in bf16. `mxfp8`: the same with a scale for each 32 numbers
-    (Blackwell and newer GPUs, on which nobody has measured it)."""
+    Ada, Hopper and newer GPUs); all else computes in bf16."""
     fp8_all_gather: bool = True
     """Whether several GPUs all-gather trained matrices in FP8, with precision fp8: half the bytes, and half the memory
     of layers that stay unsharded. With offload all, they are all-gathered in bf16."""
@@ -221,8 +220,8 @@ class TrainingSpec(Spec):
 
     @property
     def trains_in_fp8(self) -> bool:
-        """Whether trained linear layers of decoder layers compute in FP8, with one scale or with one for each block."""
-        return self.precision in {"fp8", "mxfp8"}
+        """Whether trained linear layers of decoder layers compute in FP8."""
+        return self.precision == "fp8"
 
     @property
     def multiplies_in_fp8(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.config.execution import FP8_MULTIPLE, MXFP8_BLOCK, ROUTERS
+from ftkit.config.execution import FP8_MULTIPLE, ROUTERS
 from ftkit.errors import Problem
 from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.setup import GPUS
@@ -33,23 +33,17 @@ def check_fp8(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfi
             where, f"training.{key}", f"{GPUS[cluster.gpu].device_name} does not multiply in FP8; Ada, Hopper and "
             "newer GPUs do.", f"Leave training.{key} out.",
         )  # fmt: skip
-    elif training.precision == "mxfp8" and cluster.gpu is not None and not GPUS[cluster.gpu].has_mxfp8:
-        yield Problem(
-            where, "training.precision", f"{GPUS[cluster.gpu].device_name} does not multiply in MXFP8; Blackwell and "
-            "newer GPUs do.", "Use 'fp8'.",
-        )  # fmt: skip
-    multiple = MXFP8_BLOCK if training.precision == "mxfp8" else FP8_MULTIPLE
-    if not _has_multiples(recipe, shape, multiple):
+    if not _has_multiples(recipe, shape):
         yield Problem(
             where, f"training.{key}", f"has no effect on this model: no linear layer of its decoder layers has inputs "
-            f"and outputs that are multiples of {multiple}, as FP8 needs.", f"Leave training.{key} out.",
+            f"and outputs that are multiples of {FP8_MULTIPLE}, as FP8 needs.", f"Leave training.{key} out.",
         )  # fmt: skip
 
 
-def _has_multiples(recipe: RecipeSpec, shape: ArchitecturePlan, multiple: int) -> bool:
+def _has_multiples(recipe: RecipeSpec, shape: ArchitecturePlan) -> bool:
     """Return whether a matrix would be multiplied in FP8; estimated counts may lack some."""
     counts = count_model(shape)
     sizes = [(each.inputs, each.outputs) for each in counts.linears if each.name not in ROUTERS]
     if not recipe.training.trains_in_fp8:  # trained experts are in bf16
         sizes += [(each.inputs, each.outputs) for each in counts.expert_matrices]
-    return not counts.is_exact or any(not inputs % multiple and not outputs % multiple for inputs, outputs in sizes)
+    return not counts.is_exact or any(inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0 for inputs, outputs in sizes)

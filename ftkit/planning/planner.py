@@ -300,7 +300,7 @@ def _notes_on_linear_attention(setup: Setup, image: ImageSpec | None, padding: f
         f"the plan assumes a kernel for the linear attention of '{family}' ({LINEAR_KERNELS}): {with_kernel}; where "
         f"none runs, PyTorch computes it: {without}"
     )
-    if gpu is None or (gpu.has_fast_attention and not gpu.has_mxfp8):
+    if gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell):
         note += f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"
     return (note,)
 
@@ -326,11 +326,7 @@ def _notes_on_packs(training: TrainingSpec, num_packs: int | None) -> tuple[str,
 
 
 def _notes_on_fp8(setup: Setup, image: ImageSpec | None) -> tuple[str, ...]:
-    """Return notes on a precision that nobody measured, and on an image whose torch all-gathers in bf16."""
-    if setup.training.precision == "mxfp8":
-        return (
-            "nobody has measured precision 'mxfp8': the predicted speed is that of 'fp8'; compare both in a few steps",
-        )
+    """Return a note on an image whose torch all-gathers in bf16."""
     version = "" if image is None else image.provided.get("torch", "")
     if image is None or not (setup.gathers_in_fp8 and version.startswith(("2.6", "2.7"))):
         return ()

@@ -30,7 +30,7 @@ class Gpu:
         link_bandwidth: bytes/s to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
         has_fp8: whether it has FP8 matmuls (Ada, Hopper and newer).
-        has_mxfp8: whether it has FP8 matmuls with a scale for each 32 numbers (Blackwell and newer).
+        is_blackwell: whether its architecture is Blackwell.
     """
 
     device_name: str
@@ -41,7 +41,7 @@ class Gpu:
     link_bandwidth: float
     has_fast_attention: bool
     has_fp8: bool = True
-    has_mxfp8: bool = False
+    is_blackwell: bool = False
     matmul_efficiency: float = 0.803
     flex_efficiency: float = 0.34
 
@@ -78,7 +78,7 @@ GPUS: dict[GpuModel, Gpu] = {
         matmul_efficiency=0.869, flex_efficiency=0.52,
     ),
     "b200": Gpu(
-        "NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True, has_mxfp8=True,
+        "NVIDIA B200", 178.0, 2250e12, 75e12, 8.0e12, 900e9, has_fast_attention=True, is_blackwell=True,
         matmul_efficiency=0.776,
     ),
     "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", 79.6, 989e12, 67e12, 3.35e12, 450e9, has_fast_attention=True),

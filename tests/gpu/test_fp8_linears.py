@@ -1,20 +1,16 @@
-"""Linear layers compute on GPUs what they compute on CPUs: with weights all-gathered in FP8, and in MXFP8."""
+"""Linear layers compute on GPUs what they compute on CPUs: with weights all-gathered in FP8."""
 
 from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ftkit.train.model.float8 import GatheredScales, convert_linears
-from ftkit.train.model.mxfp8 import convert_linears_to_mxfp8
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.gpu
 
@@ -31,21 +27,14 @@ def gather(layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", ["gathered", "mxfp8"])
-def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu(kind: str, *, compiled: bool) -> None:
-    if kind == "mxfp8" and torch.cuda.get_device_capability() < (10, 0):
-        pytest.skip("this GPU does not multiply in MXFP8")
-    convert: Callable[..., None] = convert_linears_to_mxfp8 if kind == "mxfp8" else convert_linears
+def test_a_layer_computes_on_a_gpu_what_it_computes_on_a_cpu(*, compiled: bool) -> None:
     torch.manual_seed(1)
     on_cpu = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     on_gpu = copy.deepcopy(on_cpu).cuda()
     on_cpu.bfloat16()
-    convert([on_cpu])
-    convert([on_gpu])
-    if kind == "gathered":
-        gather(on_gpu)
-    else:
-        on_gpu.bfloat16()
+    convert_linears([on_cpu])
+    convert_linears([on_gpu])
+    gather(on_gpu)
     inputs, results = torch.randn(160, 256, dtype=torch.bfloat16), []
     for model, device in ((on_cpu, "cpu"), (on_gpu, "cuda")):
         own = inputs.to(device, copy=True).requires_grad_()

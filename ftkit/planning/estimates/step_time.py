@@ -45,8 +45,7 @@ around them included."""
 FP8_SPEEDUP = {True: 1.54, False: 1.78}
 """Speed-up of linear layers in FP8 over bf16, conversion included, by whether weights are trained: True for trained
 weights (converted each time), False for frozen ones (stored in FP8). Fitted to runs of Llama 3 8B on two H200 and of 8
-layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers. MXFP8, which is not
-measured, is assumed to be as fast."""
+layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers."""
 FP8_GATHER_BYTES = 12
 """Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
 rounded before the all-gather, once (docs/adr/0052-weights-are-all-gathered-in-fp8.md)."""

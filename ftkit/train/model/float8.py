@@ -57,20 +57,15 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
     Args:
         layers: decoder layers.
     """
-    replace_linears(layers, Fp8Linear, FP8_MULTIPLE)
-
-
-def replace_linears(layers: Iterable[nn.Module], kind: type[Fp8Linear], multiple: int) -> None:
-    """Replace linear layers within decoder layers, except routers, if both sizes are multiples of a number."""
     for layer in layers:
         for parent in list(layer.modules()):
             for name, module in parent.named_children():
-                if type(module) is nn.Linear and name not in ROUTERS and _are_multiples(module, multiple):
-                    setattr(parent, name, kind(module))
+                if type(module) is nn.Linear and name not in ROUTERS and _are_multiples(module):
+                    setattr(parent, name, Fp8Linear(module))
 
 
-def _are_multiples(linear: nn.Linear, multiple: int) -> bool:
-    return linear.in_features % multiple == 0 and linear.out_features % multiple == 0
+def _are_multiples(linear: nn.Linear) -> bool:
+    return linear.in_features % FP8_MULTIPLE == 0 and linear.out_features % FP8_MULTIPLE == 0
 
 
 class GatheredScales:
@@ -111,18 +106,14 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
-        output = self.multiply(input.flatten(0, -2)).view(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
-
-    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows, [M, inputs], by the matrix."""
-        weight = self.weight
+        rows, weight = input.flatten(0, -2), self.weight
         product: torch.Tensor = (
             cast("Any", _GatheredProduct).apply(rows, weight, weight.numbers, weight.scale)
             if isinstance(weight, Fp8Weight)
             else cast("Any", _TrainedProduct).apply(rows, weight)
         )
-        return product
+        output = product.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
 
 
 class _TrainedProduct(torch.autograd.Function):

@@ -32,7 +32,6 @@ from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.mxfp8 import check_mxfp8, convert_linears_to_mxfp8
 from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.quantized_linear import quantize_linears
 from ftkit.train.model.weight_conversion import name_for_peft
@@ -88,10 +87,7 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
         check_fp8(device)
     lora = training.adapters
     if lora is None:
-        if training.precision == "mxfp8":
-            check_mxfp8(device)
-            convert_linears_to_mxfp8(find_decoder_layers(model))
-        elif training.precision == "fp8":
+        if training.precision == "fp8":
             convert_linears(find_decoder_layers(model))
         return
     precision = DTYPES[training.compute_precision]
