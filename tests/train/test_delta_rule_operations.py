@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ftkit.planning.estimates.linear_attention import CHUNK, count_operations
-from ftkit.train.model import gated_delta_rule
-from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule
+from ftkit.train.model import packed_mixers
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 
 LENGTH, HEADS = 8192, 4
 
@@ -43,7 +43,7 @@ def _distinct_bytes(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_the_plan_counts_the_operations_of_the_gated_delta_rule(width: int) -> None:
-    assert gated_delta_rule.CHUNK == CHUNK
+    assert packed_mixers.CHUNK == CHUNK
     query, key, value = (
         torch.empty(1, LENGTH, heads, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
         for heads in (HEADS // 2, HEADS // 2, HEADS)

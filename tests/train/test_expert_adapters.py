@@ -26,9 +26,9 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.dropout import TokenKeys, token_keys
 from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.expert_float8 import Fp8Experts
+from ftkit.train.model.float8 import Fp8Experts
+from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, load_adapters, prepare_method
-from ftkit.train.model.quantized_linear import QuantizedLinear
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.model.float8 import Fp8Layout, convert_linears
-from ftkit.train.model.quantized_linear import QuantizedLinear, quantize_linears
+from ftkit.train.model.linears import QuantizedLinear, quantize_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.memory.token_loops import find_token_loop
 from ftkit.train.model import kernel_trials, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
-from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, kernel_functions
 
@@ -39,7 +39,7 @@ LENGTH = sum(DOCUMENTS)
 
 FAKE = '''
 import torch
-from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule as computed
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule as computed
 
 CALLS = []
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from ftkit.config.adapters import LoraSpec
 from ftkit.errors import TrainingError
 from ftkit.train.components.weight_files import write_weights
-from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors
+from ftkit.train.model.weight_conversion import LazyTensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """Predict what linear attention takes where no kernel runs, and PyTorch computes the gated delta rule.
 
-`ftkit.train.model.gated_delta_rule` computes chunks of tokens by matmuls in fp32; a test counts its operations. Its
+`ftkit.train.model.packed_mixers` computes chunks of tokens by matmuls in fp32; a test counts its operations. Its
 backward pass computes the forward pass again (docs/adr/0057-linear-attention-is-an-operator.md).
 """
 

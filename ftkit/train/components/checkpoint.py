@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ftkit.files import publish, remove, write_json
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, find_damage, read_marker
-from ftkit.train.model.lazy_tensors import LazyTensors
+from ftkit.train.model.weight_conversion import LazyTensors
 from ftkit.train.private_apis.torch import checkpoint_index_names
 
 if TYPE_CHECKING:

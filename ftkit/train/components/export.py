@@ -33,8 +33,6 @@ from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.expert_adapters import transposed_experts
-from ftkit.train.model.expert_peft import to_peft
-from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import (
     AdaptedTensors,
@@ -44,9 +42,9 @@ from ftkit.train.model.lora import (
     peft_names,
     prepare_method,
 )
-from ftkit.train.model.weight_conversion import converts_layout, split_as_stored
+from ftkit.train.model.peft_names import find_text, to_peft
+from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
 from ftkit.train.model.weights import PretrainedTensors
-from ftkit.train.model.wrappers import find_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ from ftkit.train.engine import ShardingStats
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, is_offloaded
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.quantized_linear import QuantizedLinear
+from ftkit.train.model.linears import QuantizedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable

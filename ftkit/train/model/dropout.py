@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ftkit.train import gpu_kernels
-from ftkit.train.model.quantized_linear import opaque_zero
+from ftkit.train.model.linears import opaque_zero
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,7 +20,7 @@ from ftkit.config.execution import is_quantized
 from ftkit.config.model import ExpertMatrix
 from ftkit.errors import TrainingError
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.expert_float8 import Fp8Experts
+from ftkit.train.model.float8 import Fp8Experts
 from ftkit.train.private_apis.transformers import (
     WeightConversions,
     apply_gate,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftkit.errors import one_line
-from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule
-from ftkit.train.model.short_convolution import convolve_documents
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
 
 if TYPE_CHECKING:
     from torch import nn

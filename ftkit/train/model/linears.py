@@ -1,16 +1,21 @@
-"""The linear layers that adapters and quantized weights know: torch's, and those of GPT-2's and Falcon's classes."""
+"""Linear layers that can be adapted or quantized, in torch, GPT-2 and Falcon; and the layer with quantized weights.
+
+A quantized matrix is one flat parameter. Engines shard it like any other, so each rank has only its shard.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.train.model.build import find_decoder_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
 
 _SAME_AS_LINEAR = ("FalconLinear",)
 """Subclasses of `nn.Linear` that compute the same. Others, such as routers, compute something else."""
@@ -42,3 +47,111 @@ def linears_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
 def transposed_weights(model: Any) -> frozenset[str]:
     """Return the names of the matrices of a model without adapters that are stored as [inputs, outputs]."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
+
+
+class WeightLayout(Protocol):
+    """Quantization and layout of a matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
+
+    The dtype of the flat form, `storage`, is the compute dtype, though its bits are not numbers of it: an engine that
+    all-gathers parameters in that dtype copies them unchanged.
+    """
+
+    @property
+    def name(self) -> str:
+        """The layer's representation in torch's printout."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the matrix."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the matrix."""
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of the flat form."""
+
+    @property
+    def num_stored(self) -> int:
+        """Elements of the flat form."""
+
+    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize an unsharded matrix to its flat form."""
+
+    def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the dequantized matrix, in the compute dtype."""
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer with a quantized matrix. It is a `nn.Linear`, so that peft adapts it as one.
+
+    Attributes:
+        is_transposed: whether files have the matrix as [inputs, outputs]; the quantized one is [outputs, inputs].
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        bias: nn.Parameter | None,
+        device: torch.device,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layout.num_inputs, layout.num_outputs
+        self.layout, self.is_transposed = layout, is_transposed
+        self.register_parameter("bias", bias)
+        empty = torch.empty(layout.num_stored, dtype=layout.storage, device=device)
+        self.quantized = nn.Parameter(empty, requires_grad=False)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the matrix."""
+        return self.in_features * self.out_features
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
+        """The dequantized matrix, whose magnitude DoRA uses."""
+        return self.layout.dequantize(self.quantized)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Multiply by the matrix."""
+        output = self.layout.multiply(input, self.quantized)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        """Describe the layer as torch prints modules."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.name}"
+
+
+def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:
+    """Replace linear layers within decoder layers with quantized ones; those on the meta device stay there.
+
+    Args:
+        layers: decoder layers.
+        layout_of: returns the layout of a matrix from its numbers of inputs and outputs, or None to keep the layer.
+    """
+    for layer in layers:
+        for name, linear in list(layer.named_modules()):
+            sizes = linear_sizes(linear)
+            layout = None if sizes is None else layout_of(*sizes)
+            if layout is not None:
+                layer.set_submodule(name, _quantized(linear, layout))
+
+
+def _quantized(linear: nn.Module, layout: WeightLayout) -> QuantizedLinear:
+    weight, bias = cast("Any", linear).weight, cast("Any", linear).bias
+    quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
+    if not weight.is_meta:
+        quantized.quantized.data.copy_(layout.quantize(weight.data.T if quantized.is_transposed else weight.data))
+    return quantized
+
+
+def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`."""
+    first = tensor.flatten()[0]
+    return ((first > 0) & (first < 0)).to(torch.uint8)

@@ -9,11 +9,10 @@ import torch
 
 from ftkit.errors import TrainingError
 from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.expert_float8 import Fp8Experts
-from ftkit.train.model.linears import is_transposed
+from ftkit.train.model.float8 import Fp8Experts
+from ftkit.train.model.linears import QuantizedLinear, WeightLayout, is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
-from ftkit.train.model.quantized_linear import QuantizedLinear, WeightLayout
 from ftkit.train.model.weight_conversion import TensorSource
 
 if TYPE_CHECKING:

@@ -20,22 +20,19 @@ from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.dropout import TokenKeys
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
-from ftkit.train.model.expert_float8 import check_fp8_experts
-from ftkit.train.model.expert_peft import (
+from ftkit.train.model.float8 import Fp8Layout, check_fp8, check_fp8_experts, convert_linears
+from ftkit.train.model.linears import quantize_linears, transposed_weights
+from ftkit.train.model.local_shard import local_shard
+from ftkit.train.model.nf4 import Nf4Layout
+from ftkit.train.model.peft_names import (
     add_experts,
+    find_text,
     from_peft,
     is_of_experts,
     peft_names_of_experts,
     shape_in_peft,
 )
-from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
-from ftkit.train.model.lazy_tensors import LazyTensors
-from ftkit.train.model.linears import transposed_weights
-from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.nf4 import Nf4Layout
-from ftkit.train.model.quantized_linear import quantize_linears
-from ftkit.train.model.weight_conversion import name_for_peft
-from ftkit.train.model.wrappers import find_text
+from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
 from ftkit.train.private_apis.peft import compute_in_input_dtype, import_peft
 
 if TYPE_CHECKING:
@@ -48,8 +45,8 @@ if TYPE_CHECKING:
     from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
     from ftkit.config.training_plan import TrainingPlan
-    from ftkit.train.model.quantized_linear import WeightLayout
-    from ftkit.train.model.wrappers import TextPlace
+    from ftkit.train.model.linears import WeightLayout
+    from ftkit.train.model.peft_names import TextPlace
 
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
-from ftkit.train.model.quantized_linear import opaque_zero
+from ftkit.train.model.linears import opaque_zero
 from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
 
 _ALIGNMENT = 8

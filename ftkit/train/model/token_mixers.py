@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.model.gated_delta_rule import chunk_gated_delta_rule
 from ftkit.train.model.kernel_trials import CONVOLUTION, DELTA_RULE, DELTA_RULES, package_of, version_of, why_no_kernel
-from ftkit.train.model.short_convolution import convolve_documents
+from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions, replace_function
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,7 +24,7 @@ from ftkit.model_folder import text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 
 _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
@@ -301,3 +301,23 @@ _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concaten
 def _natural_sort_key(name: str) -> list[str | int]:
     """Return a sort key that compares numbers in names as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, for subclasses that compute a tensor on access. Iterating and `in` compute none.
+
+    `Mapping`'s own `in` would compute the tensor.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """Store the names; their order is that of iteration."""
+        self._names = dict.fromkeys(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -24,10 +24,9 @@ from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
 from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_index, text_name, weight_files
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.lazy_tensors import LazyTensors
 from ftkit.train.model.load_targets import LoadTarget, load_targets
 from ftkit.train.model.local_shard import rows_per_read
-from ftkit.train.model.weight_conversion import FP8_SCALES, MappedTensor, TensorSource, map_tensors
+from ftkit.train.model.weight_conversion import FP8_SCALES, LazyTensors, MappedTensor, TensorSource, map_tensors
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:

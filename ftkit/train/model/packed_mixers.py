@@ -1,9 +1,9 @@
-"""The gated delta rule (Yang et al. 2024) on packed documents, in PyTorch, where no package has a kernel that runs.
+"""The gated delta rule (Yang et al. 2024) and short convolutions on packed documents, in PyTorch.
 
-With each token, the state of a head, [K, V], decays, and learns the token's value for its key. Within chunks of tokens,
-matmuls compute all tokens at once (the UT transform of that paper). From chunk to chunk, the state changes linearly,
-S' = A S + B, so groups of chunks are composed side by side, and only the groups follow each other: about 2 sqrt(n)
-steps for n chunks, instead of n.
+They are used where no package has a kernel that runs. With each token, the state of a head, [K, V], decays, and learns
+the token's value for its key. Within chunks of tokens, matmuls compute all tokens at once (the UT transform of that
+paper). From chunk to chunk, the state changes linearly, S' = A S + B, so groups of chunks are composed side by side,
+and only the groups follow each other: about 2 sqrt(n) steps for n chunks, instead of n.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers.activations import ACT2FN
 
 CHUNK = 64
 _EPSILON = 1e-6
@@ -129,3 +130,30 @@ def _states_before(transition: torch.Tensor, added: torch.Tensor) -> torch.Tenso
     begin = torch.stack(at_begin, dim=2)
     inside = [product @ begin + total for product, total in composed[:-1]]
     return torch.stack([begin, *inside], dim=3).flatten(2, 3)[:, :, :count]
+
+
+def convolve_documents(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Convolve each channel of [B, D, T] over the last K tokens of the same document.
+
+    Compilers fuse the K products. Weight: [D, K]; `seq_idx`: [B, T], the document of each token.
+    """
+    width = weight.shape[-1]
+    inputs = hidden_states.to(weight.dtype)
+    total = inputs * weight[:, -1, None]
+    for distance in range(1, width):
+        shifted = functional.pad(inputs, (distance, 0))[..., : inputs.shape[-1]]
+        before = functional.pad(seq_idx, (distance, 0), value=-1)[..., : inputs.shape[-1]]
+        total = total + torch.where((before == seq_idx)[:, None], shifted, 0) * weight[:, -1 - distance, None]
+    if bias is not None:
+        total = total + bias[:, None]
+    if activation is not None:
+        total = ACT2FN[activation](total)
+    return total.to(hidden_states.dtype)
