@@ -127,8 +127,6 @@ def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
         step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
         if isinstance(step, int):
             steps.append((step, folder))
-        elif folder == layout.export:  # earlier versions did not record the step: the last one
-            steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
     return steps
 
 

@@ -161,7 +161,7 @@ def resume(
     has_script = not changed and layout.preparation_script.is_file()
     preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
     revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
-    ended = [layout.exit_code, layout.canceled, layout.disk_full, layout.stop_request, layout.state]
+    ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
     if submission:
         job_id = submission.job_id
         ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]

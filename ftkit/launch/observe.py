@@ -206,13 +206,11 @@ def _end(layout: RunLayout) -> EndRecord | None:
 
 def _exit_code(run: SubmittedRun) -> int | None:
     """Return the exit code that the run's job left; None if it left none."""
-    for path in (run.layout.job_exit_code(run.submission.job_id), run.layout.exit_code):
-        try:
-            code = int(read_small(path))
-        except (OSError, ValueError):
-            continue
-        return code if code in range(256) else None
-    return None
+    try:
+        code = int(read_small(run.layout.job_exit_code(run.submission.job_id)))
+    except (OSError, ValueError):
+        return None
+    return code if code in range(256) else None
 
 
 def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:

@@ -271,14 +271,9 @@ class RunLayout:
         """The lease of the process that trains here: `ftkit.runs.lease`."""
         return self.root / "leases"
 
-    @property
-    def exit_code(self) -> Path:
-        """The exit code, as job scripts of earlier versions wrote it."""
-        return self.root / "exit-code"
-
     def job_exit_code(self, job_id: str) -> Path:
         """Return the file to which the script of one job (a Slurm job or a process) writes its exit code."""
-        return self.root / f"{self.exit_code.name}-{job_id}"
+        return self.root / f"exit-code-{job_id}"
 
     @property
     def disk_full(self) -> Path:

@@ -93,11 +93,11 @@ class RunPlan(JobPlan):
     num_tokens: int | None
     """Tokens of the documents of all steps, without padding; None before the data is prepared."""
     documents: DocumentFit | None = None
-    """None if it is not known, and in plans of earlier versions."""
+    """None if it is not known."""
     execution: ExecutionPlan = field(default_factory=ExecutionPlan)
-    """Plans of earlier versions have none, because their recipes set both."""
+    """What the planner chose."""
     host_memory: HostMemoryPlan | None = None
-    """None if nothing is offloaded, and in plans of earlier versions."""
+    """None if nothing is offloaded."""
     sweep: SweepPlan | None = None
     """None if the run is not part of a sweep."""
 

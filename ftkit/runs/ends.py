@@ -47,11 +47,9 @@ class End:
 
     @classmethod
     def from_json(cls, value: object) -> End | None:
-        """Read an end from a manifest. Earlier versions wrote a text, which may be damaged, or empty."""
-        if not value:
-            return None
+        """Read an end from a manifest; None if there is none."""
         if not isinstance(value, dict):
-            value = {"cause": value} if value in list(Cause) else {"detail": value}
+            return None
         cause = next((each for each in Cause if each == value.get("cause")), Cause.UNKNOWN)
         return cls(cause, str(value.get("detail") or ""))
 
@@ -101,7 +99,7 @@ def _read_note(layout: RunLayout) -> End | None:
     except OSError:
         return None
     cause, _, detail = note.partition("\t")
-    return End.from_json({"cause": cause, "detail": detail} if cause in set(Cause) else note)
+    return End(Cause(cause), detail) if cause in set(Cause) else None
 
 
 # --- Slurm's words -------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def list_restarts(layout: RunLayout) -> list[Restart]:
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     listed = manifest.get("starts")
     starts = [each for each in listed if _is_start(each)] if isinstance(listed, list) else []
-    if not starts:  # a run of an earlier version
-        return [Restart(record.time, record.resumed_from, "", "", None) for record in records[1:]]
+    if not starts:
+        return []
     ends = [*(start["time"] for start in starts[1:]), float("inf")]
     return [
         Restart(

@@ -46,7 +46,7 @@ Checks = dict[str, int | str]
 
 @dataclass(frozen=True)
 class VerificationRecord:
-    """The results of the checks before step 1: numbers, and texts. Before numbers were numbers, they were texts too."""
+    """The results of the checks before step 1: counts, and texts."""
 
     event: ClassVar[str] = "proof"
     time: Seconds

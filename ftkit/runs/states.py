@@ -28,11 +28,6 @@ class RunState(StrEnum):
     UNREADABLE = "unreadable"
     UNKNOWN = "unknown"
 
-    @classmethod
-    def _missing_(cls, value: object) -> RunState | None:
-        """Read the spelling of earlier versions."""
-        return cls.CANCELED if value == "cancelled" else None
-
 
 FAILURES = frozenset(
     {

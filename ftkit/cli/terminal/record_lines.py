@@ -65,7 +65,7 @@ def checks_text(record: VerificationRecord) -> str:
 def _counted(value: int | str, noun: str) -> str:
     if isinstance(value, int):
         return plural(value, noun) if noun else f"{value:,}"
-    return f"{value} {noun}s" if noun else value  # an older version counted in texts
+    return value
 
 
 def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for each kind of record

@@ -33,7 +33,7 @@ class TokenFlops:
 
 
 def attention_layers(shape: ArchitectureSpec) -> tuple[AttentionLayers, ...]:
-    """Return the attention of all layers: the counted one, or for plans of earlier versions the shape's."""
+    """Return the attention of all layers: the counted one, else the shape's."""
     if counted := count_model(shape).attention:
         return counted
     layers, width = shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim

@@ -36,7 +36,7 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
         made, StageRecord(0.0, "s"), start, evaluation, records.step(1), records.step(400), after, records.end()
     )
     write_rank_error(made.layout.rank_error(1), RankError(2e9, 1, "n", "ValueError", "no", "Traceback", 9))
-    made.layout.exit_code.write_text("1")
+    made.layout.job_exit_code(made.submission.job_id).write_text("1")
     observed = {"job_id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1, "ended": 5.0}
     made.layout.state.write_text(json.dumps(observed))
     made.layout.job_log.write_text("words\n")
@@ -124,7 +124,7 @@ def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..
     result = ftkit("resume", copied.name)
     assert result.code == 15
     assert f"is that of the run in {run.layout.root}" in result.err
-    assert run.layout.exit_code.exists()
+    assert run.layout.job_exit_code(run.submission.job_id).exists()
     assert ftkit("status", copied.name).code == 0
 
 

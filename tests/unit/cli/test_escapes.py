@@ -173,7 +173,7 @@ def nasty_run(make_run: RunMaker, records: Any) -> str:
     error = {"time": 2e9, "rank": 0, "host": NASTY, "type": NASTY, "message": NASTY, "traceback": NASTY, "step": 1}
     (layout.logs / "error-00000.json").write_text(json.dumps(error))
     layout.job_log.write_text(f"one\n{NASTY}\nError: {NASTY}\n")
-    layout.exit_code.write_text("1\n")
+    layout.job_exit_code(run.submission.job_id).write_text("1\n")
     return run.id
 
 

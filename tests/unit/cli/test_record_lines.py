@@ -51,13 +51,3 @@ def test_checks_are_printed_in_words_and_unknown_ones_as_they_are() -> None:
     assert checks(units=1, **{"layers with checkpointing 'full'": 1}, fewest_targets_in_a_pack=1) == (
         "1 sharded unit, 1 layer with checkpointing 'full', at least 1 target in each pack"
     )
-
-
-def test_the_checks_of_an_older_version_are_printed_too() -> None:
-    line = (
-        '{"event": "proof", "time": 0, "checks": {"units": "3", "quantized parameters": "0", "parameters": "363,040"}}'
-    )
-    record = records.from_line(line)
-    assert isinstance(record, records.VerificationRecord)
-    assert checks_text(record) == "363,040 parameters, 3 sharded units"
-    assert record.texts == record.checks

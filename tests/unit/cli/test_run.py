@@ -61,7 +61,7 @@ def learning(records: Any) -> str:
         records.end(number=20),
     ]
     text = "\n".join(to_line(record) for record in lines)
-    return f"cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code\n"
+    return f"cat >metrics.jsonl <<'END'\n{text}\nEND\necho 0 >exit-code-$$\n"
 
 
 def test_a_dry_run_prints_only_the_script_and_writes_nothing(
@@ -155,7 +155,7 @@ def test_a_followed_run_shows_its_results(
 def test_a_run_that_is_not_followed_prints_only_its_id(
     ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
 ) -> None:
-    job("echo 0 >exit-code")
+    job("echo 0 >exit-code-$$")
     result = ftkit("run", "demo", "--name", "mine", "--no-follow")
     (folder,) = workspace.runs.iterdir()
     assert (result.code, result.out) == (0, f"{folder.name}\n")
@@ -178,7 +178,7 @@ def test_a_name_that_no_recipe_could_have_is_rejected(
 def test_a_run_that_fails_shows_the_rank_that_failed_first(
     ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
 ) -> None:
-    job("while [ ! -e go ]; do sleep 0.01; done; echo 1 >exit-code; exit 1")
+    job("while [ ! -e go ]; do sleep 0.01; done; echo 1 >exit-code-$$; exit 1")
     run = ftkit("run", "demo", "--no-follow").out.strip()
     layout = next(workspace.runs.iterdir())
     for rank, time in ((0, 9e9 + 2), (1, 9e9 + 1)):
@@ -196,7 +196,7 @@ def test_a_run_that_fails_shows_the_rank_that_failed_first(
 def test_a_run_that_fails_silently_shows_the_end_of_its_log(
     ftkit: Callable[..., Result], job: Callable[[str], None]
 ) -> None:
-    job("echo the disk is full; echo 3 >exit-code; exit 3")
+    job("echo the disk is full; echo 3 >exit-code-$$; exit 3")
     result = ftkit("run", "demo")
     assert result.code == 7
     assert "the disk is full" in result.err
@@ -209,8 +209,8 @@ def test_a_resumed_run_shows_only_new_records(
     first, second = to_line(records.step(7, num_steps=9)), to_line(records.step(9, num_steps=9))
     end = to_line(records.end(number=9))
     job(
-        f"if [ -e again ]; then printf '%s\\n' '{second}' '{end}' >>metrics.jsonl; echo 0 >exit-code;"
-        f" else touch again; echo '{first}' >metrics.jsonl; echo 1 >exit-code; fi"
+        f"if [ -e again ]; then printf '%s\\n' '{second}' '{end}' >>metrics.jsonl; echo 0 >exit-code-$$;"
+        f" else touch again; echo '{first}' >metrics.jsonl; echo 1 >exit-code-$$; fi"
     )
     assert ftkit("run", "demo", "training.max_steps=9").code == 7
     result = ftkit("resume", "last")
@@ -308,7 +308,7 @@ def test_the_job_gets_the_path_of_the_token_file_and_not_the_token(
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
         monkeypatch.setenv(name, "of-the-shell")
     (tmp_path / "token").write_text("of-the-file")
-    job('echo "${HF_TOKEN-none} ${HUGGING_FACE_HUB_TOKEN-none} $HF_TOKEN_PATH"; echo 0 >exit-code')
+    job('echo "${HF_TOKEN-none} ${HUGGING_FACE_HUB_TOKEN-none} $HF_TOKEN_PATH"; echo 0 >exit-code-$$')
     result = ftkit("run", "demo", "--hf-token-file", str(tmp_path / "token"))
     (folder,) = workspace.runs.iterdir()
     assert (folder / "logs" / "job.log").read_text() == f"none none {tmp_path / 'token'}\n"

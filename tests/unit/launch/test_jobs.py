@@ -191,14 +191,14 @@ def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(
     run = make_run(job_id="1")
     layout = run.layout
     left = (layout.canceled, layout.stop_request, layout.job_stop_request("1"), layout.job_exit_code("1"))
-    for path in (*left, layout.exit_code):
+    for path in left:
         path.write_text("1")
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED"))
     programs.answer("sbatch", "2\n")
     again = resume(read_plan(layout), os.environ)
     assert (again.submission.job_id, again.submission.earlier_job_ids) == ("2", ("1",))
-    assert not any(path.exists() for path in (*left, layout.exit_code, layout.state))
+    assert not any(path.exists() for path in (*left, layout.state))
     programs.answer("squeue", squeue_line(again, "RUNNING"))
     with pytest.raises(SubmitError, match="is running"):
         resume(read_plan(layout), os.environ)
@@ -240,7 +240,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, records.end())
-    run.layout.exit_code.write_text("0")
+    run.layout.job_exit_code(run.submission.job_id).write_text("0")
     plan = read_plan(run.layout)
     with pytest.raises(SubmitError, match="nothing left to do") as caught:
         resume(plan, os.environ)
@@ -316,7 +316,7 @@ def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
     run = make_run(job_id="1")
     run.layout.logs.mkdir(exist_ok=True)
     run.layout.job_log.write_text(f"2026-01-02T03:04:00Z ftkit: training\nslurmstepd-n1: error: {words}\n")
-    run.layout.exit_code.write_text("0")  # the trainer stopped in time
+    run.layout.job_exit_code(run.submission.job_id).write_text("0")  # the trainer stopped in time
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting, "137:0") if accounting else "")
     assert observe(run).state is state

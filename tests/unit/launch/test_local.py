@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from conftest import RunMaker
 
 POLITE = """
-trap 'kill $child; wait $child; echo stopping; echo 0 >exit-code; exit 0' TERM
+trap 'kill $child; wait $child; echo stopping; echo 0 >exit-code-$$; exit 0' TERM
 sleep 3600 &
 child=$!
 echo ready >ready
@@ -52,7 +52,7 @@ def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
 
 
 def test_a_script_runs_in_its_folder_in_a_new_session(started: Callable[[str], SubmittedRun]) -> None:
-    run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code")
+    run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code-$$")
     wait_until(lambda: observe(run).is_final)
     pid = run.submission.job_id
     assert run.layout.job_log.read_text().split("\n")[:2] == [str(run.layout.root), f"session {pid} of {pid}"]
@@ -60,7 +60,7 @@ def test_a_script_runs_in_its_folder_in_a_new_session(started: Callable[[str], S
 
 
 def test_a_script_is_running_until_it_ends(started: Callable[[str], SubmittedRun]) -> None:
-    run = started("while [ ! -e go ]; do sleep 0.01; done; echo 3 >exit-code; exit 3")
+    run = started("while [ ! -e go ]; do sleep 0.01; done; echo 3 >exit-code-$$; exit 3")
     seen = observe(run)
     assert (seen.state, seen.is_final) == (RunState.RUNNING, False)
     (run.layout.root / "go").touch()
@@ -123,7 +123,7 @@ def test_a_script_that_ignores_sigterm_is_killed(
 
 
 def test_an_ended_run_cannot_be_canceled(started: Callable[[str], SubmittedRun]) -> None:
-    run = started("echo 5 >exit-code")
+    run = started("echo 5 >exit-code-$$")
     wait_until(lambda: observe(run).is_final)
     ended = cancel(run)
     assert ended is not None

@@ -52,7 +52,7 @@ def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
 ) -> None:
     run = make_run()
     records.write(run, records.step(400), records.end())
-    run.layout.exit_code.write_text("0\n")
+    run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
     assert observe(run).state is RunState.COMPLETED
     assert observe(run).ended == records.end().time
     assert programs.calls() == []
@@ -98,7 +98,7 @@ def test_a_stopped_run_that_was_not_requeued_has_ended(
 ) -> None:
     run = make_run()
     records.write(run, records.end("stopped", 120))
-    run.layout.exit_code.write_text("0\n")
+    run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
     slurm_says(run, accounting="COMPLETED")
     seen = observe(run)
     assert (seen.state, seen.is_final) == (RunState.STOPPED, True)
@@ -124,14 +124,6 @@ def test_a_run_that_the_user_canceled_is_canceled_however_its_script_ended(
     assert observe(run).state is RunState.CANCELED
 
 
-def test_the_saved_state_of_an_earlier_version_is_read(make_run: RunMaker, programs: FakePrograms) -> None:
-    run = make_run(job_id="101")
-    state = {"job_id": "101", "observed": 4e9, "state": "cancelled", "is_final": True}
-    run.layout.state.write_text(json.dumps(state))
-    assert observe(run).state is RunState.CANCELED
-    assert programs.calls() == []
-
-
 def test_a_canceled_run_is_canceled_if_slurm_forgot_its_job_or_cannot_be_asked(
     make_run: RunMaker, programs: FakePrograms, slurm_says: Callable[..., None]
 ) -> None:
@@ -150,7 +142,7 @@ def test_a_run_that_completed_just_before_it_was_canceled_is_completed(
     run = make_run()
     records.write(run, replace(records.end(), time=run.submission.submitted + 1))
     if has_exit_code:
-        run.layout.exit_code.write_text("0\n")
+        run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
     run.layout.canceled.touch()
     slurm_says(run, accounting="CANCELLED by 0")
     assert observe(run).state is RunState.COMPLETED

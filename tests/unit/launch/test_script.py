@@ -108,7 +108,7 @@ def failed(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> ScriptPlan:
     submission = Submission("local", "4194305", 0.0, socket.gethostname())  # above the largest pid of Linux
     monkeypatch.setattr(LocalScheduler, "submit", lambda *_, **__: submission)
     submit(plan, render_job(plan), build_manifest(plan, [], ctx.project), {}, files=files_of(copies))
-    plan.layout.exit_code.write_text("1")
+    plan.layout.job_exit_code(submission.job_id).write_text("1")
     (ctx.project / "my train.py").write_text("print('corrected')")
     return plan
 
@@ -117,7 +117,7 @@ def test_a_resumed_script_is_the_runs_copy_unless_a_new_one_is_allowed(ctx: Cont
     copy = failed.layout.code / "script" / "my train.py"
     resume(failed, {})
     assert copy.read_text() == "print()"
-    failed.layout.exit_code.write_text("1")
+    failed.layout.job_exit_code("4194305").write_text("1")
     (ctx.project / "added.py").write_text("")
     resume(failed, {}, changed=renew_code(ResumedPlan(failed)))
     assert copy.read_text() == "print('corrected')"

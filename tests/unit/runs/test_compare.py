@@ -51,6 +51,7 @@ def test_results_of_an_interrupted_run_exclude_lost_steps(make_run: RunMaker, re
         records.step(30, 1.0, time=130.0, tokens_per_second=1.0, mfu=0.1),
         records.step(40, 0.5, time=140.0, tokens_per_second=55.0, mfu=0.4),
     )
+    run.layout.manifest.write_text(json.dumps({"starts": [{"time": 10.0}, {"time": 100.0}]}))
     found = read_run(run.layout)
     assert [(point.step, point.loss) for point in found.curve] == [(10, 3.0), (20, 2.0), (30, 1.0), (40, 0.5)]
     results = found.results

@@ -61,12 +61,6 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     ]
 
 
-def test_restarts_of_earlier_versions_have_no_reason(make_run: RunMaker, records: Any) -> None:
-    run = make_run()
-    records.write(run, start(1.0, 0), start(2.0, 10))
-    assert [(each.step, each.reason) for each in list_restarts(run.layout)] == [(10, None)]
-
-
 def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     assert seconds_left(summarize(run.layout), 10) is None
