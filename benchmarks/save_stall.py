@@ -52,7 +52,7 @@ from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.memory.host_snapshot import state_bytes
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
 from ftkit.train.world import World, init_world
@@ -117,7 +117,7 @@ def make_model(plan: RunPlan, world: World) -> Engine:
     shape = recipe.model.architecture
     config = make_config(shape, IDS)  # type: ignore[arg-type]
     kernel, _ = choose_kernel(recipe.training, config, world)
-    model = build_empty(config, implementation_of(kernel))
+    model = build_empty(config, register_kernel(kernel))
     sharding = ShardingOptions(reshard_after_forward=not plan.engine.keeps_weights)
     return make_engine(
         plan.engine.name, model, recipe.training, world,

@@ -35,7 +35,7 @@ from ftkit.train.components.generation import Generation
 from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import TextConfig, build_empty
 from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.linears import linears_in_layers
@@ -282,7 +282,7 @@ class _Family:
 
     def _engine(self, method: Method) -> tuple[Fsdp2Engine, TrainingPlan]:
         kernel, _ = choose_kernel(TRAINING, self.config, self.world)
-        model: Any = build_empty(self.config, implementation_of(kernel))
+        model: Any = build_empty(self.config, register_kernel(kernel))
         choose_token_mixers(model, self.world)
         lora = _adapters(model, use_dora=self.use_dora) if method != "full" else None
         training = TRAINING.model_copy(update={"method": method, "lora": lora})

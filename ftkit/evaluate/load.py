@@ -30,7 +30,7 @@ from ftkit.train.model.attention import generation_attention
 from ftkit.train.model.build import TextConfig, build_empty, load_pretrained, make_config, read_config
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import init_weights, load_weights, materialize
-from ftkit.train.private_apis.peft import import_peft
+from ftkit.train.private_apis.libraries import import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

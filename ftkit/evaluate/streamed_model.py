@@ -18,8 +18,7 @@ from transformers import AutoConfig
 from ftkit.errors import PrerequisiteError
 from ftkit.train.model.build import auto_class_of, load_pretrained
 from ftkit.train.model.weight_conversion import converts_layout
-from ftkit.train.private_apis.accelerate import free_offloaded, load_offloaded
-from ftkit.train.private_apis.peft import import_peft
+from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import load_pretrained
-from ftkit.train.private_apis.peft import import_peft
+from ftkit.train.private_apis.libraries import import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -52,7 +52,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
                 from ftkit.train.world import init_world  # noqa: PLC0415
 
                 if plan.recipe.training.method != "full":
-                    from ftkit.train.private_apis.peft import import_peft  # noqa: PLC0415
+                    from ftkit.train.private_apis.libraries import import_peft  # noqa: PLC0415
 
                     import_peft()
             begun["joining the process group"] = time.time()

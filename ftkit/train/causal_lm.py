@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
 from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
-from ftkit.train.model.dropout import TokenKeys
 from ftkit.train.model.linear_cross_entropy import LogitTransform, linear_cross_entropy
 from ftkit.train.model.routers import Routers
 from ftkit.train.private_apis.torch import mark_dynamic

@@ -174,7 +174,7 @@ class TrainingLoop:
         return StepOutcome(torch.stack(losses).sum(), source_losses, router_sums, grad_norm, learning_rate)
 
     def _seed_of_step(self) -> int:
-        """Return the seed of what a model's own class draws; adapters' dropout has its own (`train.model.dropout`).
+        """Return the seed of what a model's own class draws; adapters' dropout has its own (`Dropout`).
 
         Equal when a step is repeated after a resume, and on ranks that divide layers.
         """

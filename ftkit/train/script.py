@@ -220,7 +220,7 @@ def _set_environment(plan: ScriptPlan) -> None:
     os.environ["FTKIT_RUN_DIR"] = str(plan.layout.root)
     variables = {}
     if plan.script.accelerate is not None:
-        from ftkit.train.private_apis.accelerate import accelerate_environment  # noqa: PLC0415 - a script may not need it
+        from ftkit.train.private_apis.libraries import accelerate_environment  # noqa: PLC0415 - a script may not need it
 
         variables = accelerate_environment(plan.layout.accelerate_config)
     if plan.placement.device == "cpu":  # on CPUs, accelerate refuses or silently ignores FSDP

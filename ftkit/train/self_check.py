@@ -21,7 +21,7 @@ from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
 from ftkit.train.world import init_world
@@ -68,7 +68,7 @@ def _take_step(family: str, world: World) -> float:
     )
     config = make_config(shape, learn_tokenizer(["self-check"], 300, "chatml"))
     kernel, _ = choose_kernel(training, config, world)
-    model = build_empty(config, implementation_of(kernel))
+    model = build_empty(config, register_kernel(kernel))
     engine = make_engine("fsdp2", model, training, world, lambda sharded: init_weights(sharded, shape, 0))
     verify_sharding(engine.sharding_stats(), training, method_counts(shape, training))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=1, sequence_length=LENGTH)

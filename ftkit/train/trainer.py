@@ -49,13 +49,12 @@ from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import Outcome, TrainingLoop, by_criterion, check_is_measured, last_step
 from ftkit.train.memory.oom import check_free_host_memory, out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import (
     TextConfig,
     build_empty,
     check_positions,
     find_decoder_layers,
-    has_random_weights,
     make_config,
     read_config,
 )
@@ -231,7 +230,7 @@ class Trainer:
         """Return the engine with its weights loaded, and the facts of its model."""
         recipe = self.plan.recipe
         folder = None
-        if has_random_weights(recipe.model):
+        if recipe.model.weights == "random":
             config = TextConfig(make_config(recipe.model.architecture, self.tokenizer))
         else:
             folder = fetch_weights(recipe.model, self.world)
@@ -296,7 +295,7 @@ class Trainer:
             check_context_parallel(config, kernel, exchange.size, tensor_parallel)
             log.info("context parallelism: %d GPUs divide the tokens of a pack", exchange.size)
             return context_parallel_attention(kernel, exchange)
-        return whole_pack_attention(kernel) if tensor_parallel > 1 else implementation_of(kernel)
+        return whole_pack_attention(kernel) if tensor_parallel > 1 else register_kernel(kernel)
 
     def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
         """Run the checks before step 1; return whether documents are trained in packs."""

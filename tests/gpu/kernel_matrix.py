@@ -32,7 +32,7 @@ from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import init_adapters, prepare_method
@@ -91,7 +91,7 @@ def build(case: Case, world: World) -> tuple[Any, TrainingPlan, ArchitectureSpec
     config = make_config(shape, IDS)  # type: ignore[arg-type]
     kernel, _ = choose_kernel(training, config, world)
     assert case.kernel in {"auto", kernel}
-    model = build_empty(config, implementation_of(kernel))
+    model = build_empty(config, register_kernel(kernel))
     prepare_method(model, training, world.device)
 
     def initialize(sharded: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.attention import implementation_of
+from ftkit.train.model.attention import register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.weights import init_weights
@@ -45,7 +45,7 @@ def gradients(family: str, kernel: AttentionChoice, mode: str, world: World, cha
             "max_position_embeddings": LENGTH, "initializer_range": 0.08,
         },
     )  # fmt: skip
-    model = build_empty(make_config(shape, IDS), implementation_of(kernel))
+    model = build_empty(make_config(shape, IDS), register_kernel(kernel))
     prepare_method(model, training, world.device)
 
     def initialize(sharded: torch.nn.Module) -> None:

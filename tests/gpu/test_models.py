@@ -16,7 +16,7 @@ from ftkit.errors import PrerequisiteError
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
 
@@ -58,7 +58,7 @@ def test_models_with_capped_or_scaled_logits_train_with_isolated_documents(
     vars(config).update(fields)
     kernel, reason = choose_kernel(training(), config, world)
     assert kernel == "flex" or family != "gemma2", reason
-    model = build_empty(config, implementation_of(kernel))
+    model = build_empty(config, register_kernel(kernel))
     engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
     verify_isolation(probe)
@@ -72,7 +72,7 @@ def test_short_packs_use_a_kernel_that_isolates_documents(world: World, monkeypa
     kernel, reason = choose_kernel(short, config, world)
     assert kernel == "sdpa"
     assert "flex attention needs packs of 128" in reason
-    config._attn_implementation = implementation_of(kernel)
+    config._attn_implementation = register_kernel(kernel)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(world.device)
     engine = Fsdp2Engine(model, short, world)
@@ -103,7 +103,7 @@ def test_the_selected_kernel_is_correct_for_each_head_size(width: int, world: Wo
     torch.compiler.reset()  # a run has one head size; several in one process would be compiled as a symbolic shape
     shape = architecture("qwen3", head_dim=width)
     kernel, reason = choose_kernel(training(), make_config(shape, IDS), world)
-    model = build_empty(make_config(shape, IDS), implementation_of(kernel))
+    model = build_empty(make_config(shape, IDS), register_kernel(kernel))
     engine = Fsdp2Engine(model, training(), world, lambda sharded: init_weights(sharded, shape, 0))
     probe = run_probe(engine, world, VOCABULARY, micro_batch_size=2, sequence_length=LENGTH)
     assert verify_isolation(probe), (kernel, reason)

@@ -13,7 +13,7 @@ from ftkit.config.training_plan import TrainingPlan
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import init_weights
@@ -42,7 +42,7 @@ def test_compiled_linear_attention_isolates_packed_documents(
     )  # fmt: skip
     config = make_config(shape, IDS)
     kernel, _ = choose_kernel(training, config, world)
-    model = build_empty(config, implementation_of(kernel))
+    model = build_empty(config, register_kernel(kernel))
     choices = choose_token_mixers(model, world)
     assert {choice.text.split(":")[0] for choice in choices} == {"causal_conv1d_fn", "chunk_gated_delta_rule"}
     with caplog.at_level(logging.WARNING, logger="ftkit"):

@@ -34,7 +34,7 @@ from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload, _addresses
 from ftkit.train.model import attention
-from ftkit.train.model.attention import implementation_of
+from ftkit.train.model.attention import register_kernel
 from ftkit.train.model.build import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.private_apis.torch import TRACES_FULL_CHECKPOINTS
@@ -548,7 +548,7 @@ def test_flash_attention_gradients_match_sdpa_when_compiled_and_checkpointed(
     expected = gradients("olmo3", training(), world)
     spec = training(activation_checkpointing=mode, compile="layers")
     model = build("olmo3", spec)
-    model.set_attn_implementation(implementation_of("flash4"))
+    model.set_attn_implementation(register_kernel("flash4"))
     engine = Fsdp2Engine(model, spec, world)
     engine.backward(engine.forward(micro_batch()), 2 * LENGTH - 1, is_last=True)
     for name, parameter in engine.model.hf_model.named_parameters():
@@ -573,7 +573,7 @@ def test_compiled_layers_keep_and_offload_the_output_of_attention_and_recompute_
     monkeypatch.setattr(joint_adapters, "inductor", lambda: backend)
     spec = training(activation_checkpointing="except_attention", activation_offload=True, compile="layers", **changes)
     model = build("llama", spec)
-    model.set_attn_implementation(implementation_of("flash4"))
+    model.set_attn_implementation(register_kernel("flash4"))
     engine = Fsdp2Engine(model, spec, world, lambda sharded: init_adapters(sharded, 5))
     engine.backward(engine.forward(micro_batch()), 2 * LENGTH - 1, is_last=True)
     hidden, output, lse = (2, LENGTH, 32), (2 * LENGTH, 4, 8), (4, 2 * LENGTH)

@@ -14,7 +14,7 @@ from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.runs.records import StartRecord
 from ftkit.train.components import adamw8bit
 from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
-from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
+from ftkit.train.private_apis.libraries import import_bitsandbytes
 from ftkit.train.private_apis.torch import skip_step
 
 if TYPE_CHECKING:

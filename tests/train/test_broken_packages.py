@@ -40,7 +40,7 @@ import json, sys
 from ftkit.data.imports import import_transformers
 import_transformers()
 from transformers import AutoConfig, AutoModelForCausalLM
-from ftkit.train.private_apis.peft import import_peft
+from ftkit.train.private_apis.libraries import import_peft
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(sys.argv[1])))
 peft = import_peft()
 print(type(peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))).__name__)

@@ -27,7 +27,7 @@ from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.memory import joint_adapters
-from ftkit.train.model.attention import Kernel, implementation_of
+from ftkit.train.model.attention import Kernel, register_kernel
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 
@@ -91,7 +91,7 @@ def make_engine(world: World, kernel: Kernel, **changes: Any) -> Fsdp2Engine:
     dtype = torch.float32 if training.method == "full" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(make_config(shape, Ids()), dtype=dtype)  # type: ignore[arg-type]
     model.config.use_cache = False
-    model.set_attn_implementation(implementation_of(kernel))
+    model.set_attn_implementation(register_kernel(kernel))
     prepare_method(model, training, torch.device("cpu"))
     return Fsdp2Engine(model, training, world, lambda sharded: init_adapters(sharded, 5))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
-from ftkit.train.model.attention import choose_kernel, implementation_of
+from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
@@ -150,7 +150,7 @@ def test_ten_steps_differ_from_transformers_no_more_than_weights_moved_by_one_ul
     reference = norms(build(family), one_by_one)
     drifts = [(norms(moved_by_one_ulp(build(family), seed), one_by_one) / reference - 1).abs() for seed in range(3)]
     kernel, _ = choose_kernel(TRAINING, tiny_config(family), world)
-    model = build(family, implementation_of(kernel))
+    model = build(family, register_kernel(kernel))
     choose_token_mixers(model, world)
     drift = (norms(model, rows) / reference - 1).abs()
     assert drift[0] < 1e-4

@@ -19,8 +19,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.planning.plan import BatchPlan
 from ftkit.train import gpu_kernels
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.model.adapted_linear import AdaptedLinear
-from ftkit.train.model.dropout import Draw, Dropout, TokenKeys, token_keys
+from ftkit.train.model.adapted_linear import AdaptedLinear, Draw, Dropout, TokenKeys, token_keys
 
 ROWS, WIDTH = 512, 1024
 

@@ -23,8 +23,8 @@ from ftkit.launch.trained_model import check_adapter
 from ftkit.planning.estimates.parameters import method_counts
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
+from ftkit.train.model.adapted_linear import TokenKeys, token_keys
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.dropout import TokenKeys, token_keys
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.float8 import Fp8Experts
 from ftkit.train.model.linears import QuantizedLinear

@@ -19,7 +19,7 @@ from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.script import placed
 from ftkit.train.distributed.found_sharding import FoundSharding, find_sharding
-from ftkit.train.private_apis.accelerate import accelerate_environment
+from ftkit.train.private_apis.libraries import accelerate_environment
 
 
 def build(num_layers: int = 3) -> nn.Sequential:

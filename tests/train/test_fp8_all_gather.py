@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.train.model.float8 import GatheredScales, convert_linears
-from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
+from ftkit.train.model.local_shard import FP8, Fp8Shard, Fp8Weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,7 +39,7 @@ from ftkit.train.distributed.checks import (
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.engine import ShardingStats
-from ftkit.train.model.attention import choose_kernel, generation_attention, implementation_of
+from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
 from ftkit.train.model.weights import load_weights
 from ftkit.train.packing import PackingChoice, choose_packing
@@ -325,7 +325,7 @@ def test_scaled_and_capped_logits_are_used_in_training(
     config = make_config(architecture(family, sliding_window=6, full_attention_every=2), tokenizer)
     vars(config).update(fields)
     kernel, _ = choose_kernel(TRAINING, config, world)
-    config._attn_implementation = implementation_of(kernel)
+    config._attn_implementation = register_kernel(kernel)
     torch.manual_seed(3)
     engine = Fsdp2Engine(AutoModelForCausalLM.from_config(config), TRAINING, world)
     tried = probe(engine, world)

@@ -28,9 +28,7 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit.data.private_apis import compile_chat_template
 from ftkit.train.components.optimizer import FusedAdamW
-from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
-from ftkit.train.private_apis.flash_attn import flash_attention
-from ftkit.train.private_apis.peft import compute_in_input_dtype
+from ftkit.train.private_apis.libraries import compute_in_input_dtype, flash_attention, import_bitsandbytes
 from ftkit.train.private_apis.torch import (
     GROUPED_MM,
     add_to_all,

@@ -17,7 +17,7 @@ from ftkit.train.causal_lm import MicroBatch, model_inputs
 from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.token_loops import find_token_loop
-from ftkit.train.model import kernel_trials, token_mixers
+from ftkit.train.model import packed_mixers, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 from ftkit.train.model.token_mixers import choose_token_mixers
@@ -270,14 +270,14 @@ def test_a_kernel_that_is_wrong_on_hopper_is_not_tuned_first(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     for version, fails in {"3.3.1": False, "3.6.0": True, "3.7.1": False, "3.8.0+git1a2b": False}.items():
-        monkeypatch.setattr(kernel_trials, "version_of", lambda _, version=version: version)
-        found = kernel_trials._known_failure(function, torch.device("cuda"))
+        monkeypatch.setattr(packed_mixers, "version_of", lambda _, version=version: version)
+        found = packed_mixers._known_failure(function, torch.device("cuda"))
         assert (found is not None) == fails
-    monkeypatch.setattr(kernel_trials, "version_of", lambda _: "3.6.0")
-    assert kernel_trials._known_failure(function, torch.device("cuda")) == (
+    monkeypatch.setattr(packed_mixers, "version_of", lambda _: "3.6.0")
+    assert packed_mixers._known_failure(function, torch.device("cuda")) == (
         "needs Triton 3.7.1 or newer, or tilelang, on NVIDIA H200; here is Triton 3.6.0"
     )
-    assert kernel_trials._known_failure(function, world.device) is None
+    assert packed_mixers._known_failure(function, world.device) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ftkit.train.imports import UNUSED, faster_imports
 
 with faster_imports():
     import ftkit.train.trainer
-    from ftkit.train.private_apis.peft import import_peft
+    from ftkit.train.private_apis.libraries import import_peft
     import_peft()
 
 from torch import nn

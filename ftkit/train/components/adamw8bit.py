@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from ftkit.errors import TrainingError
 from ftkit.train.model.local_shard import local_shard, local_tensor
-from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
+from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from ftkit.data.order import pack_at
 from ftkit.data.packing import find_padding
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.components.padding import PaddedRows, pad_documents
-from ftkit.train.model.dropout import token_keys
+from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ftkit.train.model.dropout import Draw, Dropout
+    from ftkit.train.model.adapted_linear import Draw, Dropout
 
 
 class DividedAdapter(AdaptedLinear, ABC):

@@ -28,7 +28,7 @@ from ftkit.config.execution import ROWWISE, indivisible_sizes
 from ftkit.errors import TrainingError
 from ftkit.families import MEASURED
 from ftkit.train.distributed.divided_adapters import ColwiseAdapter, RowwiseAdapter
-from ftkit.train.model.attention import implementation_of, masked_attention, refuse_changed_scores
+from ftkit.train.model.attention import masked_attention, refuse_changed_scores, register_kernel
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def whole_pack_attention(kernel: Kernel) -> str:
     The heads are those of this rank.
     """
     if kernel == "flash4":
-        return implementation_of(kernel)
+        return register_kernel(kernel)
     AttentionInterface.register(_NAME, _attention)
     return _NAME
 

@@ -1,21 +1,30 @@
-"""The forward of a linear layer with an adapter: peft's, with less memory and fewer kernels.
+"""Linear layers with adapters: the forward is peft's, with less memory and fewer kernels.
 
 * Neither masks of dropout, dropped inputs nor dequantized weights are saved for the backward pass.
 * DoRA's norms need neither the product of an identity matrix by both adapters, nor a copy of that in the input's dtype.
+* Dropout's masks depend only on the seed, the token, the adapter and the feature. So masks are the same on any number
+  of processes, in any micro-batches, in recomputed layers, compiled or not, and after a resume. `nn.Dropout` draws
+  masks in the order of calls, and saves one for each input. Here, only keys are saved, and masks are computed again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
-from ftkit.train.model.linears import is_transposed
+from ftkit.train import gpu_kernels
+from ftkit.train.model.linears import is_transposed, opaque_zero
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ftkit.config.adapters import LoraSpec
-    from ftkit.train.model.dropout import Draw, Dropout
+
 
 ADAPTER = "default"
 """peft's default name for an adapter; part of its parameters' names."""
@@ -108,3 +117,144 @@ def merged_squares(base: torch.Tensor, down: torch.Tensor, up: torch.Tensor, sca
     """
     merged = base.to(torch.float32, copy=True).addmm_(up.float(), down.float(), alpha=scaling)
     return merged.square().sum(dim=1)
+
+
+def token_keys(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return 64 random bits for each token, by its number in the order of the data; they differ between all tokens.
+
+    The finalizer of SplitMix64 (Steele et al. 2014), a bijection.
+    """
+    keys = numbers.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ keys >> np.uint64(shift)) * np.uint64(factor)
+    return (keys ^ keys >> np.uint64(31)).view(np.int64)
+
+
+class TokenKeys:
+    """The keys of the tokens that a model computes, which all its adapters read.
+
+    Attributes:
+        keys: int64 [B, T]; empty before the first micro-batch.
+    """
+
+    def __init__(self, probability: float = 0.0, seed: int = 0) -> None:
+        self._probability, self._seed = probability, seed
+        self.keys = torch.zeros(0, dtype=torch.int64)
+
+    def dropout_of(self, name: str) -> Dropout | None:
+        """Return dropout for the inputs of an adapter, by its name in the model."""
+        return Dropout(self._probability, self, f"{self._seed} {name}") if self._probability else None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TokenKeys:
+        """Return those of a model's adapters; nothing reads them if it has no dropout."""
+        return next((each.tokens for each in model.modules() if isinstance(each, Dropout)), cls())
+
+
+class Dropout(nn.Module):
+    """Dropout of the inputs of one adapter.
+
+    Attributes:
+        probability: of an element to be zero.
+        tokens: shared by all adapters of a model.
+        key: int64 [], random bits of the seed and the adapter. A tensor, so that layers share one compiled graph.
+    """
+
+    key: torch.Tensor
+
+    def __init__(self, probability: float, tokens: TokenKeys, identity: str) -> None:
+        """Derive the key from the seed, and the adapter's name in the model."""
+        super().__init__()
+        self.probability, self.tokens = probability, tokens
+        key = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big", signed=True)
+        self.register_buffer("key", torch.tensor(key, device="cpu"), persistent=False)
+
+    def draw(self, inputs: torch.Tensor, rank: int = 0, keys: torch.Tensor | None = None) -> Draw:
+        """Return the masks of inputs, [..., K].
+
+        Args:
+            inputs: one row for each token, in their order. Other rows, of one expert's tokens in transformers 4 and of
+                zeros in Zaya, have masks that depend on the micro-batch.
+            rank: index of the part of the features that these are, if ranks divide them.
+            keys: int64 [N], of inputs whose rows are other than the tokens, [N, K].
+        """
+        width = inputs.shape[-1]
+        num_rows = inputs.shape[:-1].numel()
+        keys = self.tokens.keys.flatten() if keys is None else keys
+        if len(keys) != num_rows:
+            keys = keys.repeat(-(-num_rows // len(keys)))[:num_rows]
+        return Draw(keys, self.key, self.probability, rank * width)
+
+
+class Draw(NamedTuple):
+    """The masks of an adapter's inputs in a micro-batch.
+
+    Attributes:
+        rows: int64 [N], keys of the rows.
+        key: int64 [], of the adapter.
+        probability: of an element to be zero.
+        first: index of the first feature, of which other ranks may have the rest.
+    """
+
+    rows: torch.Tensor
+    key: torch.Tensor
+    probability: float
+    first: int
+
+    def drop(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return inputs, [..., K] with N rows, with dropout."""
+        dropped: torch.Tensor = _Dropped.apply(inputs, *self)  # type: ignore[no-untyped-call]
+        return dropped
+
+    def multiply(self, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return `linear(drop(inputs), weight)`; of inputs, [..., K], these are saved as they are."""
+        product: torch.Tensor = _DroppedProduct.apply(inputs, weight, *self)  # type: ignore[no-untyped-call]
+        return product
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, key)
+        ctx.settings = probability, first
+        return gpu_kernels.drop(inputs, rows, key, probability, first)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, key = ctx.saved_tensors
+        return gpu_kernels.drop(gradient, rows, _after(gradient, key), *ctx.settings), None, None, None, None
+
+
+class _DroppedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - those of `Draw`
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        key: torch.Tensor,
+        probability: float,
+        first: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight, rows, key)
+        ctx.settings = probability, first
+        return functional.linear(gpu_kernels.drop(inputs, rows, key, probability, first), weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs, weight, rows, key = ctx.saved_tensors
+        key = _after(gradient, key)
+        of_inputs = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = gpu_kernels.drop(gradient @ weight.to(gradient.dtype), rows, key, *ctx.settings)
+        if ctx.needs_input_grad[1]:
+            dropped = gpu_kernels.drop(inputs, rows, key, *ctx.settings).to(gradient.dtype)
+            of_weight = (gradient.flatten(0, -2).T @ dropped.flatten(0, -2)).to(weight.dtype)
+        return of_inputs, of_weight, None, None, None, None
+
+
+def _after(gradient: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the key, so that a compiler, which sees forward and backward together, does not save masks of it."""
+    return key + opaque_zero(gradient) if torch.compiler.is_compiling() else key

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.train.private_apis.flash_attn import flash_attention
+from ftkit.train.private_apis.libraries import flash_attention
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, attention_backends, attention_implementation
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
 _CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
 """Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with the reason."""
 _HAS_SINKS = ("gpt_oss",)
-"""Families with attention sinks, which no key of their configuration shows."""
+"""Families with attention sinks, which config.json does not record."""
 
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
@@ -270,7 +270,7 @@ def generation_attention(model: PreTrainedModel) -> Iterator[None]:
     Eager if the model changes its attention scores: with SDPA, transformers would silently omit that.
     """
     chosen = attention_implementation(model.config)
-    model.set_attn_implementation(implementation_of("eager" if _changed_scores(model.config) else "sdpa"))
+    model.set_attn_implementation(register_kernel("eager" if _changed_scores(model.config) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -362,8 +362,8 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.
 varlen_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def implementation_of(kernel: Kernel) -> str:
-    """Return transformers' name of a kernel (`attn_implementation`); flash-attn-4 is registered with transformers."""
+def register_kernel(kernel: Kernel) -> str:
+    """Register a kernel with transformers if it lacks it; return its name there (`attn_implementation`)."""
     if kernel == "flash4":
         AttentionInterface.register(_FLASH4, _flash4)
         return _FLASH4

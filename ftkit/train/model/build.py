@@ -28,8 +28,6 @@ from ftkit.model_folder import CONFIG_FILE, read_model_config, read_model_type
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.config.model import ModelSpec
-
 
 _NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
@@ -340,7 +338,7 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             meaning="this model is not a stack of decoder layers",
             fix="choose a model of another family",
         )
-    return max(matching, key=_num_parameters)
+    return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
 def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
@@ -348,15 +346,6 @@ def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.Modu
     nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
     outermost = [layers for layers in lists if id(layers) not in nested]
     return outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
-
-
-def _num_parameters(layers: nn.ModuleList) -> int:
-    return sum(parameter.numel() for parameter in layers.parameters())
-
-
-def has_random_weights(model: ModelSpec) -> bool:
-    """Return whether a recipe trains from random weights."""
-    return model.weights == "random"
 
 
 def config_for_export(

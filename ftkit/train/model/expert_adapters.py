@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
-    from ftkit.train.model.dropout import Dropout, TokenKeys
+    from ftkit.train.model.adapted_linear import Dropout, TokenKeys
 
 _NDIM = 3
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64

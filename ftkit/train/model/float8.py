@@ -18,9 +18,8 @@ from torch import nn
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, is_gathered_in_fp8, quantized_bytes
 from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
-from ftkit.train.model.fp8_weights import FP8, Fp8Shard, Fp8Weight
 from ftkit.train.model.linears import opaque_zero
-from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.model.local_shard import FP8, Fp8Shard, Fp8Weight, local_tensor
 from ftkit.train.private_apis.torch import find_norms, scaled_grouped_mm, scaled_mm
 from ftkit.train.private_apis.transformers import grouped_mm
 
@@ -63,12 +62,10 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         for parent in list(layer.modules()):
             for name, module in parent.named_children():
-                if type(module) is nn.Linear and name not in ROUTERS and _are_multiples(module):
+                if type(module) is not nn.Linear or name in ROUTERS:
+                    continue
+                if module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0:
                     setattr(parent, name, Fp8Linear(module))
-
-
-def _are_multiples(linear: nn.Linear) -> bool:
-    return linear.in_features % FP8_MULTIPLE == 0 and linear.out_features % FP8_MULTIPLE == 0
 
 
 class GatheredScales:
@@ -90,7 +87,7 @@ class GatheredScales:
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup) -> None:
         """Compute the scales from the sharded matrices. Collective, without a host sync."""
-        if not self._linears:  # of no layer are both sizes multiples of `FP8_MULTIPLE`
+        if not self._linears:  # no layer has both sizes divisible by `FP8_MULTIPLE`
             return
         shards = [local_tensor(linear.weight) for linear in self._linears]
         filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]

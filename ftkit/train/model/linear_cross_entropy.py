@@ -74,15 +74,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]
-        weight = _padded(weight)
+        missing = -vocabulary % LOGITS_ALIGNMENT
+        if missing:  # matmuls have fast kernels for multiples
+            weight = functional.pad(weight, (0, 0, 0, missing))
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        compute = _compiled() if hidden.device.type == "cuda" else _losses_and_gradient
         chunk = max(1, logits_rows(len(targets), weight.shape[0]))
         for begin in range(0, len(targets), chunk):
             part = slice(begin, begin + chunk)
             logits = hidden[part] @ weight.T
-            losses[part], grad_logits = _losses_and_gradient(logits, targets[part], vocabulary, transform)
+            losses[part], grad_logits = compute(logits, targets[part], vocabulary, transform)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -108,12 +111,6 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _padded(weight: torch.Tensor) -> torch.Tensor:
-    """Add rows up to a multiple of `LOGITS_ALIGNMENT`, for which matmuls have fast kernels."""
-    missing = -weight.shape[0] % LOGITS_ALIGNMENT
-    return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
-
-
 def _losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,13 +118,6 @@ def _losses_and_gradient(
 
     Columns from `vocabulary` on are padding: no token is there.
     """
-    function = _compiled() if products.device.type == "cuda" else _plain
-    return function(products, targets, vocabulary, transform)
-
-
-def _plain(
-    products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
-) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.arange(products.shape[1], device=products.device)
     logits = transform.apply(products.float())
     exact = logits.masked_fill(places >= vocabulary, -torch.inf)
@@ -139,4 +129,4 @@ def _plain(
 
 @cache
 def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(_plain, dynamic=True)
+    return torch.compile(_losses_and_gradient, dynamic=True)

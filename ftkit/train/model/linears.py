@@ -139,16 +139,14 @@ def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int]
         for name, linear in list(layer.named_modules()):
             sizes = linear_sizes(linear)
             layout = None if sizes is None else layout_of(*sizes)
-            if layout is not None:
-                layer.set_submodule(name, _quantized(linear, layout))
-
-
-def _quantized(linear: nn.Module, layout: WeightLayout) -> QuantizedLinear:
-    weight, bias = cast("Any", linear).weight, cast("Any", linear).bias
-    quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
-    if not weight.is_meta:
-        quantized.quantized.data.copy_(layout.quantize(weight.data.T if quantized.is_transposed else weight.data))
-    return quantized
+            if layout is None:
+                continue
+            weight, bias = cast("Any", linear).weight, cast("Any", linear).bias
+            quantized = QuantizedLinear(layout, bias, weight.device, is_transposed=is_transposed(linear))
+            if not weight.is_meta:
+                by_output = weight.data.T if quantized.is_transposed else weight.data
+                quantized.quantized.data.copy_(layout.quantize(by_output))
+            layer.set_submodule(name, quantized)
 
 
 def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,8 @@ from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.model_folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear
+from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.dropout import TokenKeys
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, check_fp8_experts, convert_linears
 from ftkit.train.model.linears import quantize_linears, transposed_weights
@@ -33,7 +32,7 @@ from ftkit.train.model.peft_names import (
     shape_in_peft,
 )
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
-from ftkit.train.private_apis.peft import compute_in_input_dtype, import_peft
+from ftkit.train.private_apis.libraries import compute_in_input_dtype, import_peft
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -278,7 +277,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if ".lora_A" in name:
             shard = local_shard(parameter)
-            generator = torch.Generator().manual_seed(_seed_of(name, seed))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             bound = 1 / math.sqrt(shard.shape[-1])
             shard.copy_from(torch.empty(shard.shape).uniform_(-bound, bound, generator=generator))
         elif ".lora_B" in name:
@@ -322,10 +322,6 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
         for name, shard in wanted.items():
             tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)
             shard.copy_from(tensor.to(shard.values.device))
-
-
-def _seed_of(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big")
 
 
 def peft_names(model: PreTrainedModel, adapters: Iterable[str], place: TextPlace | None) -> dict[str, str]:

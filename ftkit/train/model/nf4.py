@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
 from ftkit.train.model.linears import opaque_zero
-from ftkit.train.private_apis.bitsandbytes import import_bitsandbytes
+from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 _ALIGNMENT = 8
 """GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""

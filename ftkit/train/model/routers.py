@@ -4,9 +4,9 @@ The load-balancing loss is that of transformers (`load_balancing_loss_func`; Fed
 all layers at once): E * sum_i(f_i * P_i) over E experts, where f_i is how often expert i is among the k with the
 largest logits of a layer's router, and P_i its probability, both means over tokens and layers. The experts that a token
 goes to may be others: PhiMoE's routers draw them while training, and those of MiniMax-M2 and Ernie 4.5 add a bias;
-statistics count these. ftkit computes the loss for each pack, and each label's
-loss includes that of its pack; so it does not depend on micro-batches, accumulation, or the number of processes. With
-padded rows, which are no packs, the rows of a micro-batch count as one pack.
+statistics count these. ftkit computes the loss for each pack, and each label's loss includes that of its pack. So it
+does not depend on micro-batches, accumulation, or the number of processes. Padded rows aren't packed: the rows of a
+micro-batch count as one pack.
 
 f has no gradient, so for the gradient of P a layer needs to know only f of all layers. Layers may be compiled, and
 computed again in the backward pass, so no tensor with a graph leaves them (docs/adr/0049). Instead, a hook of each

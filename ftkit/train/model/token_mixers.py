@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.model.kernel_trials import CONVOLUTION, DELTA_RULE, DELTA_RULES, package_of, version_of, why_no_kernel
-from ftkit.train.model.packed_mixers import chunk_gated_delta_rule, convolve_documents
+from ftkit.train.model.packed_mixers import (
+    CONVOLUTION,
+    DELTA_RULE,
+    DELTA_RULES,
+    chunk_gated_delta_rule,
+    convolve_documents,
+    package_of,
+    version_of,
+    why_no_kernel,
+)
 from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions, replace_function
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
 """Whether the compiler traces full activation checkpointing: it is new, so versions with measured runs go without."""
 
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
-"""Whether FSDP2 has tensor subclasses transform what it all-gathers, as `ftkit.train.model.fp8_weights` does.
+"""Whether FSDP2 has tensor subclasses transform what it all-gathers, as `ftkit.train.model.local_shard` does.
 
 The interface is in torch 2.6 too, whose line can't be tested on several processes without GPUs (`FSDP2_ON_CPUS`).
 """
