@@ -104,13 +104,13 @@ def test_the_recompile_limit_rises_with_the_layers_and_never_falls() -> None:
         assert config.cache_size_limit == 38
 
 
-def test_the_compilers_caches_have_a_tag_and_serve_autograd_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compilers_caches_have_a_tag_and_serve_autograd_functions() -> None:
     from torch._functorch import config
     from torch.compiler import config as caches
 
-    monkeypatch.setattr(caches, "cache_key_tag", "")
-    tag_compile_caches("a version")
-    assert caches.cache_key_tag == "a version"
+    with caches.patch(cache_key_tag=""):  # monkeypatch would leave the setting deleted
+        tag_compile_caches("a version")
+        assert caches.cache_key_tag == "a version"
     with cache_autograd_functions():
         assert config.autograd_cache_allow_custom_autograd_functions
 
