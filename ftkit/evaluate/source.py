@@ -127,6 +127,8 @@ def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
         step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
         if isinstance(step, int):
             steps.append((step, folder))
+        elif folder == layout.export:  # another program wrote it: the last step
+            steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
     return steps
 
 

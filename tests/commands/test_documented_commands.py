@@ -111,7 +111,13 @@ def test_the_commands_of_a_page_work_as_written(page: Path, machine: Machine) ->
 
 IMPORTED = ("ftkit build olmo3:25.02", "ftkit import olmo3:25.02")
 ON_SLURM = (*IMPORTED, "ftkit run --image olmo3:25.02 --nodes 2 --no-follow")
-BUSY = ("rm -rf /shared/runs", *IMPORTED, "touch $MACHINE/is-busy", ON_SLURM[-1], "ftkit run demo --no-follow")
+BUSY = (
+    "until rm -rf /shared/runs; do sleep 0.1; done",
+    *IMPORTED,
+    "touch $MACHINE/is-busy",
+    ON_SLURM[-1],
+    "ftkit run demo --no-follow",
+)
 
 BEFORE: dict[str, tuple[str, ...]] = {
     "run": (*IMPORTED, "mkdir mylib", "touch train.py mylib/__init__.py"),

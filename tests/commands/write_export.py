@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.model import ArchitectureSpec
 from ftkit.data.store import DataManifest, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.model_folder import EXPORT_RECORD
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
 
@@ -23,6 +24,7 @@ shape = ArchitectureSpec(
 AutoModelForCausalLM.from_config(make_config(shape, tokenizer)).save_pretrained(folder / "export")
 tokenizer.save_pretrained(folder / "export")
 Generation.of(tokenizer, None).save(folder / "export")
+(folder / "export" / EXPORT_RECORD).write_text(json.dumps({"step": 1}), encoding="utf-8")
 data = PreparedData(folder / "data")
 data.root.mkdir()
 row = {"sql_context": "CREATE TABLE pets (name TEXT)", "sql_prompt": "How many pets are there?", "sql": "SELECT 1"}
