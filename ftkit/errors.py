@@ -262,15 +262,23 @@ def _as_file_error(error: OSError) -> FtkitError | None:
             meaning="it is mounted without write access on this machine, or was remounted after a disk error",
             fix="choose another folder, or ask the machine's administrators",
         )
-    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+    if error.errno in _NO_FILE:
         return NotFoundError(
-            f"can't open {shown}: {error.strerror}",
-            meaning="a name is longer than file systems allow, or symbolic links point at each other",
+            f"can't read {shown}: {error.strerror}",
+            meaning=_NO_FILE[error.errno],
             fix="check the path, and the file that contains it",
         )
     return None
 
 
+_NO_FILE = {
+    **dict.fromkeys(
+        (errno.ENAMETOOLONG, errno.ELOOP),
+        "a name is longer than file systems allow, or symbolic links point at each other",
+    ),
+    **dict.fromkeys((errno.EINVAL, errno.EISDIR, errno.ENXIO), "a folder, pipe or device is in the file's place"),
+    errno.EFBIG: "the file is damaged, or another one was copied to its place",
+}
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SHORT_WRITE = re.compile(r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|database or disk is full")
 """Messages of numpy, torch and sqlite about a short write, without the system's reason."""

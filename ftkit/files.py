@@ -337,7 +337,7 @@ def read_small(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
     return content
 
 
@@ -350,7 +350,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -362,7 +362,7 @@ def check_regular(path: Path) -> os.stat_result:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status
 
 

@@ -11,6 +11,7 @@ from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.config.model import ModelType
 from ftkit.config.strict import Name, OneLine, Spec, VariableName
 from ftkit.errors import ConfigError, Problem
+from ftkit.files import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,7 +91,7 @@ def read_base_lock(path: Path) -> dict[str, Digest]:
         ConfigError: it can't be read, or a line is not a reference with a digest.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:

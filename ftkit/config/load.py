@@ -24,6 +24,7 @@ from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSo
 from ftkit.config.strict import RUN
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.files import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -300,7 +301,7 @@ def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
         return template
     path = absolute_path(template, layers.folder(key), layers.origin(key), ".".join(key))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode()
         problem = None if is_inline_template(text) else f"{path} is not a chat template: it has no {{{{ or {{%."
     except OSError as error:
         problem = f"can't read the chat template {path}: {error.strerror}."

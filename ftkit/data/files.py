@@ -9,6 +9,7 @@ import lzma
 import os
 import re
 import stat
+import zlib
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
@@ -264,7 +265,7 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         with _open(path, key) as file:
             check_kind(file.peek(START_BYTES), path, *FORMATS.get(suffix_of(path), (JSON_LINES, ())))
             yield from read(file, path)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
         raise cut_error(path, error) from error
     except OSError as error:
         if is_address(path):

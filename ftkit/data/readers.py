@@ -26,6 +26,8 @@ _MAX_FIRST_LINE = 64 << 20
 _MAX_CELL = 1 << 30
 MAX_LINE = 128 << 20
 """Bytes of a line; several times what the longest text that is tokenized takes as JSON."""
+_MAX_SKIPPED = 16
+"""Further parts of `MAX_LINE` bytes of one line that are skipped: a file with a longer one has no rows."""
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
 
@@ -79,8 +81,12 @@ def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
             yield RawRow(path, ":", number, _long_line(path, number))
-            while (more := file.readline(MAX_LINE)) and not more.endswith(b"\n"):
-                pass  # read only by callers that skip bad rows
+            for _ in range(_MAX_SKIPPED):  # read only by callers that skip bad rows
+                more = file.readline(MAX_LINE)
+                if not more or more.endswith(b"\n"):
+                    break
+            else:
+                raise _long_line(path, number)
         elif not line.isspace():
             yield RawRow(path, ":", number, line)
 

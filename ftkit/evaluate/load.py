@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.devices import place
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
+from ftkit.files import read_json
 from ftkit.model_folder import ADAPTER_CONFIG, read_generation_config
 from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
@@ -208,7 +208,7 @@ def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
 
 
 def _base_of(source: ModelFolder) -> ModelFolder:
-    stored = json.loads((source.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    stored = read_json(source.folder / ADAPTER_CONFIG, dict[str, Any]) or {}
     name = stored.get("base_model_name_or_path")
     if not name or name == "random":
         raise NotFoundError(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError, one_line
-from ftkit.files import write_file
+from ftkit.files import read_small, write_file
 from ftkit.images.packages import normalize_name, parse_pins
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def read_lock(definition: ImageDefinition) -> str:
     spec, path = definition.spec, definition.lock_file
     fix = f"write it: ftkit images lock {spec.reference}"
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_small(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise ImageError(f"{spec.reference} has no lock: can't read {path}: {one_line(error)}", fix=fix) from error
     replaced = sorted(set(parse_pins(text)) & {normalize_name(name) for name in spec.provided})
     if replaced:

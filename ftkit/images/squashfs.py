@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.files import open_regular
 from ftkit.images.oci.rootfs import Contents, ImageConfig, write_root
 from ftkit.images.progress import ByteCounter
 
@@ -180,7 +181,7 @@ def check_squashfs(path: Path) -> None:
         ImageError: the file is something else, or truncated.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(_SUPERBLOCK.size)
     if len(head) < _SUPERBLOCK.size or not head.startswith(_MAGIC):
         raise ImageError(f"{path} is not a squashfs file", fix="import the image again: ftkit import NAME:TAG --force")

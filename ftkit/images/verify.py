@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit import process
 from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteError, plural
+from ftkit.files import open_regular
 from ftkit.images import squashfs
 from ftkit.images.build import SELF_CHECK
 from ftkit.images.progress import ProgressEvent, Report, ignore_progress
@@ -138,7 +139,7 @@ def digest_file(
     """Read a file once, and compute all digests; a second thread computes those of the blocks."""
     total, blocks, size = hashlib.sha256(), list[str](), 0
     block = hashlib.sha256()
-    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
+    with open_regular(path) as file, ThreadPoolExecutor(1) as pool:
         while chunk := file.read(min(_CHUNK, block_size - size % block_size)):
             pending = pool.submit(block.update, chunk)
             total.update(chunk)

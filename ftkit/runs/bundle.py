@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.files import DamagedFileError, output_file, read_json, to_json
+from ftkit.files import DamagedFileError, output_file, read_json, read_small, to_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
 
     Raises:
         NotFoundError: the run has no manifest.
+        DamagedFileError: a file of the run can't be read, or is too large.
         PrerequisiteError: the bundle can't be written.
     """
     manifest = read_json(layout.manifest, dict[str, Any])
@@ -52,11 +53,11 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
         raise NotFoundError(f"{layout.root.name} has no manifest.json", meaning="a bundle without it can't be repeated")
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(manifest.get("data_fingerprint")))
     try:
-        contents = {file.name: file.read_bytes() for file in bundled_files(layout)}
+        contents = {file.name: _read(file) for file in bundled_files(layout)}
         contents[_RECIPE] = to_json(manifest.get("resolved_recipe", {})).encode()
         for name, file in ((_DATA_MANIFEST, data.manifest), (_LOCK, lock)):
             if file and file.is_file():
-                contents[name] = file.read_bytes()
+                contents[name] = _read(file)
         with output_file(path) as temporary, tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
             for name in sorted(contents):
                 member = tarfile.TarInfo(f"{layout.root.name}/{name}")
@@ -69,6 +70,13 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
             fix="write the bundle somewhere else: --output FILE",
         ) from error
     return sorted(contents)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_small(path, _MAX_MEMBER_BYTES)
+    except OSError as error:
+        raise DamagedFileError(path, one_line(error)) from error
 
 
 def is_bundle(path: Path) -> bool:

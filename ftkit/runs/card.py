@@ -16,7 +16,7 @@ from ftkit.config.model import ArchitectureSpec, ModelSpec
 from ftkit.config.paths import is_path
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
-from ftkit.files import read_json_if_valid
+from ftkit.files import read_json_if_valid, read_small
 from ftkit.runs.loss_curve import loss_curve
 from ftkit.runs.metrics_file import read_outline
 from ftkit.runs.records import EvaluationRecord
@@ -175,7 +175,7 @@ def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:
 def read_license(base: Path) -> str | None:
     """Return the license that the model card in a folder of weights states; None if there is none."""
     try:
-        lines = (base / CARD_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_small(base / CARD_FILE).decode(errors="replace").splitlines()
     except OSError:
         return None
     if not lines or lines[0].strip() != "---":

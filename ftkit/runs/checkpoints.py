@@ -118,7 +118,7 @@ def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]
 
 def _is_intact(path: Path, file: SavedFile) -> bool:
     try:
-        return SavedFile.of(path) == file
+        return path.stat().st_size == file.size and SavedFile.of(path) == file
     except OSError:  # missing or unreadable
         return False
 

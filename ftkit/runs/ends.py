@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import MemoryExhaustedError, one_line
-from ftkit.files import write_file
+from ftkit.files import read_small, write_file
 from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.records import EndRecord
 from ftkit.runs.states import CAUSES, Cause
@@ -95,7 +95,7 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
 
 def _read_note(layout: RunLayout) -> End | None:
     try:
-        note = layout.end_reason.read_text(encoding="utf-8", errors="replace").strip()
+        note = read_small(layout.end_reason).decode(errors="replace").strip()
     except OSError:
         return None
     cause, _, detail = note.partition("\t")

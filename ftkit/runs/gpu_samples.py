@@ -9,6 +9,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Final
 
+from ftkit.files import open_regular
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _MAX_GAP_SECONDS: Final = 300.0
 """Maximum seconds between two samples of a node; longer gaps count no energy, since the job did not run."""
 _TAIL_BYTES: Final = 2**16
+_MAX_BYTES: Final = 2**28
 _MAX_PARTS: Final = 240
 """Maximum points of a curve: about as many as can be distinguished on a page."""
 
@@ -117,7 +120,7 @@ def to_line(sample: NodeSample) -> str:
 
 def read_samples(layout: RunLayout) -> list[NodeSample]:
     """Return the samples of all nodes, oldest first; damaged lines are skipped."""
-    found = [sample for path in _files(layout) for sample in _parse(_read(path, None))]
+    found = [sample for path in _files(layout) for sample in _parse(_read(path, _MAX_BYTES))]
     return sorted(found, key=lambda sample: sample.time)
 
 
@@ -218,11 +221,10 @@ def _files(layout: RunLayout) -> list[Path]:
     return sorted(layout.gpu_samples.glob("*.jsonl"))
 
 
-def _read(path: Path, tail: int | None) -> str:
+def _read(path: Path, tail: int) -> str:
     try:
-        with path.open("rb") as file:
-            if tail is not None:
-                file.seek(max(0, file.seek(0, 2) - tail))
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, 2) - tail))
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftkit.files import read_json_if_valid
+from ftkit.files import read_json_if_valid, read_small
 from ftkit.runs.ends import End
 from ftkit.runs.lease import current_holder
 from ftkit.runs.metrics_file import read_last_record, read_outline
@@ -123,7 +123,7 @@ def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, 
 def excluded_nodes(layout: RunLayout) -> dict[str, str]:
     """Return the nodes that preflights have excluded so far, with the reason."""
     try:
-        lines = layout.excluded_nodes.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_small(layout.excluded_nodes).decode(errors="replace").splitlines()
     except OSError:
         return {}
     rows = (line.split("\t", 3) for line in lines)  # time, job, node, reason

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ftkit.files import open_regular
 from ftkit.process import without_colors
 from ftkit.runs.metrics_file import read_last_step, read_outline
 from ftkit.runs.rank_errors import RankError, read_rank_error
@@ -106,7 +107,7 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**16) -> list[str]:
     """Return the last lines of the job's log, of at most `num_bytes`; all of these if `num_lines` is null."""
     try:
-        with layout.job_log.open("rb") as file:
+        with open_regular(layout.job_log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
             text = without_colors(file.read().decode("utf-8", errors="replace"))
             return text.splitlines()[-(num_lines or 0) :]

@@ -21,6 +21,7 @@ from ftkit.errors import (
     as_user_error,
     one_line,
 )
+from ftkit.files import open_regular, read_small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,10 +162,20 @@ def test_the_message_of_a_failed_import_is_that_of_its_cause() -> None:
     assert one_line(lazy) == "operator torchvision::nms does not exist"
 
 
-def test_links_that_point_at_each_other_and_overlong_names_are_no_bugs(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_for_what_it_is_is_no_bug(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
-    for access in (lambda: (tmp_path / "a").resolve(strict=True), (tmp_path / ("x" * 5000)).open):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**40)
+    for access in (
+        lambda: (tmp_path / "a").resolve(strict=True),
+        (tmp_path / ("x" * 5000)).open,
+        tmp_path.open,
+        lambda: read_small(tmp_path / "large"),
+        lambda: open_regular(tmp_path / "pipe"),
+        lambda: open_regular(tmp_path),
+    ):
         with pytest.raises((OSError, RuntimeError)) as caught:
             access()
         assert isinstance(as_user_error(caught.value), NotFoundError)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.config.paths import is_address
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
+from ftkit.files import open_regular
 from ftkit.runs.storage.drivers import ADVICE, open_driver
 from ftkit.runs.storage.patience import call_patiently
 
@@ -190,14 +191,14 @@ def _copy_atomically(source: Path, target: Path, progress: Progress) -> None:
 
 
 def _copy(source: Path, target: Path, progress: Progress) -> None:
-    with source.open("rb") as read, target.open("wb") as written:
+    with open_regular(source) as read, target.open("wb") as written:
         while chunk := read.read(_READ_BYTES):
             written.write(chunk)
             progress.note()
 
 
 def _digest_of_file(path: Path, algorithm: Callable[..., Any]) -> bytes:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest: bytes = hashlib.file_digest(file, lambda: algorithm(usedforsecurity=False)).digest()
     return digest
 
@@ -207,7 +208,7 @@ def _etag(path: Path) -> str:
     if path.stat().st_size < 2 * _PART_BYTES:  # s3fs uploads these in one part
         return _digest_of_file(path, hashlib.md5).hex()
     parts = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while part := file.read(_PART_BYTES):
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"

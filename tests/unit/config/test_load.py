@@ -200,6 +200,12 @@ def test_a_recipe_in_a_pipe_a_device_or_a_folder_is_refused_with_the_reason(ctx:
         assert "write the recipe into a file" in caught.value.fix
 
 
+def test_a_chat_template_in_a_pipe_is_refused(ctx: Context, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jinja")
+    (problem,) = problems(ctx, f"data.chat_template={tmp_path}/a.jinja")
+    assert "not a regular file" in problem
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x.yaml", "a\0b", "/x" * 3000, "\x1b[2J"])
 def test_a_name_that_is_not_a_valid_file_name_is_not_found(ctx: Context, name: str) -> None:
     for load in (load_recipe, load_cluster, load_image):

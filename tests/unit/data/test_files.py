@@ -159,6 +159,7 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1", r"a\.parquet can't be read to its end"),
         ("a.parquet", b"", r"a\.parquet can't be read to its end"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz can't be read to its end"),
+        ("a.jsonl.gz", gzip.compress(bytes(99), mtime=0)[:10] + b"\xff" * 20, r"a\.jsonl\.gz can't be read to its end"),
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst can't be read to its end"),
     ],
 )
@@ -362,6 +363,8 @@ def test_a_first_line_without_an_end_is_refused_without_reading_on(
         assert file.tell() == 64
     with pytest.raises(DataError, match="a line of more than"):
         first.parse()
+    with path.open("rb") as file, pytest.raises(DataError, match="a line of more than"):
+        list(read_lines(file, str(path)))
     (tmp_path / "a.csv").write_bytes(b"text\n" + b"x" * 1000)
     with pytest.raises(DataError, match=r"a\.csv:2: a line of more than"):
         read(tmp_path / "a.csv")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ from ftkit.images.lock import read_lock, write_lock
 from ftkit.images.packages import parse_pins
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -39,3 +42,13 @@ def test_packages_are_resolved_with_the_sites_certificates(tmp_path: Path, monke
     with pytest.raises(ImageError):
         write_lock(find_image("olmo3:25.02", Context.here()))
     assert seen["SSL_CERT_FILE"] == "/etc/site.pem"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_bytes(b"\xff")])
+def test_a_lock_that_is_no_text_is_an_image_without_lock(
+    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "a.lock")
+    with pytest.raises(ImageError, match="has no lock"):
+        read_lock(replace(find_image("olmo3:25.02", Context.here()), lock_file=tmp_path / "a.lock"))

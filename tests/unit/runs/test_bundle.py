@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from typing import TYPE_CHECKING, Any
 
@@ -83,3 +84,12 @@ def test_a_damaged_bundle_is_rejected(bundle: Path, tmp_path: Path, damage: str)
     with pytest.raises(DamagedFileError):
         unpack(bundle, tmp_path / "there")
     assert not is_bundle(tmp_path)
+
+
+def test_a_file_too_large_for_a_bundle_is_named(make_run: RunMaker, tmp_path: Path) -> None:
+    layout = make_run().layout
+    write_json(layout.manifest, build_manifest(read_plan(layout), ["ftkit"], tmp_path))
+    layout.metrics.touch()
+    os.truncate(layout.metrics, 2**40)
+    with pytest.raises(DamagedFileError, match=r"metrics\.jsonl"):
+        write_bundle(layout, tmp_path / "b.tar")

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.progress import seconds_left
+from ftkit.runs.checkpoints import Marker, SavedFile, TrainState, find_damage
+from ftkit.runs.ends import find_end
+from ftkit.runs.gpu_samples import read_samples
+from ftkit.runs.progress import excluded_nodes, seconds_left
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample, StartRecord
 from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from conftest import RunMaker
@@ -106,3 +113,29 @@ def test_only_the_end_of_a_log_is_shown(make_run: RunMaker) -> None:
     assert log_tail(layout) == []
     layout.job_log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % number for number in range(100)))
     assert log_tail(layout, 2) == ["line 98", "line 99"]
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("logs/job.log", log_tail),
+        ("excluded-nodes.tsv", excluded_nodes),
+        ("end-reason", lambda layout: find_end(layout, 0.0)),
+        ("gpus/n0.jsonl", read_samples),
+    ],
+)
+def test_a_pipe_in_a_run_folder_is_not_waited_for(
+    name: str, read: Callable[[RunLayout], object], make_run: RunMaker
+) -> None:
+    layout = make_run().layout
+    without = read(layout)
+    (layout.root / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(layout.root / name)
+    assert read(layout) == without
+
+
+def test_a_file_of_another_size_is_damaged_without_being_read(tmp_path: Path) -> None:
+    (tmp_path / "shard").touch()
+    saved = SavedFile.of(tmp_path / "shard")
+    os.truncate(tmp_path / "shard", 2**40)
+    assert find_damage(tmp_path, Marker(TrainState(1, "x"), 1, {"shard": saved}), ["shard"]) == ["shard"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -105,3 +106,9 @@ def test_a_run_is_copied_where_locks_are_not_supported(
     monkeypatch.setattr("fcntl.flock", unsupported)
     status = RunCopy(run.layout, str(tmp_path / "copies"), lambda _: None).update()
     assert (status.error, status.done) == (None, ("checkpoints/step-000005",))
+
+
+def test_a_pipe_in_a_run_folder_ends_the_copy(run: SubmittedRun, tmp_path: Path) -> None:
+    run.layout.script.unlink(missing_ok=True)
+    os.mkfifo(run.layout.script)
+    assert "not a regular file" in str(RunCopy(run.layout, str(tmp_path / "copy"), print).update().error)
