@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ftkit import process
 from ftkit.errors import PrerequisiteError
 from ftkit.files import parse_json, to_json
-from ftkit.remote.install import code_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -124,16 +123,18 @@ def call(login: Login, request: Request, on_output: Callable[[bytes], None] | No
     """
     argument = base64.b64encode(to_json(request).encode()).decode()
     if on_output is None:
-        return _checked(login, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
-    return _run_quietly(login, argument, None, on_output)
+        return _checked(login, request, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
+    return _run_quietly(login, request, argument, None, on_output)
 
 
 def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
     """Make a request on standard input; return its exit status. Raises as `call`."""
-    return _run_quietly(login, "-", to_json(request).encode(), on_output)
+    return _run_quietly(login, request, "-", to_json(request).encode(), on_output)
 
 
-def _run_quietly(login: Login, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]) -> int:
+def _run_quietly(
+    login: Login, request: Request, argument: str, stdin: bytes | None, on_output: Callable[[bytes], None]
+) -> int:
     """Make a request, and pass on its own output; what start-up files of the login shell print goes to stderr."""
     received, has_begun = bytearray(), False
 
@@ -153,7 +154,7 @@ def _run_quietly(login: Login, argument: str, stdin: bytes | None, on_output: Ca
     code = process.run_passing(login.ssh(_quiet_command(login, argument)), stdin, receive)
     if not has_begun:
         _write_stderr(received)
-    return _checked(login, code)
+    return _checked(login, request, code)
 
 
 def _write_stderr(noise: bytes | bytearray) -> None:
@@ -171,11 +172,11 @@ def _quiet_command(login: Login, argument: str) -> str:
     return _command(login, argument).replace("'exec ", f"'echo {_BEGINNING}; exec ", 1)
 
 
-def _checked(login: Login, code: int) -> int:
+def _checked(login: Login, request: Request, code: int) -> int:
     if code in _NOT_FOUND:
         raise _not_set_up(login, f"ftkit is not set up on {login.address}")
     if code == OTHER_CODE:
-        raise _not_set_up(login, f"ftkit on {login.address} differs from this machine's ({code_identity()})")
+        raise _not_set_up(login, f"ftkit on {login.address} differs from this machine's ({request.identity})")
     return code
 
 
