@@ -95,9 +95,9 @@ def config() -> None:
             LazyCommand("connect", "ftkit.cli.remote.setup", "Install this ftkit on a cluster's login node."),
         ),
         "Create": (
-            LazyCommand("create", "ftkit.cli.cluster.create", "Create a cluster, or a VM with a GPU."),
-            LazyCommand("status", "ftkit.cli.cluster.status", "Show what was created."),
-            LazyCommand("destroy", "ftkit.cli.cluster.destroy", "Remove what was created."),
+            LazyCommand("create", "ftkit.cli.cluster", "Create a cluster, or a VM with a GPU.", "create_command"),
+            LazyCommand("status", "ftkit.cli.cluster", "Show what was created.", "status_command"),
+            LazyCommand("destroy", "ftkit.cli.cluster", "Remove what was created.", "destroy_command"),
         ),
     },
     short_help="List, connect to, create, and remove clusters.",

@@ -1,4 +1,4 @@
-"""Create and destroy a cluster step by step; repeating an interrupted command continues it."""
+"""Plan, create and destroy a cluster step by step; repeating an interrupted command continues it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import ProvisionError, one_line, redact
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.errors import ConfigError, Problem, ProvisionError, one_line, redact
 from ftkit.files import write_file
-from ftkit.provision.plan import plan_provision
-from ftkit.provision.spec import restore_spec
+from ftkit.provision.gcp_slurm import plan_gcp_slurm
+from ftkit.provision.gcp_vm import plan_gcp_vm
+from ftkit.provision.soperator import plan_soperator
+from ftkit.provision.spec import GcpSlurmSpec, GcpVmSpec, SoperatorSpec, restore_spec
 from ftkit.provision.state import clusters_of_account, read_state, write_state
 from ftkit.provision.steps import placed
 
@@ -21,16 +24,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from ftkit.provision.spec import AnySpec, GcpSlurmKind, Kind
     from ftkit.provision.state import ProvisionState
     from ftkit.provision.steps import Command, Provision, Step
 
     Say = Callable[[str], None]
     Answers = dict[Command, str]
 
+_NAME = re.compile(r"[a-z][a-z0-9]{1,19}")
 _LOG = "commands.log"
 _SHOWN_USERS = 5
 _SHOWN_LINES = 12
 """Number of last lines of a failed command's output in its error."""
+
+
+def plan_provision(name: str, kind: Kind, spec: AnySpec) -> Provision:
+    """Return the steps that create a cluster.
+
+    Raises:
+        ConfigError: the name is not valid for all providers.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            [Problem(COMMAND_LINE, "NAME", f"'{name}' can't be a cluster's name.",
+                     "Use 2 to 20 lowercase letters and digits, a letter first.")]
+        )  # fmt: skip
+    match spec:
+        case GcpVmSpec():
+            return plan_gcp_vm(name, spec)
+        case SoperatorSpec():
+            return plan_soperator(name, spec)
+        case GcpSlurmSpec():
+            slurm_kind: GcpSlurmKind = kind  # type: ignore[assignment] # only these kinds have this spec
+            return plan_gcp_slurm(name, slurm_kind, spec)
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:

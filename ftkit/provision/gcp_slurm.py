@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import to_json
-from ftkit.provision.gcloud import ACCOUNT_CHECK, OUT_OF_QUOTA, OUT_OF_STOCK
-from ftkit.provision.steps import FOLDER, Check, Provision, Step
+from ftkit.provision.steps import ACCOUNT_CHECK, FOLDER, OUT_OF_QUOTA, OUT_OF_STOCK, Check, Provision, Step
 
 if TYPE_CHECKING:
     from ftkit.provision.spec import GcpSlurmKind, GcpSlurmSpec

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.provision.gcloud import ACCOUNT_CHECK, OUT_OF_QUOTA, OUT_OF_STOCK
-from ftkit.provision.steps import Check, Provision, Step
+from ftkit.provision.steps import ACCOUNT_CHECK, OUT_OF_QUOTA, OUT_OF_STOCK, Check, Provision, Step
 
 if TYPE_CHECKING:
     from ftkit.provision.spec import GcpVmSpec

@@ -96,3 +96,14 @@ class Provision:
 def placed(command: Command, folder: Path) -> Command:
     """Return a command with the folder of the cluster in its words."""
     return tuple(word.replace(FOLDER, str(folder)) for word in command)
+
+
+ACCOUNT_CHECK = Check(
+    "a Google Cloud account is active",
+    ("gcloud", "auth", "list", "--filter=status:ACTIVE", "--format=value(account)"),
+    "log in with: gcloud auth login",
+    lambda output: None if output.strip() else "none is",
+)
+OUT_OF_STOCK = "ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources"
+OUT_OF_QUOTA = "Quota .* exceeded|QUOTA_EXCEEDED"
+"""Patterns in the output of failed commands, as of all clusters on Google Cloud."""

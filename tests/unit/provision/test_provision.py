@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 
-from ftkit.cli.cluster.create import command
+from ftkit.cli.cluster import create_command
 from ftkit.errors import ConfigError
 from ftkit.provision.blueprint import change_blueprint
+from ftkit.provision.execute import plan_provision
 from ftkit.provision.gcp_slurm import quota_problem
-from ftkit.provision.plan import plan_provision
 from ftkit.provision.spec import Kind, read_spec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -61,7 +61,7 @@ def test_a_dry_run_prints_every_file_and_command_and_runs_nothing(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("sys.executable", "python3")
-    done = CliRunner().invoke(command, ["train1", "--kind", kind, *CASES[kind], "--dry-run"])
+    done = CliRunner().invoke(create_command, ["train1", "--kind", kind, *CASES[kind], "--dry-run"])
     assert done.exit_code == 0, done.output
     printed = done.stdout.replace(str(tmp_path), "STATE")
     golden = GOLDEN / f"cluster-{kind}.sh"
