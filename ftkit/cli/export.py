@@ -142,7 +142,7 @@ def _push(exported: Path, destination: str, terminal: Terminal) -> str:
     """Copy an export; return its address."""
     from ftkit.model_folder import EXPORT_RECORD
     from ftkit.runs.storage.hub import push_to_hub
-    from ftkit.runs.storage.upload import push
+    from ftkit.runs.storage.sync import push
 
     try:
         if destination.startswith(_HUB):

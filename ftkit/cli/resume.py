@@ -143,7 +143,7 @@ def _resume_script(
 
 def _fetch(address: str, terminal: Terminal) -> None:
     """Bring the copy of a run into this workspace."""
-    from ftkit.runs.storage.fetch import fetch_run
+    from ftkit.runs.storage.sync import fetch_run
 
     plan = fetch_run(address, current_workspace(), terminal.say)
     terminal.say(f"{plan.id} is in {plan.layout.root}")

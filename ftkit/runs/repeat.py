@@ -20,8 +20,8 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
-from ftkit.runs.storage.fetch import missing_copy
 from ftkit.runs.storage.store import Store
+from ftkit.runs.storage.sync import missing_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

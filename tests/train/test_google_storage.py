@@ -20,10 +20,8 @@ from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.model_folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import find_damage, read_marker
-from ftkit.runs.storage.fetch import fetch_run
 from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import RunCopy
-from ftkit.runs.storage.upload import push
+from ftkit.runs.storage.sync import RunCopy, fetch_run, push
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,12 +21,9 @@ from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import find_damage, read_marker
 from ftkit.runs.manifest import build_manifest
 from ftkit.runs.repeat import read_original
-from ftkit.runs.storage import patience
 from ftkit.runs.storage import store as store_module
-from ftkit.runs.storage.fetch import fetch_run
 from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import RunCopy, check_destination, read_status
-from ftkit.runs.storage.upload import push
+from ftkit.runs.storage.sync import RunCopy, check_destination, fetch_run, push, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,7 +171,7 @@ def silent_server() -> Iterator[str]:
 def test_an_unresponsive_store_is_reported_and_blocks_neither_a_push_nor_the_end_of_a_run(
     finished_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_SECONDS", 0.6)
+    monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.6)
     run = finished_run.copy_to("hanging-20260102T030405Z-ab12")
     with silent_server() as address, found_by_programs(address, monkeypatch):
         with pytest.raises(PrerequisiteError, match=rf"list s3://{BUCKET}/hung: no answer for 1 s"):
@@ -186,15 +183,15 @@ def test_an_unresponsive_store_is_reported_and_blocks_neither_a_push_nor_the_end
 
 
 def test_a_slow_call_that_makes_progress_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_SECONDS", 0.4)
+    monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.4)
 
-    def work(progress: patience.Progress) -> str:
+    def work(progress: store_module.Progress) -> str:
         for _ in range(6):
             time.sleep(0.1)
             progress.note()
         return "done"
 
-    assert patience.call_patiently(work) == "done"
+    assert store_module.call_patiently(work) == "done"
 
 
 @pytest.mark.usefixtures("client")

@@ -1,4 +1,6 @@
-"""Copy a run while it trains, in a separate process, so that training never waits for the store.
+"""Copy runs to a store while they train, and fetch a copy to continue it on another machine.
+
+The copy runs in a separate process, so that training never waits for the store.
 
 Complete checkpoints, exports, and the small files about the run are copied. A checkpoint's marker is copied last, so a
 copied checkpoint with its marker is complete. Nothing is deleted from the copy.
@@ -8,29 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
+import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ftkit.errors import FtkitError, PrerequisiteError, one_line, redact
-from ftkit.files import file_lock_if_supported, read_json_if_valid, write_json
+from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
+from ftkit.files import atomic_folder, file_lock_if_supported, read_json_if_valid, write_file, write_json
 from ftkit.model_folder import EXPORT_RECORD
-from ftkit.runs.checkpoints import MARKER
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.planning.plan import plan_to_json, read_plan
+from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, read_marker
 from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.upload import upload
 from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
 
 POLL_SECONDS = 10.0
 _MAX_PAUSE_SECONDS = 300.0
+_SMALL_FILES = ("manifest.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -183,3 +189,118 @@ def _reason(problem: FtkitError | OSError) -> str:
     if isinstance(problem, FtkitError):
         return "; ".join(part for part in (problem.what, problem.fix) if part)
     return one_line(problem)
+
+
+def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None]) -> int:
+    """Copy missing files in order; return how many were copied.
+
+    Args:
+        files: by their names in the store. The last one marks the copy as complete.
+        store: the destination.
+        report: called with one line for each file that is copied.
+
+    Raises:
+        PrerequisiteError: the store can't be written to, or has other content than was written.
+        FileNotFoundError: a local file no longer exists.
+    """
+    existing, num_copied = store.sizes(), 0
+    for name, path in files.items():
+        if existing.get(name) == path.stat().st_size and store.holds(name, path):
+            continue
+        report(f"copying {name}")
+        store.put(path, name)
+        if not store.holds(name, path):
+            raise PrerequisiteError(
+                f"{store.address}/{name} differs from what was written",
+                meaning="the copy was damaged in transit, somebody else writes there, or the local file was changed",
+                fix="repeat the command: existing files are not copied again",
+            )
+        num_copied += 1
+    return num_copied
+
+
+def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -> None:
+    """Copy an export to a folder or an object store.
+
+    Args:
+        folder: the export.
+        address: the destination.
+        last: name of the file that makes it an export; it is copied last.
+        report: called with one line for each file that is copied.
+
+    Raises:
+        PrerequisiteError: the address has another export, or as `upload`.
+    """
+    store = Store(address)
+    if last in store.sizes() and not store.holds(last, folder / last):
+        raise PrerequisiteError(
+            f"{address} already has another export",
+            meaning="ftkit replaces and deletes nothing there",
+            fix="give another address, for example with the step in its name",
+        )
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    upload({name: folder / name for name in sorted(names, key=lambda name: name == last)}, store, report)
+
+
+def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None]) -> RunPlan:
+    """Download a run with its newest complete checkpoint into a workspace; return its plan there.
+
+    An existing checkpoint is not downloaded again.
+
+    Raises:
+        NotFoundError: there is no run.
+        PrerequisiteError: it can't be read, or the copy is damaged.
+        PlanError: its plan can't be read.
+    """
+    store = Store(address)
+    names = store.sizes()
+    if "plan.json" not in names:
+        raise missing_copy(address)
+    layout = RunLayout(workspace.runs / store.address.rpartition("/")[2])
+    markers = (re.fullmatch(rf"checkpoints/step-(\d{{1,18}})/{MARKER}", name) for name in names)
+    steps = [int(match[1]) for match in markers if match]
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    newest = max(steps, default=0)
+    local = max((step for step, _ in layout.list_checkpoints()), default=0)
+    if local <= newest:
+        for name in ("plan.json", *(name for name in _SMALL_FILES if name in names)):
+            store.get(name, layout.root / name)
+    if local < newest:
+        report(f"copying the checkpoint of step {newest}")
+        _fetch_checkpoint(store, newest, layout.checkpoint(newest), names)
+    plan = read_plan(layout)
+    plan = replace(plan, workspace=workspace.root, python=_python_here(plan))
+    write_file(layout.plan, plan_to_json(plan).encode())
+    return plan
+
+
+def missing_copy(address: str) -> NotFoundError:
+    """Return the error for an address without a copy of a run."""
+    return NotFoundError(
+        f"there is no copy of a run at {address}",
+        meaning="a copy has a plan.json; it is written by 'ftkit runs sync', under the run's id",
+        fix="give the address with the run's id: s3://bucket/runs/RUN",
+    )
+
+
+def _python_here(plan: RunPlan) -> str:
+    return sys.executable if plan.cluster.runtime == "none" else plan.python
+
+
+def _fetch_checkpoint(store: Store, step: int, folder: Path, names: dict[str, int]) -> None:
+    prefix = f"checkpoints/{folder.name}/"
+    with atomic_folder(folder) as temporary:
+        for name in names:
+            if name.startswith(prefix):
+                store.get(name, temporary / name.removeprefix(prefix))
+        try:
+            marker = read_marker(temporary, step)
+            damaged = find_damage(temporary, marker, marker.files)
+        except DamagedCheckpointError as error:
+            damaged = [str(error)]
+        if damaged:
+            raise PrerequisiteError(
+                f"the copy of the checkpoint of step {step} at {store.address} is damaged: {', '.join(damaged[:3])}",
+                meaning="files there were changed or removed",
+                fix="repeat the command; or copy an older checkpoint manually",
+            )
