@@ -49,8 +49,7 @@ def create_command(
     interruption to continue.
     """
     from ftkit.provision.execute import create, plan_provision
-    from ftkit.provision.spec import KINDS, read_spec
-    from ftkit.provision.state import ProvisionState, begin_or_continue, clusters_folder
+    from ftkit.provision.spec import KINDS, ProvisionState, begin_or_continue, clusters_folder, read_spec
 
     terminal = Terminal()
     known = next(each for each in KINDS if each == kind)
@@ -113,8 +112,7 @@ def status_command(name: str, *, as_json: bool) -> None:
     """Show the completed steps of a cluster, and its current state at the provider."""
     from ftkit import process
     from ftkit.provision.execute import plan_provision
-    from ftkit.provision.spec import restore_spec
-    from ftkit.provision.state import clusters_folder, read_state
+    from ftkit.provision.spec import clusters_folder, read_state, restore_spec
     from ftkit.provision.steps import placed
 
     terminal, folder = Terminal(), clusters_folder() / name
@@ -167,8 +165,7 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
     Everything on the cluster's disks is lost: copy runs and exports elsewhere first.
     """
     from ftkit.provision.execute import destroy, is_there, plan_provision, used_by, users_of
-    from ftkit.provision.spec import restore_spec
-    from ftkit.provision.state import clusters_folder, read_state
+    from ftkit.provision.spec import clusters_folder, read_state, restore_spec
     from ftkit.provision.steps import placed
 
     terminal, folder = Terminal(), clusters_folder() / name

@@ -16,16 +16,22 @@ from ftkit.files import write_file
 from ftkit.provision.gcp_slurm import plan_gcp_slurm
 from ftkit.provision.gcp_vm import plan_gcp_vm
 from ftkit.provision.soperator import plan_soperator
-from ftkit.provision.spec import GcpSlurmSpec, GcpVmSpec, SoperatorSpec, restore_spec
-from ftkit.provision.state import clusters_of_account, read_state, write_state
+from ftkit.provision.spec import (
+    GcpSlurmSpec,
+    GcpVmSpec,
+    SoperatorSpec,
+    clusters_of_account,
+    read_state,
+    restore_spec,
+    write_state,
+)
 from ftkit.provision.steps import placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from ftkit.provision.spec import AnySpec, GcpSlurmKind, Kind
-    from ftkit.provision.state import ProvisionState
+    from ftkit.provision.spec import AnySpec, GcpSlurmKind, Kind, ProvisionState
     from ftkit.provision.steps import Command, Provision, Step
 
     Say = Callable[[str], None]

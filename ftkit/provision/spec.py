@@ -1,7 +1,10 @@
-"""Settings of a cluster to create."""
+"""Settings of a cluster to create, and its state file: the created resources, written before and after each step."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -10,15 +13,16 @@ from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.problems import validate
 from ftkit.config.strict import OneLine, PositiveFloat, PositiveInt, Spec
 from ftkit.config.yaml_files import parse_override, read_yaml
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, NotFoundError, Problem
+from ftkit.files import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 GcpSlurmKind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g"]
 Kind = Literal["a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_FILE = "state.json"
 
 GcpProject = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
 GcpZone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
@@ -188,3 +192,81 @@ def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpe
 def restore_spec(kind: Kind, settings: Mapping[str, object]) -> AnySpec:
     """Return the settings with which a cluster was created."""
     return spec_class(kind).model_validate(settings)
+
+
+@dataclass(frozen=True)
+class ProvisionState:
+    """State of a cluster's creation.
+
+    Attributes:
+        kind: kind of the cluster.
+        settings: the user's settings, with defaults.
+        made: ids of the completed steps.
+        found: ids of steps whose resource existed before; it stays when the cluster is destroyed.
+        begun: id of a started but unfinished step, whose resource may exist in part.
+        is_destroyed: whether all is removed except what other clusters use: this cluster itself uses nothing any more.
+    """
+
+    kind: Kind
+    settings: dict[str, object]
+    made: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+    begun: str | None = None
+    is_destroyed: bool = False
+
+
+def clusters_folder() -> Path:
+    """Return the folder of all clusters that were created from this account."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "ftkit" / "clusters"
+
+
+def clusters_of_account(parent: Path) -> list[str]:
+    """Return the names of all recorded clusters."""
+    return sorted(path.parent.name for path in parent.glob(f"*/{_FILE}"))
+
+
+def read_state(folder: Path) -> ProvisionState:
+    """Read the state of a cluster.
+
+    Raises:
+        NotFoundError: no cluster was created under this name.
+    """
+    state = read_json(folder / _FILE, ProvisionState)
+    if state is None:
+        names = ", ".join(clusters_of_account(folder.parent))
+        raise NotFoundError(
+            f"no cluster '{folder.name}' was created from this account",
+            meaning=f"these were: {names}" if names else f"none is recorded in {folder.parent}",
+            fix="create it with: ftkit cluster create NAME --kind KIND",
+        )
+    return state
+
+
+def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
+    """Return the state of an earlier start of the same creation, or a new state.
+
+    Raises:
+        ConfigError: the cluster was created with other settings.
+    """
+    before = read_json(folder / _FILE, ProvisionState)
+    if before is None:
+        return new
+    changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
+    if before.kind != new.kind:
+        changed = ["kind"]
+    if changed:
+        raise ConfigError(
+            [
+                Problem(
+                    COMMAND_LINE, ", ".join(changed), f"differs from what '{folder.name}' was created with.",
+                    f"Use another name, or first run: ftkit cluster destroy {folder.name}",
+                )
+            ]
+        )  # fmt: skip
+    return before
+
+
+def write_state(folder: Path, state: ProvisionState) -> None:
+    """Write the state."""
+    write_json(folder / _FILE, state)
