@@ -8,6 +8,7 @@ processes, which the kernel stops. A fork takes milliseconds, and has the import
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -174,7 +175,12 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[Any, ...]) 
 
 
 def begin_fork(parent: int) -> None:
-    """Let this process, a fork of `parent`, run templates; it ends with the parent, and leaves Ctrl-C to it."""
+    """Let this process, a fork of `parent`, run templates; it ends with the parent, and leaves Ctrl-C to it.
+
+    Garbage of the parent is never collected here: destructors such as those of torch's process groups would wait for
+    threads that a fork does not have.
+    """
+    gc.freeze()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,23 @@ def test_a_template_without_bounds_at_some_row_is_refused_by_name_and_not_tried_
         encoder.encode([row("Hi"), row(WORD, number=2), row("Hi")])
     with pytest.raises(TemplateLimitError):
         encoder.encode([row("Hi")])
+
+
+def test_a_fork_runs_no_destructor_of_its_parents_garbage(tmp_path: Path) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            (tmp_path / "destroyed").touch()
+
+    gc.disable()
+    try:
+        Cycle()
+        limits.run_in_fork(limits.NamedTemplate("a template", "a template with garbage"), gc.collect)
+        assert not (tmp_path / "destroyed").exists()
+    finally:
+        gc.enable()
 
 
 @dataclass
