@@ -9,13 +9,12 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.signing_options import required_signer, signing_options
+from ftkit.cli.signing_options import signing_key, signing_options
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 @run_argument
 @click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
 @signing_options("the signature is a file next to the bundle.")
-def command(reference: str, *, output: Path | None, signs: bool, key: Path | None, signer: Signer | None) -> None:
+def command(reference: str, *, output: Path | None, signs: bool, key: Path | None) -> None:
     """Bundle a run."""
     from ftkit.runs.bundle import SIGNED_AS, write_bundle
     from ftkit.runs.signing import sign
 
-    signing = required_signer(signs=signs, key=key, signer=signer)
+    private_key = signing_key(signs=signs, key=key)
     terminal, layout = Terminal(), get_run(reference).layout
     path = output or Path(f"{layout.root.name}.tar")
     members = write_bundle(layout, path, _find_lock(layout))
@@ -49,10 +48,9 @@ def command(reference: str, *, output: Path | None, signs: bool, key: Path | Non
     if layout.report.name not in members:
         terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
     terminal.data(f"{short_path(path.absolute())}\n")
-    if signing:
-        program, private_key = signing
-        signature = sign(path, private_key, program, SIGNED_AS)
-        terminal.say(f"signed by {program}: {short_path(signature.absolute())}")
+    if private_key:
+        signature = sign(path, private_key, SIGNED_AS)
+        terminal.say(f"signed: {short_path(signature.absolute())}")
 
 
 def _find_lock(layout: RunLayout) -> Path | None:

@@ -11,7 +11,7 @@ import click
 from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.image_arguments import image_store, registry_of, registry_option
 from ftkit.cli.shell_completion import complete_cluster, complete_image
-from ftkit.cli.signing_options import require_signature_option, required_signer, signing_options
+from ftkit.cli.signing_options import require_signature_option, signing_key, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat
     from ftkit.images.import_image import ImportResult
     from ftkit.images.sources import ImportMethod, ImportRequest
-    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -61,7 +60,6 @@ def command(  # noqa: PLR0913 - its options
     public_key: Path | None,
     signs: bool,
     key: Path | None,
-    signer: Signer | None,
 ) -> None:
     """Import an image into the workspace's images/, named by digest, with a readable link and a manifest.
 
@@ -73,7 +71,7 @@ def command(  # noqa: PLR0913 - its options
     from ftkit.config.request import load_settings
     from ftkit.images.sources import ImportRequest
 
-    terminal, ctx, signing = Terminal(), current_context(), required_signer(signs=signs, key=key, signer=signer)
+    terminal, ctx, private_key = Terminal(), current_context(), signing_key(signs=signs, key=key)
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
     request = ImportRequest(
@@ -81,11 +79,10 @@ def command(  # noqa: PLR0913 - its options
     )
     chosen = image_format or profile.image_format
     imported = run_import(request, chosen, terminal, force=force)
-    if signing:
+    if private_key:
         from ftkit.images.signatures import sign_file
 
-        program, private_key = signing
-        terminal.say(f"signed by {program}: {short_path(sign_file(imported.file, private_key, program))}")
+        terminal.say(f"signed: {short_path(sign_file(imported.file, private_key))}")
     terminal.data(f"{imported.link}\n")
 
 

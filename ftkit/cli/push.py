@@ -10,7 +10,7 @@ import click
 
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
-from ftkit.cli.signing_options import required_signer, signing_options
+from ftkit.cli.signing_options import signing_key, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.images.oci.credentials import Credentials
-    from ftkit.runs.signing import Signer
 
 
 @click.command(
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
 @signing_options("the signature is stored next to the image in the registry.")
-def command(  # noqa: PLR0913 - its options
+def command(
     reference: str,
     *,
     registry: str | None,
@@ -43,7 +42,6 @@ def command(  # noqa: PLR0913 - its options
     password_stdin: bool,
     signs: bool,
     key: Path | None,
-    signer: Signer | None,
 ) -> None:
     """Push NAME:TAG, which 'ftkit build' made, to HOST/PATH/NAME:TAG.
 
@@ -52,7 +50,7 @@ def command(  # noqa: PLR0913 - its options
     from ftkit.config.image_reference import parse_name
     from ftkit.images.oci import credentials
 
-    signing = required_signer(signs=signs, key=key, signer=signer)
+    private_key = signing_key(signs=signs, key=key)
     target = required_registry(registry, reference)
     given = None
     if password_stdin:
@@ -60,7 +58,7 @@ def command(  # noqa: PLR0913 - its options
         given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username requires --password-stdin", click.get_current_context())
-    push_and_report(reference, target, given, Terminal(), signing)
+    push_and_report(reference, target, given, Terminal(), private_key)
 
 
 def push_and_report(
@@ -68,9 +66,9 @@ def push_and_report(
     registry: str,
     given: Credentials | None,
     terminal: Terminal,
-    signing: tuple[Signer, Path] | None = None,
+    private_key: Path | None = None,
 ) -> None:
-    """Push an image, sign it if a program and a private key are given, and print its address with its digest."""
+    """Push an image, sign it if a private key is given, and print its address with its digest."""
     from ftkit.cli.terminal.progress_view import ProgressView
     from ftkit.config.image_reference import parse_name
     from ftkit.images.push import push, sign_pushed
@@ -80,8 +78,7 @@ def push_and_report(
         image = parse_name(reference)
         pushed = push(image, registry, given=given, report=view.report)
     terminal.say(Styled(f"pushed {pushed.reference} in {duration(time.monotonic() - started)}", "bold"))
-    if signing:
-        program, private_key = signing
-        sign_pushed(image, pushed, private_key, program, given)
-        terminal.say(f"signed by {program}")
+    if private_key:
+        sign_pushed(image, pushed, private_key, given)
+        terminal.say(f"signed with {private_key}")
     terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")

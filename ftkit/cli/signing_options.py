@@ -10,30 +10,21 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.runs.signing import Signer
-
-_SIGNERS = ["minisign", "ssh-keygen", "cosign"]
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--sign`, `--key` and `--signer`; `what` completes the help of `--sign`."""
+    """Add `--sign` and `--key`; `what` completes the help of `--sign`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in (
-            click.option(
-                "--signer", type=click.Choice(_SIGNERS), help="Program that signs; default: follows from the key."
-            ),
-            click.option(
-                "--key",
-                metavar="FILE",
-                type=_FILE,
-                help="Private key for --sign; for ssh-keygen, also a public key whose private key the agent holds.",
-            ),
-            click.option("--sign", "signs", is_flag=True, help=f"Sign with minisign, ssh-keygen or cosign: {what}"),
-        ):
-            function = option(function)
-        return function
+        key = click.option(
+            "--key",
+            metavar="FILE",
+            type=_FILE,
+            help="Private SSH key for --sign; or a public key whose private key the agent holds.",
+        )
+        sign = click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}")
+        return sign(key(function))
 
     return decorate
 
@@ -45,21 +36,23 @@ def require_signature_option(what: str) -> Callable[[Callable[..., Any]], Callab
         "public_key",
         metavar="KEY",
         type=_FILE,
-        help=f"Refuse {what} that is not signed by this public key (minisign, SSH, cosign; or allowed signers).",
+        help=f"Refuse {what} that is not signed by this public SSH key, or by one of a file of allowed signers.",
     )
 
 
-def required_signer(*, signs: bool, key: Path | None, signer: Signer | None) -> tuple[Signer, Path] | None:
-    """Return the program and the key to sign with; None if nothing is to be signed.
+def signing_key(*, signs: bool, key: Path | None) -> Path | None:
+    """Return the key to sign with; None if nothing is to be signed.
 
     Raises:
         UsageError: the options contradict each other.
-        PrerequisiteError: the program is not installed, or none accepts the key.
+        PrerequisiteError: it is no SSH key, or ssh-keygen is missing.
     """
-    from ftkit.runs.signing import find_signer
+    from ftkit.runs.signing import require_signing_key
 
     if signs and key is None:
         raise click.UsageError("--sign requires --key FILE, the private key", click.get_current_context())
-    if not signs and (key or signer):
-        raise click.UsageError("--key and --signer require --sign", click.get_current_context())
-    return (find_signer(key, signer), key) if key else None
+    if not signs and key:
+        raise click.UsageError("--key requires --sign", click.get_current_context())
+    if key:
+        require_signing_key(key)
+    return key

@@ -15,7 +15,7 @@ from ftkit.cli.image_arguments import image_store
 from ftkit.cli.shell_completion import complete_image
 from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import gib
+from ftkit.cli.terminal.format import gib, short_path
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import AnyImage
@@ -62,7 +62,8 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
     image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI|DIR")
     file = _file(image)
     with ProgressView(terminal) as view:
-        program = require_beside(file, public_key) if public_key else None
+        if public_key:
+            require_beside(file, public_key)
         result = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
         require_intact(result)
         left = verify_inside(file, result.manifest, view.report) if deep else ""
@@ -75,12 +76,12 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
         "from": manifest.source,
     }
     if as_json:
-        terminal.json({**facts, "size": manifest.size, "signed_with": program})
+        terminal.json({**facts, "size": manifest.size, "signed_by": str(public_key) if public_key else None})
     else:
         terminal.facts(tuple(facts.items()), is_data=True)
     terminal.say(Styled("the file matches its manifest", "green"))
-    if program:
-        terminal.say(Styled(f"the manifest is signed, verified by {program}", "green"))
+    if public_key:
+        terminal.say(Styled(f"the manifest is signed, by {short_path(public_key)}", "green"))
     if left:
         terminal.say(left)
 

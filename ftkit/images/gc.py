@@ -10,7 +10,7 @@ from ftkit.errors import PrerequisiteError
 from ftkit.files import remove
 from ftkit.images import docker_engine
 from ftkit.images.store import manifest_file, read_manifest, sbom_file
-from ftkit.runs.signing import signatures_beside
+from ftkit.runs.signing import signature_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,8 +47,7 @@ def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]
             continue
         manifest = read_manifest(path)
         name = manifest.reference if manifest else path.name
-        signatures = signatures_beside(manifest_file(path)).values()
-        files = (path, manifest_file(path), sbom_file(path), *signatures)
+        files = (path, manifest_file(path), sbom_file(path), signature_file(manifest_file(path)))
         found.append(Removable(name, "no name points to it", path.stat().st_size, files))
     found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
     return found + _dangling_in_docker()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.images.oci.credentials import Credentials
-    from ftkit.runs.signing import Signer
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,13 @@ def push(
     return PushResult(wanted, digest)
 
 
-def sign_pushed(
-    image: NamedImage, pushed: PushResult, key: Path, signer: Signer, given: Credentials | None = None
-) -> Digest:
+def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credentials | None = None) -> Digest:
     """Sign an image that was pushed; return the digest of the signature in the registry.
 
     Raises:
-        PrerequisiteError: the signing program is missing, or refused the key.
+        PrerequisiteError: ssh-keygen is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
     known = given or credentials.find(pushed.reference.host)
     with Registry(pushed.reference, known, ignore_progress) as registry:
-        return sign_in_registry(registry, image, pushed.digest, key, signer)
+        return sign_in_registry(registry, image, pushed.digest, key)

@@ -18,7 +18,7 @@ from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.documents import parse_json
 from ftkit.images.oci.referrers import Blob, attach, attached
 from ftkit.images.store import manifest_file
-from ftkit.runs.signing import SIGNERS, Purpose, SignatureError, Signer, key_kind, sign, verify, verify_beside
+from ftkit.runs.signing import Purpose, SignatureError, sign, verify, verify_beside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIGNED_AS: Final[Purpose] = "ftkit-image"
 _ARTIFACT_TYPE: Final = "application/vnd.ftkit.image-signature.v1"
 _STATEMENT_TYPE: Final = "application/vnd.ftkit.image-statement.v1+json"
-_SIGNATURE_TYPE: Final = "application/vnd.ftkit.signature."
+_SIGNATURE_TYPE: Final = "application/vnd.ftkit.signature.ssh"
 
 
 class Statement(BaseModel):
@@ -52,7 +52,7 @@ class Statement(BaseModel):
         return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
 
 
-def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key: Path, signer: Signer) -> Digest:
+def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key: Path) -> Digest:
     """Sign an image in a registry, and return the digest of the artifact with the signature.
 
     Args:
@@ -60,18 +60,17 @@ def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key:
         image: the name that it was pushed under.
         digest: digest of its manifest or index.
         key: the private key.
-        signer: the program that signs.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused the key.
+        PrerequisiteError: ssh-keygen is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
     statement = Statement(image=image.reference, digest=digest).to_bytes()
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
         path = Path(folder, "statement.json")
         path.write_bytes(statement)
-        signature = sign(path, key, signer, SIGNED_AS).read_bytes()
-    blobs = (Blob(_STATEMENT_TYPE, statement), Blob(f"{_SIGNATURE_TYPE}{signer}", signature))
+        signature = sign(path, key, SIGNED_AS).read_bytes()
+    blobs = (Blob(_STATEMENT_TYPE, statement), Blob(_SIGNATURE_TYPE, signature))
     return attach(registry, digest, _ARTIFACT_TYPE, blobs)
 
 
@@ -86,12 +85,12 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
 
     Raises:
         ImageError: no signature matches; the message has the reason for each.
-        PrerequisiteError: the key can't be read, or its program is missing.
+        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
     """
-    program, refused = key_kind(key), list[str]()
+    refused = list[str]()
     for digest in digests:
         for blobs in attached(registry, digest, _ARTIFACT_TYPE):
-            reason = _reason_to_refuse(blobs, name, digest, key, program)
+            reason = _reason_to_refuse(blobs, name, digest, key)
             if reason is None:
                 return
             refused.append(reason)
@@ -110,19 +109,14 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
     )
 
 
-def _reason_to_refuse(
-    blobs: Sequence[Blob], name: NamedImage | None, digest: Digest, key: Path, program: Signer
-) -> str | None:
+def _reason_to_refuse(blobs: Sequence[Blob], name: NamedImage | None, digest: Digest, key: Path) -> str | None:
     """Return why an artifact's signature is not accepted; None if it is."""
     found = {blob.media_type: blob.content for blob in blobs}
-    signed, content = found.get(_STATEMENT_TYPE, b""), found.get(f"{_SIGNATURE_TYPE}{program}")
-    if content is None:
-        others = [each for each in SIGNERS if f"{_SIGNATURE_TYPE}{each}" in found]
-        return f"made with {', '.join(others) or 'an unknown program'}; the public key is for {program}"
+    signed = found.get(_STATEMENT_TYPE, b"")
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
         path, signature = Path(folder, "statement.json"), Path(folder, "signature")
         path.write_bytes(signed)
-        signature.write_bytes(content)
+        signature.write_bytes(found.get(_SIGNATURE_TYPE, b""))
         try:
             verify(path, signature, key, SIGNED_AS)
             statement = parse_json(Statement, signed, "the statement")
@@ -135,25 +129,25 @@ def _reason_to_refuse(
     return None
 
 
-def sign_file(file: Path, key: Path, signer: Signer) -> Path:
+def sign_file(file: Path, key: Path) -> Path:
     """Sign the manifest of an imported file, which has the file's digest; return the path of the signature.
 
     Raises:
-        PrerequisiteError: the program is missing, or refused the key.
+        PrerequisiteError: ssh-keygen is missing, or refused the key.
     """
-    return sign(manifest_file(file.resolve()), key, signer, SIGNED_AS)
+    return sign(manifest_file(file.resolve()), key, SIGNED_AS)
 
 
-def require_beside(file: Path, key: Path) -> Signer:
-    """Refuse an imported file whose manifest is not signed; return the program that checked the signature.
+def require_beside(file: Path, key: Path) -> None:
+    """Refuse an imported file whose manifest is not signed.
 
     `ftkit.images.verify` checks that the file matches its manifest.
 
     Raises:
         ImageError: there is no signature, or it does not match.
-        PrerequisiteError: the key can't be read, or its program is missing.
+        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
     """
     try:
-        return verify_beside(manifest_file(file.resolve()), key, SIGNED_AS)
+        verify_beside(manifest_file(file.resolve()), key, SIGNED_AS)
     except (NotFoundError, SignatureError) as error:
         raise ImageError(error.what, meaning=error.meaning, fix=error.fix) from error

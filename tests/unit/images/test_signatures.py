@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -16,7 +15,6 @@ from ftkit.config.image_reference import Digest, NamedImage
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images.oci.referrers import INDEX_TYPE, MANIFEST_TYPE
 from ftkit.images.signatures import require_in_registry, sign_in_registry
-from ftkit.runs.signing import find_signer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,17 +73,12 @@ class StandIn:
         return {"oci-subject": "x"} if self.has_referrers else {}
 
 
-@pytest.fixture(scope="module", params=["ssh-keygen", "minisign"])
-def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the keys `ours` and `theirs` of one program."""
-    if shutil.which(request.param) is None:
-        pytest.skip(f"needs {request.param}")
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the SSH keys `ours` and `theirs`."""
     folder = tmp_path_factory.mktemp("keys")
     for name in ("ours", "theirs"):
-        command = {
-            "ssh-keygen": ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
-            "minisign": ["minisign", "-G", "-W", "-s", folder / name, "-p", folder / f"{name}.pub"],
-        }[request.param]
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
         subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -100,10 +93,10 @@ def test_a_signature_is_valid_only_for_its_image_name_and_key(keys: Path, has_re
 
     with pytest.raises(ImageError, match="tiny:1 is not signed"):
         require(TINY, image)
-    sign_in_registry(registry, TINY, image, keys / "theirs", find_signer(keys / "ours"))
+    sign_in_registry(registry, TINY, image, keys / "theirs")
     with pytest.raises(ImageError, match="no signature of tiny:1 matches"):
         require(TINY, image)
-    sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
+    sign_in_registry(registry, TINY, image, keys / "ours")
     require(TINY, image)
     require(TINY, image, key="theirs.pub")
     require(TINY, digest_of(b"an index that leads to it"), image)
@@ -117,7 +110,7 @@ def test_a_signature_is_valid_only_for_its_image_name_and_key(keys: Path, has_re
 def test_a_signature_of_another_image_is_rejected(keys: Path) -> None:
     stand_in = StandIn(has_referrers=False)
     registry, image, other = cast("Registry", stand_in), stand_in.push("a"), stand_in.push("b")
-    sign_in_registry(registry, TINY, image, keys / "ours", find_signer(keys / "ours"))
+    sign_in_registry(registry, TINY, image, keys / "ours")
     tags = [f"manifests/{digest.replace(':', '-')}" for digest in (image, other)]
     stand_in.stored[tags[1]] = stand_in.stored[tags[0]]
     with pytest.raises(ImageError, match="which is another image"):
@@ -129,7 +122,7 @@ def test_a_second_signature_is_listed_next_to_the_first(keys: Path) -> None:
     image = stand_in.push("a")
     tag = f"manifests/{image.replace(':', '-')}"
     for name in ("ours", "theirs", "ours"):
-        sign_in_registry(cast("Registry", stand_in), TINY, image, keys / name, find_signer(keys / name))
+        sign_in_registry(cast("Registry", stand_in), TINY, image, keys / name)
     listed = [each["digest"] for each in json.loads(stand_in.stored[tag])["manifests"]]
     assert len(listed) == len(set(listed)) >= 2
     for name in ("ours.pub", "theirs.pub"):
