@@ -17,7 +17,7 @@ from ftkit.cli.terminal.format import duration
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.access import Credentials
 
 
 @click.command(
@@ -48,14 +48,14 @@ def command(
     Uses the credentials of docker's configuration ('docker login', credential helpers).
     """
     from ftkit.config.image_reference import parse_name
-    from ftkit.images.oci import credentials
+    from ftkit.images.oci.access import from_user
 
     private_key = signing_key(signs=signs, key=key)
     target = required_registry(registry, reference)
     given = None
     if password_stdin:
         host = parse_name(reference).in_registry(target).host
-        given = credentials.from_user(host, username, sys.stdin.read().strip("\r\n"))
+        given = from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
         raise click.UsageError("--username requires --password-stdin", click.get_current_context())
     push_and_report(reference, target, given, Terminal(), private_key)

@@ -111,7 +111,7 @@ def _runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], C
 
 
 def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_Item], Callable[[], int]]:
-    from ftkit.images.gc import find_removable, remove_all
+    from ftkit.images.status import find_removable, remove_all
     from ftkit.launch.prune import find_prunable, prune
 
     workspace = current_workspace()

@@ -13,10 +13,9 @@ from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Pro
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
 from ftkit.images.lock import write_lock_file
-from ftkit.images.oci import credentials
+from ftkit.images.oci.access import find_credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.transfer import retry
-from ftkit.images.progress import ProgressEvent, ignore_progress
+from ftkit.images.progress import ProgressEvent, ignore_progress, retry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +91,7 @@ def current_digest_if_moved(base: SelectedBase) -> Digest | None:
     """Return the current digest of the base's tag in the registry; None if it is unchanged or can't be resolved."""
     tag = replace(base.image, digest=None)
     try:
-        with Registry(tag, credentials.find(tag.host), ignore_progress, waits=()) as registry:
+        with Registry(tag, find_credentials(tag.host), ignore_progress, waits=()) as registry:
             current = registry.resolve()
     except FtkitError:
         return None
@@ -105,7 +104,7 @@ def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: 
         found = docker_engine.inspect(client, name)
         if found and (name == wanted.pinned or not wanted.digest):
             return found
-    known = credentials.find(wanted.host)
+    known = find_credentials(wanted.host)
     stage = f"pulling {wanted}"
 
     def attempt() -> None:
@@ -162,7 +161,7 @@ def _may_write(path: Path) -> bool:
 
 
 def _resolve(reference: str, base: RegistryImage, report: Report) -> Digest:
-    with Registry(base, credentials.find(base.host), report) as registry:
+    with Registry(base, find_credentials(base.host), report) as registry:
         try:
             return registry.resolve()
         except (ImageError, NotFoundError) as error:

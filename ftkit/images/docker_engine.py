@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci.certificates import explain_tls
-from ftkit.images.oci.credentials import access_denied
+from ftkit.images.oci.access import access_denied, explain_tls
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
-from ftkit.images.oci.transfer import TransientError
-from ftkit.images.progress import ProgressEvent, Report
+from ftkit.images.progress import ProgressEvent, Report, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from docker import APIClient
 
     from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.access import Credentials
 
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20

@@ -9,16 +9,15 @@ from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
 from ftkit.errors import ImageError
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import explain_transfer, follow_transfer
-from ftkit.images.oci import credentials
+from ftkit.images.oci.access import find_credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.transfer import retry
-from ftkit.images.progress import Report, ignore_progress
+from ftkit.images.progress import Report, ignore_progress, retry
 from ftkit.images.signatures import sign_in_registry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.access import Credentials
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def push(
         PrerequisiteError: no docker engine responds, or the credential helper fails.
     """
     wanted = image.in_registry(registry)
-    known = given or credentials.find(wanted.host)
+    known = given or find_credentials(wanted.host)
     stage = f"pushing {wanted}"
     with docker_engine.connect() as client:
         import docker  # noqa: PLC0415 - `connect` has checked that it is installed
@@ -84,6 +83,6 @@ def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credent
         PrerequisiteError: ssh-keygen is missing, or refused the key.
         ImageError: the registry refuses the signature.
     """
-    known = given or credentials.find(pushed.reference.host)
+    known = given or find_credentials(pushed.reference.host)
     with Registry(pushed.reference, known, ignore_progress) as registry:
         return sign_in_registry(registry, image, pushed.digest, key)

@@ -16,7 +16,7 @@ from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
 from ftkit.images import labels
 from ftkit.images.build_context import assemble, dockerfile
-from ftkit.images.oci import credentials
+from ftkit.images.oci.access import Credentials, find_credentials
 from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ProgressEvent
 from ftkit.images.sources import DockerSource, select_source
@@ -92,7 +92,7 @@ class SifSource:
             ) from error
         address = self._address()
         output: list[str] = []
-        with _in_environment(credentials.find(self._remote.host) if self._remote else None):
+        with _in_environment(find_credentials(self._remote.host) if self._remote else None):
             try:
                 for line in stream_command([program, "build", str(partial), address], output_type="both"):
                     output.append(line.rstrip())
@@ -112,7 +112,7 @@ class SifSource:
 
 
 @contextmanager
-def _in_environment(known: credentials.Credentials | None) -> Iterator[None]:
+def _in_environment(known: Credentials | None) -> Iterator[None]:
     """Set the program's environment variables for credentials: spython passes this process's environment to it."""
     before = dict(os.environ)
     if known:

@@ -13,7 +13,7 @@ from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import DockerdImage, ImportableImage, NamedImage, RegistryImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.images import docker_engine, enroot, squashfs
-from ftkit.images.oci import credentials
+from ftkit.images.oci.access import find_credentials
 from ftkit.images.oci.documents import RunConfig
 from ftkit.images.oci.flatten import Layer, flatten
 from ftkit.images.oci.registry import Registry
@@ -291,7 +291,7 @@ def _registry_source(request: ImportRequest, report: Report) -> RegistrySource:
             meaning="no docker engine here has it, and neither --registry nor 'registry:' in ftkit.yaml is set",
             fix=f"ftkit build {request.image} here, or ftkit import {request.image} --registry HOST/PATH",
         )
-    registry = Registry(remote, credentials.find(remote.host), report)
+    registry = Registry(remote, find_credentials(remote.host), report)
     source = RegistrySource(remote, registry)
     if request.public_key:
         require_in_registry(registry, None if remote.digest else request.name, source.digests, request.public_key)

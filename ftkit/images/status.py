@@ -1,4 +1,4 @@
-"""The status of images: built, pushed, imported."""
+"""Where images exist - built, pushed, imported - and which ones may be removed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import PrerequisiteError
+from ftkit.files import remove
 from ftkit.images import docker_engine, labels
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.store import ImportManifest
+from ftkit.images.store import ImportManifest, manifest_file, read_manifest, sbom_file
 from ftkit.images.verify import manifest_if_intact
+from ftkit.runs.signing import signature_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ftkit.images.store import ImageStore
 
@@ -72,3 +74,84 @@ def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
 def is_unpinned(image: DockerImage) -> bool:
     """Tell whether an image was built on a base without a digest."""
     return image.labels.get(labels.UNPINNED) == "true"
+
+
+@dataclass(frozen=True)
+class Removable:
+    """Files, or an image of the docker engine, that may be removed.
+
+    Attributes:
+        name: the image, or the name of a leftover file.
+        reason: why it may be removed.
+        size: bytes.
+        paths: the files.
+        docker_id: the image's id in the docker engine; empty for files.
+    """
+
+    name: str
+    reason: str
+    size: int
+    paths: tuple[Path, ...] = ()
+    docker_id: str = ""
+
+
+def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
+    """Return what may be removed: images that no link and no run uses, and what killed imports left."""
+    used = {path.resolve() for path in in_use}
+    pointed = {path.resolve() for path in store.links().values()}
+    found = []
+    for path in sorted([*store.root.glob("sha256-*.sqsh"), *store.root.glob("sha256-*.sif")]):
+        if path.resolve() in used | pointed:
+            continue
+        manifest = read_manifest(path)
+        name = manifest.reference if manifest else path.name
+        files = (path, manifest_file(path), sbom_file(path), signature_file(manifest_file(path)))
+        found.append(Removable(name, "no name points to it", path.stat().st_size, files))
+    found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
+    return found + _dangling_in_docker()
+
+
+def _dangling_in_docker() -> list[Removable]:
+    """Return images that ftkit built, and whose name is now that of a newer build."""
+    try:
+        with docker_engine.connect() as client:
+            docker_engine.remove_abandoned(client)  # otherwise docker refuses to remove their images
+            images = client.images(filters={"label": "ftkit.reference", "dangling": True})
+    except PrerequisiteError:
+        return []
+    found = []
+    for image in images:
+        reference = (image.get("Labels") or {}).get("ftkit.reference", "")
+        found.append(
+            Removable(reference, "an older build, in the docker engine", int(image.get("Size") or 0),
+                      docker_id=str(image["Id"]))
+        )  # fmt: skip
+    return found
+
+
+def remove_all(removables: Iterable[Removable]) -> int:
+    """Remove them, and return the freed bytes; images that are in use are skipped."""
+    freed = 0
+    for removable in removables:
+        for path in removable.paths:
+            remove(path)
+        if not removable.docker_id or _remove_image(removable.docker_id):
+            freed += removable.size
+    return freed
+
+
+def _remove_image(image_id: str) -> bool:
+    import docker  # noqa: PLC0415
+
+    try:
+        with docker_engine.connect() as client:
+            client.remove_image(image_id)
+    except docker.errors.APIError:
+        return False
+    return True
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
+    return path.stat().st_size

@@ -22,7 +22,7 @@ from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources, squashfs
 from ftkit.images.import_image import import_image
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.flatten import Layer, flatten
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import ImageConfig, write_root

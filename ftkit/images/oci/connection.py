@@ -18,10 +18,9 @@ from pydantic import BaseModel
 
 from ftkit.config.image_reference import is_loopback, shortened
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci.certificates import explain_tls, trusting_adapter
-from ftkit.images.oci.credentials import access_denied
+from ftkit.images.oci.access import access_denied, explain_tls, trusting_adapter
 from ftkit.images.oci.documents import parse_json
-from ftkit.images.oci.transfer import DeadlineError, StalledError, TransientError, within
+from ftkit.images.progress import DeadlineError, StalledError, TransientError, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import requests
 
     from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.access import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, plural
 from ftkit.images.oci.connection import Connection
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document
-from ftkit.images.oci.transfer import retry
+from ftkit.images.progress import retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import requests
 
     from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.credentials import Credentials
+    from ftkit.images.oci.access import Credentials
     from ftkit.images.progress import Report
 
 _MEDIA_TYPES: Final = (

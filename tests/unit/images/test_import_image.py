@@ -15,7 +15,7 @@ from ftkit.config.image_reference import Digest, is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import sources
 from ftkit.images.import_image import ImportResult, import_image
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ProgressEvent, ignore_progress

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.runs.signing import PRINCIPAL, SignatureError, require_signing_key, sign, signature_file, verify_beside
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path

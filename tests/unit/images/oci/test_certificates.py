@@ -5,7 +5,7 @@ import pytest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import PrerequisiteError
 from ftkit.images.docker_engine import explain_transfer
-from ftkit.images.oci.certificates import explain_tls
+from ftkit.images.oci.access import explain_tls
 from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import ignore_progress
 

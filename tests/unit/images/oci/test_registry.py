@@ -13,8 +13,9 @@ import pytest
 
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images.oci import connection, transfer
-from ftkit.images.oci.credentials import Credentials
+from ftkit.images import progress
+from ftkit.images.oci import connection
+from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform, RootFilesystem
 from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import ignore_progress
@@ -100,7 +101,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def behavior(monkeypatch: pytest.MonkeyPatch) -> Iterator[Behavior]:
-    monkeypatch.setattr(transfer, "RETRY_SECONDS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(progress, "RETRY_SECONDS", (0.01, 0.01, 0.01))
     return Behavior()
 
 
@@ -200,7 +201,7 @@ def test_a_lost_connection_is_reported_with_the_systems_message() -> None:
         Registry(parse_reference("127.0.0.1:9/x:1"), None, ignore_progress) as made,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(transfer, "RETRY_SECONDS", ())
+        patch.setattr(progress, "RETRY_SECONDS", ())
         with pytest.raises(ImageError) as caught:
             made.manifest()
     assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
