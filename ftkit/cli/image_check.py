@@ -12,8 +12,7 @@ from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
-from ftkit.images import labels as image_labels
-from ftkit.images.packages import python_packages
+from ftkit.images.self_check import python_packages
 from ftkit.images.sources import ImportRequest
 from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
 from ftkit.images.verify import manifest_if_intact
@@ -99,7 +98,7 @@ def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
 
 def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
     """Return the digest that the trainer compares with the lock in its container."""
-    return {"image_lock_sha256": labels[image_labels.LOCK]} if image_labels.LOCK in labels else {}
+    return {"image_lock_sha256": labels[docker_engine.LOCK_LABEL]} if docker_engine.LOCK_LABEL in labels else {}
 
 
 def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
@@ -154,9 +153,9 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
 
 def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal: Terminal) -> None:
     """Warn if the image has another version of ftkit than the one that made the plan."""
-    if image_labels.REFERENCE not in labels or any(code.name == DEV_CODE for code in plan.code):
+    if docker_engine.REFERENCE_LABEL not in labels or any(code.name == DEV_CODE for code in plan.code):
         return  # not built by ftkit, or another ftkit runs in it
-    commit = image_labels.own_commit()
+    commit = docker_engine.own_commit()
     here = commit.id if commit else ""
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
     if inside != (__version__, here):

@@ -71,7 +71,7 @@ def push_and_report(
     """Push an image, sign it if a private key is given, and print its address with its digest."""
     from ftkit.cli.terminal.progress_view import ProgressView
     from ftkit.config.image_reference import parse_name
-    from ftkit.images.push import push, sign_pushed
+    from ftkit.images.transfer import push, sign_pushed
 
     started = time.monotonic()
     with ProgressView(terminal) as view:

@@ -11,11 +11,11 @@ from ftkit.config.image import base_lock_text, read_base_lock
 from ftkit.config.image_reference import RegistryImage, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
 from ftkit.images import docker_engine
-from ftkit.images.docker_engine import explain_transfer, follow_transfer
 from ftkit.images.lock import write_lock_file
 from ftkit.images.oci.access import find_credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ProgressEvent, ignore_progress, retry
+from ftkit.images.progress import ProgressEvent, ignore_progress
+from ftkit.images.transfer import pull
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,19 +104,7 @@ def ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: 
         found = docker_engine.inspect(client, name)
         if found and (name == wanted.pinned or not wanted.digest):
             return found
-    known = find_credentials(wanted.host)
-    stage = f"pulling {wanted}"
-
-    def attempt() -> None:
-        import docker  # noqa: PLC0415
-
-        try:
-            events = client.pull(wanted.repository, tag=wanted.digest or wanted.tag, stream=True, decode=True)
-            follow_transfer(events, stage, report, wanted, known)
-        except docker.errors.APIError as error:
-            raise explain_transfer(str(error.explanation or error), wanted, known) from error
-
-    retry(attempt, report, stage)
+    pull(client, wanted, report)
     found = docker_engine.inspect(client, wanted.pinned)
     if found is None:
         raise ImageError(f"docker pulled {wanted}, but does not have it", fix="check the engine's log")

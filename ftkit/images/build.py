@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name
 from ftkit.errors import ImageError
-from ftkit.images import docker_engine, labels
+from ftkit.images import docker_engine
 from ftkit.images.base import BaseRequest, current_digest_if_moved, digest_of, ensure_base, record, select_base
 from ftkit.images.build_context import assemble
 from ftkit.images.docker_engine import DockerImage
@@ -76,14 +76,14 @@ def build(
         pinned = base.image if base.image.digest else replace(base.image, digest=digest_of(found, base.image))
         key, name = context.digest(f"{found.id} {base.image.digest or ''}"), named.docker_name
         image = docker_engine.inspect(client, name)
-        is_new = no_cache or image is None or image.labels.get(labels.BUILD_KEY) != key
+        is_new = no_cache or image is None or image.labels.get(docker_engine.BUILD_KEY_LABEL) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
-            base_info = labels.BaseInfo(
+            base_info = docker_engine.BaseInfo(
                 str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None
             )
-            image_labels = labels.make_labels(
-                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=labels.own_commit()
+            image_labels = docker_engine.make_labels(
+                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=docker_engine.own_commit()
             )
             image = _run_build(client, context, found.id, image_labels, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None
@@ -118,8 +118,8 @@ def _run_build(
     except docker.errors.APIError as error:
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
-    check_inside(client, image_id, image_labels[labels.REFERENCE])
-    named = NamedImage(image_labels[labels.REFERENCE])
+    check_inside(client, image_id, image_labels[docker_engine.REFERENCE_LABEL])
+    named = NamedImage(image_labels[docker_engine.REFERENCE_LABEL])
     client.tag(image_id, named.docker_repository, named.tag)
     return docker_engine.inspect_required(client, image_id, "build it again")
 

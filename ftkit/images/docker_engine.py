@@ -1,4 +1,4 @@
-"""The docker engine, through its SDK; its errors become ftkit's."""
+"""The docker engine, through its SDK; its errors become ftkit's. The labels of the images that ftkit builds."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import ftkit
+from ftkit.checkout import own_checkout, read_commit
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci.access import access_denied, explain_tls
 from ftkit.images.oci.documents import RunConfig, read_run_config
 from ftkit.images.oci.rootfs import ImageConfig
-from ftkit.images.progress import ProgressEvent, Report, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from docker import APIClient
 
-    from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.access import Credentials
+    from ftkit.checkout import Commit
+    from ftkit.config.image import ImageSpec
+
 
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
@@ -297,74 +298,6 @@ def _epoch(value: object) -> int:
         return 0
 
 
-_FINAL_STATUSES: Final = (
-    "Pull complete",
-    "Download complete",
-    "Pushed",
-    "Layer already exists",
-    "Already exists",
-    "Mounted from",
-)
-_ACCESS_DENIED: Final = (
-    "unauthorized",
-    "authentication required",
-    "no basic auth",
-    "denied",
-    "forbidden",
-    "401",
-    "incorrect username or password",
-)
-_NOT_FOUND: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
-_TRANSIENT: Final = (
-    "connection refused",
-    "connection reset",
-    "timeout",
-    "timed out",
-    "eof",
-    "no such host",
-    "temporary failure",
-    "too many requests",
-    "bad gateway",
-    "service unavailable",
-    "internal server error",
-    "broken pipe",
-    "i/o",
-)
-
-
-def follow_transfer(
-    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
-) -> Digest | None:
-    """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
-
-    Raises:
-        ImageError: the registry denies access.
-        NotFoundError: it has no such image.
-        TransientError: the connection was lost.
-    """
-    digest = ""
-    for event in events:
-        if "error" in event:
-            raise explain_transfer(str(event["error"]), reference, known)
-        status = str(event.get("status", ""))
-        if layer := str(event.get("id", "")):
-            detail = event.get("progressDetail") or {}
-            report(
-                ProgressEvent(
-                    stage,
-                    item=layer,
-                    text=f"{layer} {status}",
-                    done=detail.get("current"),
-                    total=detail.get("total"),
-                    is_over=status.startswith(_FINAL_STATUSES),
-                )
-            )
-        digest = (event.get("aux") or {}).get("Digest", digest)
-        if status.startswith("Digest: "):
-            digest = status.removeprefix("Digest: ")
-    return as_digest(digest)
-
-
 def as_digest(value: object) -> Digest | None:
     """Return a digest that the engine reported; None if the value is not a digest."""
     try:
@@ -373,25 +306,63 @@ def as_digest(value: object) -> Digest | None:
         return None
 
 
-def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
-    """Convert the engine's message about a registry to an error."""
-    lower = message.lower()
-    if "no space left" in lower:
-        return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
-    if "x509:" in lower or "server gave http response" in lower:
-        return explain_tls(reference.host, message)
-    if any(word in lower for word in _ACCESS_DENIED):
-        return access_denied(reference, known, message)
-    if any(word in lower for word in _NOT_FOUND):
-        return NotFoundError(
-            f"image {reference} not found: {message}",
-            meaning="the name, tag or digest is wrong, or the repository is private",
-            fix=f"check its tags; if it is private: docker login {reference.host}",
-        )
-    if any(word in lower for word in _TRANSIENT):
-        return TransientError(
-            f"lost the connection to {reference.host}: {message}",
-            meaning="the registry or the network in between is down, or the host's name is wrong",
-            fix="try again: finished layers are not transferred again",
-        )
-    return ImageError(f"{reference.host}: {message}", fix="see the registry's log")
+BUILD_KEY_LABEL: Final = "ftkit.build-key"
+LOCK_LABEL: Final = "ftkit.lock-sha256"
+REFERENCE_LABEL: Final = "ftkit.reference"
+UNPINNED_LABEL: Final = "ftkit.base-unpinned"
+_ZIP_EPOCH: Final = 315532800
+"""1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class BaseInfo:
+    """The base of an image.
+
+    Attributes:
+        reference: its name in a registry.
+        digest: digest of its manifest; None if the engine knows none.
+        id: its id in the docker engine.
+        is_pinned: whether the build selected it by its digest.
+    """
+
+    reference: str
+    digest: Digest | None
+    id: Digest
+    is_pinned: bool
+
+
+def own_commit() -> Commit | None:
+    """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
+    checkout = own_checkout()
+    return read_commit(checkout) if checkout else None
+
+
+def make_labels(
+    spec: ImageSpec, base: BaseInfo, *, lock_sha256: str, build_key: str, commit: Commit | None
+) -> dict[str, str]:
+    """Return the labels of an image that is about to be built."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    epoch = int(given) if given.isdigit() else commit.time if commit else _ZIP_EPOCH
+    labels = {
+        "org.opencontainers.image.title": spec.reference,
+        "org.opencontainers.image.description": spec.description,
+        "org.opencontainers.image.version": ftkit.__version__,
+        "org.opencontainers.image.created": datetime.fromtimestamp(epoch, UTC).isoformat(),
+        "org.opencontainers.image.base.name": base.reference,
+        REFERENCE_LABEL: spec.reference,
+        BUILD_KEY_LABEL: build_key,
+        "ftkit.version": ftkit.__version__,
+        "ftkit.base-id": base.id,
+        LOCK_LABEL: lock_sha256,
+        "ftkit.families": ",".join(spec.families),
+        "ftkit.default-recipe": spec.default_recipe or "",
+        "ftkit.source-date-epoch": str(epoch),
+    }
+    if base.digest:
+        labels["org.opencontainers.image.base.digest"] = base.digest
+    if not base.is_pinned:
+        labels[UNPINNED_LABEL] = "true"
+    if commit:
+        labels["org.opencontainers.image.revision"] = commit.id
+        labels["ftkit.has-uncommitted-changes"] = str(commit.has_changes).lower()
+    return labels

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError, one_line
 from ftkit.files import read_small, write_file
-from ftkit.images.packages import normalize_name, parse_pins
+from ftkit.images.self_check import normalize_name, parse_pins
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
-from ftkit.images import labels
+from ftkit.images import docker_engine
 from ftkit.images.build_context import assemble, dockerfile
 from ftkit.images.oci.access import Credentials, find_credentials
 from ftkit.images.oci.rootfs import Contents
@@ -154,7 +154,7 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
             f"export {name}={shlex.quote(value)}"
             for name, value in {"PYTHONUNBUFFERED": "1", **spec.environment}.items()
         ],
-        "%labels": [f"{labels.REFERENCE} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
+        "%labels": [f"{docker_engine.REFERENCE_LABEL} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
         "%test": ["python3 -m ftkit.images.self_check"],
     }
     warning = "" if spec.base.digest else " UNPINNED: the base has no digest, so its tag may be another image later."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import PrerequisiteError
 from ftkit.files import remove
-from ftkit.images import docker_engine, labels
+from ftkit.images import docker_engine
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.store import ImportManifest, manifest_file, read_manifest, sbom_file
 from ftkit.images.verify import manifest_if_intact
@@ -73,7 +73,7 @@ def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
 
 def is_unpinned(image: DockerImage) -> bool:
     """Tell whether an image was built on a base without a digest."""
-    return image.labels.get(labels.UNPINNED) == "true"
+    return image.labels.get(docker_engine.UNPINNED_LABEL) == "true"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ case "$*" in
     if [ -e /slow ]; then sleep 60; fi
     if [ -e /broken ]; then echo "collecting"; echo "ERROR: no such package: left-pad"; exit 1; fi ;;
 *"pip install"*) true ;;
-*ftkit.images.packages*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$3" ;;
+*"self_check --sbom"*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$4" ;;
 *self_check*)
     if [ -e /replaced ]; then echo "torch of the base was replaced"; exit 1; fi
     if [ ! -e /silent ]; then echo "ftkit: the image is as its definition says"; fi ;;

@@ -22,7 +22,7 @@ from ftkit.errors import ImageError
 from ftkit.images import self_check
 from ftkit.images.build_context import assemble, make_wheel
 from ftkit.images.lock import inputs_digest, read_lock
-from ftkit.images.packages import make_sbom, parse_pins
+from ftkit.images.self_check import make_sbom, parse_pins
 from ftkit.images.sif import definition_file
 
 CHECKOUT = Path(__file__).parents[3]
@@ -181,7 +181,9 @@ def test_the_bill_of_materials_lists_python_and_debian_packages(tmp_path: Path) 
 
 def test_the_dockerfiles_command_writes_the_bill_of_materials_with_only_the_standard_library(tmp_path: Path) -> None:
     written = tmp_path / "sbom.json"
-    subprocess.run([sys.executable, "-S", "-m", "ftkit.images.packages", str(written)], cwd=CHECKOUT, check=True)
+    subprocess.run(
+        [sys.executable, "-S", "-m", "ftkit.images.self_check", "--sbom", str(written)], cwd=CHECKOUT, check=True
+    )
     assert json.loads(written.read_text())["bomFormat"] == "CycloneDX"
 
 

@@ -9,8 +9,9 @@ import pytest
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.build import BuildFollower
-from ftkit.images.docker_engine import follow_transfer, image_config
+from ftkit.images.docker_engine import image_config
 from ftkit.images.oci.documents import RunConfig
+from ftkit.images.transfer import follow_transfer
 
 if TYPE_CHECKING:
     from ftkit.images.progress import ProgressEvent

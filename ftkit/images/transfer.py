@@ -1,0 +1,196 @@
+"""Push and pull images with the docker engine, and explain why a registry refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
+from ftkit.errors import ImageError, NotFoundError
+from ftkit.images import docker_engine
+from ftkit.images.docker_engine import as_digest
+from ftkit.images.oci.access import access_denied, explain_tls, find_credentials
+from ftkit.images.oci.registry import Registry
+from ftkit.images.progress import ProgressEvent, Report, TransientError, ignore_progress, retry
+from ftkit.images.signatures import sign_in_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from docker import APIClient
+
+    from ftkit.images.oci.access import Credentials
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """An image in a registry."""
+
+    reference: RegistryImage
+    digest: Digest
+
+
+def push(
+    image: NamedImage,
+    registry: str,
+    *,
+    given: Credentials | None = None,
+    report: Report = ignore_progress,
+) -> PushResult:
+    """Push an image to `HOST/PATH/NAME:TAG`.
+
+    Args:
+        image: the image, which the docker engine has.
+        registry: `HOST/PATH`.
+        given: the credentials; docker's configuration if None.
+        report: called with the progress.
+
+    Raises:
+        NotFoundError: the image was not built here.
+        ImageError: the registry refused the credentials, or could not be reached after several attempts.
+        PrerequisiteError: no docker engine responds, or the credential helper fails.
+    """
+    wanted = image.in_registry(registry)
+    known = given or find_credentials(wanted.host)
+    with docker_engine.connect() as client:
+        built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
+        client.tag(built.id, wanted.repository, wanted.tag, force=True)
+        start = partial(
+            client.push, wanted.repository, tag=wanted.tag, auth_config=known.for_docker() if known else None
+        )
+        digest = _transfer(start, f"pushing {wanted}", report, wanted, known)
+    if not digest:
+        raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
+    return PushResult(wanted, digest)
+
+
+def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
+    """Pull an image from its registry into the docker engine.
+
+    Raises:
+        ImageError: the registry refused the credentials, or could not be reached after several attempts.
+        NotFoundError: it has no such image.
+    """
+    start = partial(client.pull, wanted.repository, tag=wanted.digest or wanted.tag)
+    _transfer(start, f"pulling {wanted}", report, wanted, find_credentials(wanted.host))
+
+
+def _transfer(
+    start: Callable[..., Any], stage: str, report: Report, wanted: RegistryImage, known: Credentials | None
+) -> Digest | None:
+    """Push or pull with retries, and return the digest of the manifest; None if the engine sent none."""
+    import docker  # noqa: PLC0415 - an extra, and slow to import
+
+    def attempt() -> Digest | None:
+        try:
+            return follow_transfer(start(stream=True, decode=True), stage, report, wanted, known)
+        except docker.errors.APIError as error:
+            raise explain_transfer(str(error.explanation or error), wanted, known) from error
+
+    return retry(attempt, report, stage)
+
+
+def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credentials | None = None) -> Digest:
+    """Sign an image that was pushed; return the digest of the signature in the registry.
+
+    Raises:
+        PrerequisiteError: ssh-keygen is missing, or refused the key.
+        ImageError: the registry refuses the signature.
+    """
+    known = given or find_credentials(pushed.reference.host)
+    with Registry(pushed.reference, known, ignore_progress) as registry:
+        return sign_in_registry(registry, image, pushed.digest, key)
+
+
+_FINAL_STATUSES: Final = (
+    "Pull complete",
+    "Download complete",
+    "Pushed",
+    "Layer already exists",
+    "Already exists",
+    "Mounted from",
+)
+_ACCESS_DENIED: Final = (
+    "unauthorized",
+    "authentication required",
+    "no basic auth",
+    "denied",
+    "forbidden",
+    "401",
+    "incorrect username or password",
+)
+_NOT_FOUND: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
+_TRANSIENT: Final = (
+    "connection refused",
+    "connection reset",
+    "timeout",
+    "timed out",
+    "eof",
+    "no such host",
+    "temporary failure",
+    "too many requests",
+    "bad gateway",
+    "service unavailable",
+    "internal server error",
+    "broken pipe",
+    "i/o",
+)
+
+
+def follow_transfer(
+    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
+) -> Digest | None:
+    """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
+
+    Raises:
+        ImageError: the registry denies access.
+        NotFoundError: it has no such image.
+        TransientError: the connection was lost.
+    """
+    digest = ""
+    for event in events:
+        if "error" in event:
+            raise explain_transfer(str(event["error"]), reference, known)
+        status = str(event.get("status", ""))
+        if layer := str(event.get("id", "")):
+            detail = event.get("progressDetail") or {}
+            report(
+                ProgressEvent(
+                    stage,
+                    item=layer,
+                    text=f"{layer} {status}",
+                    done=detail.get("current"),
+                    total=detail.get("total"),
+                    is_over=status.startswith(_FINAL_STATUSES),
+                )
+            )
+        digest = (event.get("aux") or {}).get("Digest", digest)
+        if status.startswith("Digest: "):
+            digest = status.removeprefix("Digest: ")
+    return as_digest(digest)
+
+
+def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:
+    """Convert the engine's message about a registry to an error."""
+    lower = message.lower()
+    if "no space left" in lower:
+        return ImageError(f"the docker engine's disk is full: {message}", fix="free space: docker system df")
+    if "x509:" in lower or "server gave http response" in lower:
+        return explain_tls(reference.host, message)
+    if any(word in lower for word in _ACCESS_DENIED):
+        return access_denied(reference, known, message)
+    if any(word in lower for word in _NOT_FOUND):
+        return NotFoundError(
+            f"image {reference} not found: {message}",
+            meaning="the name, tag or digest is wrong, or the repository is private",
+            fix=f"check its tags; if it is private: docker login {reference.host}",
+        )
+    if any(word in lower for word in _TRANSIENT):
+        return TransientError(
+            f"lost the connection to {reference.host}: {message}",
+            meaning="the registry or the network in between is down, or the host's name is wrong",
+            fix="try again: finished layers are not transferred again",
+        )
+    return ImageError(f"{reference.host}: {message}", fix="see the registry's log")
