@@ -12,9 +12,9 @@ from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
+from ftkit.images.import_image import ImportRequest
 from ftkit.images.self_check import python_packages
-from ftkit.images.sources import ImportRequest
-from ftkit.images.store import MANIFEST_VERSION, manifest_file, sbom_file
+from ftkit.images.store import manifest_file, sbom_file
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import RunPlan
@@ -114,11 +114,6 @@ def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]
     manifest = manifest_if_intact(final)
     if manifest:
         _warn_about_other_version(manifest.labels, plan, terminal)
-        if manifest.version < MANIFEST_VERSION:
-            terminal.warn(
-                f"{file} was imported by an older ftkit, which did not verify all of it; "
-                f"import it again: ftkit import {plan.image}"
-            )
         _require_sinks(plan, final)
         return {"image_id": manifest.image_id, "image_sha256": manifest.sha256} | _lock_digest(manifest.labels)
     if manifest_file(final).exists():

@@ -17,8 +17,7 @@ from ftkit.cli.terminal.format import duration, gib, short_path
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat
-    from ftkit.images.import_image import ImportResult
-    from ftkit.images.sources import ImportMethod, ImportRequest
+    from ftkit.images.import_image import ImportMethod, ImportRequest, ImportResult
 
 
 @click.command(
@@ -69,7 +68,7 @@ def command(  # noqa: PLR0913 - its options
     from ftkit.config.image_reference import parse_importable
     from ftkit.config.load import load_cluster
     from ftkit.config.request import load_settings
-    from ftkit.images.sources import ImportRequest
+    from ftkit.images.import_image import ImportRequest
 
     terminal, ctx, private_key = Terminal(), current_context(), signing_key(signs=signs, key=key)
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
@@ -91,9 +90,8 @@ def run_import(
 ) -> ImportResult:
     """Import an image and report the result."""
     from ftkit.cli.terminal.progress_view import ProgressView
-    from ftkit.images.import_image import import_image
+    from ftkit.images.import_image import import_image, select_source
     from ftkit.images.sif import SifSource
-    from ftkit.images.sources import select_source
 
     started, store, name = time.monotonic(), image_store(), request.name.reference
     with ProgressView(terminal) as view:

@@ -16,13 +16,18 @@ from ftkit import process
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
+from ftkit.images.oci.rootfs import SBOM_PATH, Contents
+from ftkit.images.progress import ProgressEvent
+from ftkit.images.squashfs import MadeFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.image_reference import RegistryImage
+    from ftkit.config.image_reference import ImageFormat, RegistryImage
+    from ftkit.images.import_image import DockerSource, RegistrySource
+    from ftkit.images.progress import Report
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
@@ -153,6 +158,31 @@ def compute_node(cluster: ClusterProfile) -> ComputeNode:
     options += [f"--{key}={value}" for key, value in named.items() if value]
     options += ["--exclusive"] if cluster.exclusive else []
     return ComputeNode(tuple(options), cluster.node_local_dir)
+
+
+class EnrootSource:
+    """An image that enroot imports, and that `known` identifies."""
+
+    format: ImageFormat = "sqsh"
+
+    def __init__(self, known: DockerSource | RegistrySource, node: ComputeNode | None = None) -> None:
+        self._address = known.enroot_address()
+        self._node = node
+        self.image_id = known.image_id
+        self.registry_digest = known.registry_digest
+        self.is_vouched_for = known.is_vouched_for
+        self.config = known.config
+
+    @property
+    def origin(self) -> str:
+        """Where the image comes from."""
+        return f"enroot, {self._address.uri}"
+
+    def make_file(self, partial: Path, report: Report) -> MadeFile:
+        """Write the file with enroot."""
+        report(ProgressEvent(f"enroot imports {self._address.uri}"))
+        import_to(partial, self._address, self._node)
+        return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:

@@ -16,10 +16,10 @@ from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError, Problem
 from ftkit.images import docker_engine
 from ftkit.images.build_context import assemble, dockerfile
+from ftkit.images.import_image import DockerSource, select_source
 from ftkit.images.oci.access import Credentials, find_credentials
 from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ProgressEvent
-from ftkit.images.sources import DockerSource, select_source
 from ftkit.images.squashfs import MadeFile, explain_failure
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.image_reference import ImageFormat
     from ftkit.config.load import ImageDefinition
+    from ftkit.images.import_image import ImportRequest
     from ftkit.images.progress import Report
-    from ftkit.images.sources import ImportRequest
 
 _PROGRAMS = ("apptainer", "singularity")
 _MAGIC = b"SIF_MAGIC"

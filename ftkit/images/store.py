@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,11 +19,8 @@ from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_vali
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MANIFEST_VERSION = 2
-"""Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open.
-
-ftkit did not compare an image's layers with its configuration when it wrote version 1.
-"""
+_MANIFEST_VERSION = 2
+"""Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open."""
 
 _PARTIAL = ".partial-"
 
@@ -51,7 +48,7 @@ class ImportManifest:
         imported: when it was imported, in seconds since 1970.
         ftkit_version: version of the ftkit that imported it.
         left_out: devices and pipes, which were left out because only root can unpack them.
-        version: `MANIFEST_VERSION` when it was imported.
+        version: version of ftkit's conversion.
     """
 
     reference: str
@@ -72,7 +69,7 @@ class ImportManifest:
     imported: float
     ftkit_version: str
     left_out: tuple[str, ...] = ()
-    version: int = field(default=MANIFEST_VERSION)
+    version: int = _MANIFEST_VERSION
 
 
 @dataclass(frozen=True)
@@ -83,11 +80,7 @@ class ImageStore:
 
     def file(self, image_id: Digest, image_format: ImageFormat) -> Path:
         """Return the file of an image, named by the digest that determines its content."""
-        return self.root / f"{image_id.file_name}.v{MANIFEST_VERSION}.{image_format}"
-
-    def older_file(self, image_id: Digest, image_format: ImageFormat) -> Path:
-        """Return the file of an image as version 1 named it."""
-        return self.root / f"{image_id.file_name}.{image_format}"
+        return self.root / f"{image_id.file_name}.v{_MANIFEST_VERSION}.{image_format}"
 
     def link(self, reference: str, image_format: ImageFormat) -> Path:
         """Return the link to the file, named by `NAME:TAG`."""
@@ -189,6 +182,6 @@ def sbom_file(image: Path) -> Path:
 
 
 def read_manifest(image: Path) -> ImportManifest | None:
-    """Read the manifest of an image file; None if there is none or it can't be read."""
+    """Read the manifest of an image file; None if there is none, it can't be read, or it has another version."""
     manifest = read_json_if_valid(manifest_file(image), ImportManifest)
-    return manifest if manifest and 1 <= manifest.version <= MANIFEST_VERSION else None
+    return manifest if manifest and manifest.version == _MANIFEST_VERSION else None

@@ -62,8 +62,8 @@ def required_manifest(file: Path, name: str) -> ImportManifest:
     manifest = read_manifest(file.resolve())
     if manifest is None:
         raise ImageError(
-            f"can't verify {file}: {manifest_file(file.resolve()).name} is missing or damaged",
-            meaning="the file was not made by 'ftkit import', or its manifest was removed",
+            f"can't verify {file}: {manifest_file(file.resolve()).name} is missing, damaged, or of another version",
+            meaning="the file was not made by this version's 'ftkit import', or its manifest was removed",
             fix=f"import the image again: ftkit import {name} --force",
         )
     return manifest

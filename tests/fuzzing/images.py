@@ -20,14 +20,14 @@ import pytest
 
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images import sources, squashfs
-from ftkit.images.import_image import import_image
+from ftkit.images import import_image as importing
+from ftkit.images import squashfs
+from ftkit.images.import_image import RegistrySource, import_image
 from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.flatten import Layer, flatten
 from ftkit.images.oci.registry import Registry
 from ftkit.images.oci.rootfs import ImageConfig, write_root
 from ftkit.images.progress import ignore_progress
-from ftkit.images.sources import RegistrySource
 from ftkit.images.squashfs import MadeFile
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import manifest_if_intact
@@ -58,7 +58,7 @@ def _no_packer() -> Iterator[None]:
         return MadeFile(contents, "a test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "build_squashfs", pack)
+        patch.setattr(importing, "build_squashfs", pack)
         patch.setattr("platform.machine", lambda: "x86_64")
         yield
 

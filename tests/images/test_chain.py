@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.images import docker_engine
-from ftkit.images.import_image import import_image
-from ftkit.images.sources import DockerSource
+from ftkit.images.import_image import DockerSource, import_image
 from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:

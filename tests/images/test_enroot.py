@@ -18,10 +18,10 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
-from ftkit.images.import_image import import_image
+from ftkit.images.enroot import EnrootSource
+from ftkit.images.import_image import RegistrySource, import_image
 from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import ignore_progress
-from ftkit.images.sources import EnrootSource, RegistrySource
 from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:

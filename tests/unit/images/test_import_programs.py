@@ -20,13 +20,14 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import Digest, parse_importable, parse_reference
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
-from ftkit.images import enroot, sif, sources, squashfs
+from ftkit.images import enroot, sif, squashfs
+from ftkit.images import import_image as importing
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.import_image import import_image
+from ftkit.images.enroot import EnrootSource
+from ftkit.images.import_image import DockerSource, ImportRequest, import_image, select_source
 from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import ignore_progress
 from ftkit.images.sif import SifSource
-from ftkit.images.sources import DockerSource, EnrootSource, ImportRequest, select_source
 from ftkit.images.store import ImageStore, read_manifest
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OURS", "a" * 64)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "77")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.defpath}")
-    monkeypatch.setattr(sources, "_registry_source", lambda *_: Known())
+    monkeypatch.setattr(importing, "_registry_source", lambda *_: Known())
     return folder
 
 

@@ -14,12 +14,12 @@ import pytest
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import progress
+from ftkit.images.import_image import RegistrySource
 from ftkit.images.oci import connection
 from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform, RootFilesystem
 from ftkit.images.oci.registry import Registry
 from ftkit.images.progress import ignore_progress
-from ftkit.images.sources import RegistrySource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
