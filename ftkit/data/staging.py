@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.paths import is_path
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
-from ftkit.hub.cache import find_folder
+from ftkit.hub.client import find_folder
 from ftkit.model_folder import SMALL_FILES, UNREADABLE, weight_files
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import SavedFile

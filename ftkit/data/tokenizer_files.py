@@ -15,7 +15,7 @@ from ftkit.data.chat_templates import (
 from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import DataError, one_line
 from ftkit.files import MAX_JSON_BYTES, load_json, read_small
-from ftkit.hub.cache import TOKENIZER_FILE
+from ftkit.hub.client import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import MAX_JSON_BYTES, load_json, read_small
-from ftkit.hub.cache import TOKENIZER_FILE
+from ftkit.hub.client import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

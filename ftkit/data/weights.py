@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ftkit import process
 from ftkit.errors import NotFoundError, one_line
 from ftkit.hub.access import check_weights, download_weights
-from ftkit.hub.cache import is_fetched
+from ftkit.hub.client import is_fetched
 from ftkit.planning.layout import RunLayout, Workspace
 
 if TYPE_CHECKING:

@@ -14,8 +14,17 @@ from ftkit.config.paths import is_path
 from ftkit.config.sources import HubSource
 from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
-from ftkit.hub.cache import MODEL_CACHE, cache_folder, find_folder, offline_variable
-from ftkit.hub.client import Repository, ask, download_file, read_token, repository_of
+from ftkit.hub.client import (
+    MODEL_CACHE,
+    Repository,
+    ask,
+    cache_folder,
+    download_file,
+    find_folder,
+    offline_variable,
+    read_token,
+    repository_of,
+)
 from ftkit.model_folder import (
     CONFIG_FILE,
     SMALL_FILES,

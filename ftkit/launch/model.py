@@ -21,7 +21,7 @@ from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.families import FAMILIES, family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub.cache import TOKENIZER_FILE, find_folder
+from ftkit.hub.client import TOKENIZER_FILE, find_folder
 from ftkit.model_folder import check_folder, holds_adapters, read_model_config
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model

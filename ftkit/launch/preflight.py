@@ -30,7 +30,7 @@ from ftkit.errors import (
     plural,
 )
 from ftkit.hub.access import check_data, check_weights
-from ftkit.hub.cache import TOKENIZER_FILE, find_tokenizer
+from ftkit.hub.client import TOKENIZER_FILE, find_tokenizer
 from ftkit.launch.first_rows import read_available, with_formats
 from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.model_folder import CONFIG_FILE, read_end_tokens

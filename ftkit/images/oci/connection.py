@@ -81,9 +81,7 @@ class Connection:
         self._session.close()
 
     @contextmanager
-    def open(
-        self, path: str, headers: dict[str, str] | None = None, *, has_digest: bool = False
-    ) -> Iterator[requests.Response]:
+    def open(self, path: str, headers: dict[str, str], *, has_digest: bool = False) -> Iterator[requests.Response]:
         """Get a document or blob of the repository.
 
         Args:
@@ -97,10 +95,10 @@ class Connection:
             ImageError: access is denied, or the response violates the protocol.
         """
         url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
-        response = self._within_chunk_time(lambda: self._get_authorized(url, headers or {}, has_digest=has_digest))
+        response = self._exchange(lambda: self._get(url, headers, has_digest=has_digest))
         with ExitStack() as stack:
             stack.callback(response.close)
-            self._explain(response)
+            self._explain(response, _READ_STATUSES)
             try:
                 yield response
             except StalledError:
@@ -120,33 +118,21 @@ class Connection:
             TransientError: the registry can't be reached, or is busy.
             ImageError: access is denied, or the response violates the protocol.
         """
-        url = urljoin(f"{self._root.geturl()}/v2/{self._reference.path}/", address)
-        if not self._is_registry_url(url):
-            url = self._redirect_target(url, url, has_digest=False)
+        repository = f"{self._root.geturl()}/v2/{self._reference.path}/"
+        url = self._redirect_target(repository, address, has_digest=False)
         headers = {"Content-Type": media_type}
-
-        def request() -> requests.Response:
-            authorization = self._authorization if self._is_registry_url(url) else ""
-            return self._request(method, url, headers, authorization, data=content)
-
-        response = self._within_chunk_time(request)
-        if response.status_code == _UNAUTHORIZED and self._is_registry_url(url):
-            challenge = response.headers.get("WWW-Authenticate", "")
-            response.close()
-            self._log_in(challenge)
-            response = self._within_chunk_time(request)
-        with response:
+        with self._exchange(lambda: self._request(method, url, headers, data=content)) as response:
             self._explain(response, _WRITE_STATUSES)
             return {name.lower(): value for name, value in response.headers.items()}
 
-    def _get_authorized(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
-        """Get an address; log in if the registry requires it."""
-        response = self._get(url, headers, has_digest=has_digest)
+    def _exchange(self, request: Callable[[], requests.Response]) -> requests.Response:
+        """Return the response to a request; if the registry requires it, log in and repeat the request."""
+        response = self._within_chunk_time(request)
         if response.status_code == _UNAUTHORIZED and self._is_registry_url(response.url):
             challenge = response.headers.get("WWW-Authenticate", "")
             response.close()
             self._log_in(challenge)
-            response = self._get(url, headers, has_digest=has_digest)
+            response = self._within_chunk_time(request)
         return response
 
     def chunks(self, response: requests.Response) -> Iterator[bytes]:
@@ -164,11 +150,6 @@ class Connection:
             raise self.connection_lost(_last_reason(error)) from error
 
     def _within_chunk_time(self, fetch: Callable[[], ResultT]) -> ResultT:
-        """Return what `fetch` returns.
-
-        Raises:
-            StalledError: it takes longer than `CHUNK_SECONDS`.
-        """
         try:
             return within(CHUNK_SECONDS, fetch)
         except DeadlineError as error:
@@ -188,11 +169,6 @@ class Connection:
         return self._in_time(self._reference.host, fetch)
 
     def _in_time(self, host: str, fetch: Callable[[], ResultT]) -> ResultT:
-        """Return what `fetch` returns.
-
-        Raises:
-            ImageError: it takes longer than `DOCUMENT_SECONDS`.
-        """
         try:
             return within(DOCUMENT_SECONDS, fetch)
         except DeadlineError as error:
@@ -203,11 +179,6 @@ class Connection:
             ) from error
 
     def _read_all(self, response: requests.Response, limit: int) -> bytes:
-        """Return all bytes of a small response.
-
-        Raises:
-            ImageError: there are more than `limit` bytes.
-        """
         data = b""
         for chunk in self.chunks(response):
             data += chunk
@@ -234,7 +205,7 @@ class Connection:
     def _get(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
         """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
-            response = self._request("GET", url, headers, self._authorization if self._is_registry_url(url) else "")
+            response = self._request("GET", url, headers)
             if response.status_code not in _REDIRECTS:
                 return response
             response.close()
@@ -246,18 +217,11 @@ class Connection:
         return _origin(urlsplit(url)) == _origin(self._root)
 
     def _redirect_target(self, url: str, location: str, *, has_digest: bool) -> str:
-        """Return the target of a redirect.
-
-        Raises:
-            ImageError: it is not an address, or not allowed.
-        """
-        try:
-            target = urlsplit(urljoin(url, location))
-            host, _ = target.hostname, target.port
-        except ValueError:
-            host = None
-        if not location or not host or target.scheme not in ("http", "https") or target.username is not None:
+        """Return the target of a redirect, unless it is not an address, is this machine, or has no TLS."""
+        target = _parse_address(location, url) if location else None
+        if target is None:
             raise self.protocol_error(f"redirects to {shortened(location)}, which is not an address")
+        host = str(target.hostname)
         if is_loopback(host) and not self._reference.is_loopback:
             raise self.protocol_error(f"redirects to {shortened(host)}, which is this machine")
         if target.scheme == "http" and self._root.scheme == "https" and not has_digest:
@@ -267,8 +231,11 @@ class Connection:
         return target.geturl()
 
     def _request(
-        self, method: str, url: str, headers: dict[str, str], authorization: str, **options: Any
+        self, method: str, url: str, headers: dict[str, str], authorization: str | None = None, **options: Any
     ) -> requests.Response:
+        """Send one request, to the registry itself with its authorization; convert the errors of requests."""
+        if authorization is None:
+            authorization = self._authorization if self._is_registry_url(url) else ""
         direct = {"http": None, "all": None} if url.startswith("http:") and is_loopback(urlsplit(url).netloc) else None
         log.debug("%s %s", method, url.partition("?")[0])  # a redirect's query may be a signature
         try:
@@ -286,7 +253,7 @@ class Connection:
             what = f"can't read the trusted certificates: {one_line(error)}"
             raise PrerequisiteError(what, fix="correct REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE") from error
 
-    def _explain(self, response: requests.Response, accepted: Sequence[int] = _READ_STATUSES) -> None:
+    def _explain(self, response: requests.Response, accepted: Sequence[int]) -> None:
         code, host = response.status_code, self._reference.host
         status = f"{code} {responses.get(code, '')}".rstrip()
         if code in (_UNAUTHORIZED, _FORBIDDEN):
@@ -341,20 +308,12 @@ class Connection:
             return self._read_all(response, _MAX_TOKEN_BYTES)
 
     def _token_service(self, realm: str) -> str:
-        """Return the address of the token service.
-
-        Raises:
-            ImageError: it is not an address, or the password would be sent there without TLS.
-        """
-        try:
-            target = urlsplit(realm)
-            host, _ = target.hostname, target.port
-        except ValueError:
-            host = None
-        if not host or target.scheme not in ("http", "https") or target.username is not None:
+        """Return the address of the token service, unless the password would be sent there without TLS."""
+        target = _parse_address(realm)
+        if target is None:
             raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
-        is_local = is_loopback(host) and self._reference.is_loopback
-        if target.scheme == "http" and not is_local:
+        host = str(target.hostname)
+        if target.scheme == "http" and not (is_loopback(host) and self._reference.is_loopback):
             raise self.protocol_error(
                 f"requires sending the login to {shortened(host)} without TLS, where anyone could read it"
             )
@@ -371,6 +330,17 @@ class _Header:
         if self._value:
             request.headers["Authorization"] = self._value
         return request
+
+
+def _parse_address(text: str, base: str = "") -> SplitResult | None:
+    """Parse an HTTP address, absolute or relative to another; return None if it is none, or has a user name."""
+    try:
+        address = urlsplit(urljoin(base, text))
+        host, _ = address.hostname, address.port
+    except ValueError:
+        return None
+    is_http = address.scheme in ("http", "https") and address.username is None
+    return address if host and is_http else None
 
 
 def _origin(address: SplitResult) -> tuple[str, str | None, int]:
