@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +17,8 @@ from ftkit.model_folder import CONFIG_FILE, missing_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from huggingface_hub.errors import HfHubHTTPError
 
     from ftkit.config.model import ModelSpec
 
@@ -97,6 +98,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_SECONDS = 10
+_FORBIDDEN = 403
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
         NotFoundError: there is no such repository or revision.
         PrerequisiteError: it is gated, or access is denied.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
     token, endpoint = read_token(environment), endpoint_of(environment)
     missing: list[str] = []
@@ -141,15 +143,14 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
         try:
             found = get_hf_file_metadata(url, token=token or False, timeout=TIMEOUT_SECONDS)
             commit = commit or found.commit_hash
-        except Exception as error:  # noqa: BLE001 - errors of the client, and of its HTTP library
-            refused = _read_refusal(error)
-            if refused is None:
-                reason = one_line(error)
-                warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will check it"
-                return Answer(warning, missing)
-            if refused.code != "EntryNotFound":
-                return Answer(_explain(wanted, refused, has_token=token is not None), missing)
+        except errors.EntryNotFoundError:
             missing.append(file)
+        except errors.HfHubHTTPError as error:
+            return Answer(_explain(wanted, error, has_token=token is not None), missing)
+        except Exception as error:  # noqa: BLE001 - of the client's HTTP library
+            reason = one_line(error)
+            warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will check it"
+            return Answer(warning, missing)
     return Answer(None, missing, commit)
 
 
@@ -197,48 +198,29 @@ def endpoint_of(environment: Mapping[str, str]) -> str:
     return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """The hub's refusal: its error code, or the HTTP status."""
-
-    status: int
-    code: str
-
-
-def _read_refusal(error: Exception) -> _Refusal | None:
-    """Return the hub's refusal; None for other errors."""
+def _explain(wanted: Repository, refused: HfHubHTTPError, *, has_token: bool) -> str:
+    """Raise the error for the hub's answer; return a warning if the answer is not about the repository."""
     from huggingface_hub import errors  # noqa: PLC0415
 
-    codes: dict[str, type[Exception]] = {
-        "GatedRepo": errors.GatedRepoError, "RepoNotFound": errors.RepositoryNotFoundError,
-        "RevisionNotFound": errors.RevisionNotFoundError, "EntryNotFound": errors.EntryNotFoundError,
-    }  # fmt: skip
-    if not isinstance(error, errors.HfHubHTTPError):
-        return None
-    code = next((name for name, kind in codes.items() if isinstance(error, kind)), "")
-    response = getattr(error, "response", None)
-    return _Refusal(0 if response is None else int(response.status_code), code)
-
-
-def _explain(wanted: Repository, refused: _Refusal, *, has_token: bool) -> str:
-    """Raise the error for the hub's answer; return a warning if the answer is not about the repository."""
-    if refused.code == "RevisionNotFound":
+    response = getattr(refused, "response", None)
+    status = 0 if response is None else int(response.status_code)
+    if isinstance(refused, errors.RevisionNotFoundError):
         raise NotFoundError(
             f"{wanted.key.rpartition('.')[0]}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",
             fix=f"give a branch, a tag or a commit that the {wanted.kind}'s page lists",
         )
-    if refused.code == "GatedRepo" or refused.status == HTTPStatus.FORBIDDEN:
+    if isinstance(refused, errors.GatedRepoError) or status == _FORBIDDEN:
         raise PrerequisiteError(
             f"{wanted.key}: '{wanted.name}' is gated, and "
             + ("your token may not read it" if has_token else "there is no token"),
             meaning="its owner shares it with those who have accepted its license",
             fix=f"accept the license on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
         )
-    if refused.code == "RepoNotFound" or refused.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND}:
+    if isinstance(refused, errors.RepositoryNotFoundError) or status in {401, 404}:
         raise NotFoundError(
             f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
             + ("your token may read" if has_token else "can be read without a token"),
             meaning=f"the name is misspelled, the {wanted.kind} is private, or the token is wrong",
             fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
         )
-    return f"the hub answered {refused.status} when asked for '{wanted.name}': the job will ask again"
+    return f"the hub answered {status} when asked for '{wanted.name}': the job will ask again"
