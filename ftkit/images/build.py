@@ -30,15 +30,10 @@ SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build.
+    """The result of a build: the image, its name in the docker engine, and its base.
 
-    Args:
-        name: the image's name in the docker engine.
-        image: the image.
-        base: its base, with the digest if that is known.
-        is_new: whether anything was built.
-        recorded: the lock that this build recorded the base's digest in; None if there was nothing to record.
-        moved_to: the digest of the base's tag in its registry, if it differs from the recorded one.
+    `recorded` is the lock that the base's digest was recorded in now, `moved_to` the current digest of the base's tag
+    if it differs from the recorded one.
     """
 
     name: str
@@ -148,14 +143,7 @@ _NOISE: Final = ("--->", "Removing intermediate container", "Successfully built"
 
 @dataclass
 class BuildFollower:
-    """Follow the docker engine's events during a build.
-
-    Attributes:
-        report: called with each step and each line of output.
-        step: the current step.
-        lines: the last lines of output of the step.
-        image_id: the image's id, once the engine has reported it.
-    """
+    """Follow the docker engine's events during a build; `report` gets each step and each line of output."""
 
     report: Report
     step: str = "sending the build context"

@@ -36,13 +36,7 @@ _INDEX_VARIABLES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
 
 @dataclass(frozen=True)
 class BuildContext:
-    """The input of a build.
-
-    Args:
-        files: content of each file, by name.
-        arguments: values of the Dockerfile's ARGs.
-        lock_sha256: digest of the lock.
-    """
+    """The input of a build: files by name, values of the Dockerfile's ARGs, and the digest of the lock."""
 
     files: dict[str, bytes]
     arguments: dict[str, str]

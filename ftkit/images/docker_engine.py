@@ -40,15 +40,9 @@ _OWNER_LABEL = "ftkit.process"
 
 @dataclass(frozen=True)
 class DockerImage:
-    """An image in the docker engine.
+    """An image in the docker engine: `id` is its configuration's digest, `size` its unpacked bytes.
 
-    Attributes:
-        id: digest of its configuration.
-        size: unpacked size in bytes.
-        created: when it was built, in seconds since 1970.
-        labels: its labels.
-        repo_digests: repositories that have it, and the digest of its manifest in each.
-        config: how it is run.
+    `repo_digests` has the repositories that have it, with the digest of its manifest in each.
     """
 
     id: Digest
@@ -316,14 +310,7 @@ _ZIP_EPOCH: Final = 315532800
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """The base of an image.
-
-    Attributes:
-        reference: its name in a registry.
-        digest: digest of its manifest; None if the engine knows none.
-        id: its id in the docker engine.
-        is_pinned: whether the build selected it by its digest.
-    """
+    """The base of an image; `digest` is None if the engine knows none, `is_pinned` if the build selected it by that."""
 
     reference: str
     digest: Digest | None

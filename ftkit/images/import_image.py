@@ -226,7 +226,7 @@ def select_source(request: ImportRequest, report: Report) -> ImageSource:
     if request.on_node:
         return _on_node(request, report)
     known = (None if request.public_key else _docker_source(request.image)) or _registry_source(request, report)
-    uses_enroot = request.method == "auto" and enroot.is_installed() and not squashfs.has_tool()
+    uses_enroot = request.method == "auto" and enroot.is_installed() and squashfs.find_tool() is None
     return enroot.EnrootSource(known) if request.method == "enroot" or uses_enroot else known
 
 

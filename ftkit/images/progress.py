@@ -20,16 +20,7 @@ _SECONDS_BETWEEN_REPORTS = 0.1
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """One report of a long step.
-
-    Args:
-        stage: the step, such as `pulling nvcr.io/nvidia/pytorch:25.02-py3`.
-        item: a part of it, such as a layer's short id; empty for the whole step.
-        text: its current action, or a line of its output.
-        done: bytes done; None if they are not counted.
-        total: total bytes; None if unknown.
-        is_over: whether this is the last report of the part.
-    """
+    """One report of a long step, or of an item of it, such as a layer; `done` and `total` are bytes, if known."""
 
     stage: str
     item: str = ""

@@ -45,13 +45,7 @@ _MAX_FILES: Final = 16
 
 
 class Statement(BaseModel):
-    """The signed statement.
-
-    Attributes:
-        type: the kind of statement, and its version.
-        image: `NAME:TAG`.
-        digest: digest of the image's manifest or index.
-    """
+    """The signed statement: the image `NAME:TAG` has this digest of its manifest or index."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -17,7 +17,7 @@ from ftkit.images.oci.rootfs import Contents, ImageConfig, write_root
 from ftkit.images.progress import ByteCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
     from ftkit.images.oci.rootfs import Entry
@@ -41,12 +41,8 @@ _FIRST_TAR_VERSION = (4, 5)
 class SquashfsTool:
     """A program that builds squashfs from a tar stream.
 
-    Attributes:
-        program: its name.
-        options: options for compression, threads and modes.
-        reads_from: arguments that make it read standard input.
-        clamps_times: whether it needs the newest time of a file in SOURCE_DATE_EPOCH: without it, folders that are not
-            in the stream, such as the root, get the current time.
+    With `clamps_times`, it needs the newest time of a file in SOURCE_DATE_EPOCH: without that, folders that are not in
+    the stream, such as the root, get the current time.
     """
 
     program: str
@@ -66,28 +62,8 @@ class SquashfsTool:
         return " ".join((self.program, *self.options))
 
 
-def find_tool() -> SquashfsTool:
-    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs.
-
-    Raises:
-        PrerequisiteError: there is none.
-    """
-    tool = _tool()
-    if tool is None:
-        raise PrerequisiteError(
-            "no program on this machine builds squashfs from a tar stream",
-            meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
-            fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
-        )
-    return tool
-
-
-def has_tool() -> bool:
-    """Tell whether this machine has a program that builds squashfs from a tar stream."""
-    return _tool() is not None
-
-
-def _tool() -> SquashfsTool | None:
+def find_tool() -> SquashfsTool | None:
+    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs; None if none."""
     num_cpus = str(process.num_usable_cpus())
     if shutil.which("tar2sqfs"):
         return SquashfsTool(
@@ -108,39 +84,6 @@ def _reads_tar() -> bool:
     output = process.run(["mksquashfs", "-version"]).stdout
     found = re.search(r"version (\d+)\.(\d+)", output)
     return found is not None and (int(found[1]), int(found[2])) >= _FIRST_TAR_VERSION
-
-
-def run_tool(
-    tool: SquashfsTool,
-    feed: Callable[[IO[bytes]], None],
-    output: Path,
-    count_bytes: Callable[[], int],
-    created: int,
-) -> None:
-    """Build `output` from the tar stream that `feed` writes; the same stream gives the same bytes.
-
-    Args:
-        tool: the program.
-        feed: writes a tar stream in which no member is newer than `created`.
-        output: the file.
-        count_bytes: returns the bytes written so far.
-        created: when the image was built, in seconds since 1970.
-
-    Raises:
-        ImageError: the program failed, or the disk is full.
-    """
-
-    def feed_wide_pipe(stdin: IO[bytes]) -> None:
-        import fcntl  # noqa: PLC0415 - not on every system that can show a plan
-
-        fcntl.fcntl(stdin.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
-        feed(stdin)
-
-    environment = os.environ | {"SOURCE_DATE_EPOCH": str(created)} if tool.clamps_times else None
-    done = process.run_with_input(tool.command(output), feed_wide_pipe, environment)
-    if done.returncode != 0:
-        raise explain_failure(tool.program, done.stderr, output, count_bytes())
-    check_squashfs(output)
 
 
 def explain_failure(program: str, message: str, output: Path, num_bytes_in: int = 0) -> ImageError:
@@ -210,19 +153,34 @@ def build_squashfs(
 ) -> MadeFile:
     """Build a squashfs file from the members of an image.
 
+    The same members give the same bytes.
+
     Raises:
         PrerequisiteError: no program that builds squashfs is on PATH.
         ImageError: the source's data is truncated, the program failed, or the disk is full.
     """
     tool = find_tool()
+    if tool is None:
+        raise PrerequisiteError(
+            "no program on this machine builds squashfs from a tar stream",
+            meaning="looked for tar2sqfs (squashfs-tools-ng) and mksquashfs (squashfs-tools 4.5 or newer)",
+            fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
+        )
     counter = ByteCounter(report, "building squashfs", root_bytes)
     contents: list[Contents] = []
 
     def feed(stdin: IO[bytes]) -> None:
+        import fcntl  # noqa: PLC0415 - not on every system that can show a plan
+
+        fcntl.fcntl(stdin.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
         with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
             contents.append(write_root(entries, config, sink, counter.advance))
 
-    run_tool(tool, feed, partial, lambda: counter.done, config.created)
+    environment = os.environ | {"SOURCE_DATE_EPOCH": str(config.created)} if tool.clamps_times else None
+    done = process.run_with_input(tool.command(partial), feed, environment)
+    if done.returncode != 0:
+        raise explain_failure(tool.program, done.stderr, partial, counter.done)
+    check_squashfs(partial)
     if not contents:
         raise ImageError(f"{tool.program} ended before it had read all of the image", fix="try again")
     return MadeFile(contents[0], tool.summary)

@@ -78,15 +78,7 @@ def is_unpinned(image: DockerImage) -> bool:
 
 @dataclass(frozen=True)
 class Removable:
-    """Files, or an image of the docker engine, that may be removed.
-
-    Attributes:
-        name: the image, or the name of a leftover file.
-        reason: why it may be removed.
-        size: bytes.
-        paths: the files.
-        docker_id: the image's id in the docker engine; empty for files.
-    """
+    """Files, or an image of the docker engine with its `docker_id`, that may be removed."""
 
     name: str
     reason: str

@@ -45,17 +45,7 @@ Entry = tuple[Member, "Iterator[bytes]"]
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """How an image is run.
-
-    Attributes:
-        environment: its variables, as `NAME=value`.
-        entrypoint: the command's first words.
-        command: the words that follow, which the user's command replaces.
-        working_directory: where the command starts.
-        volumes: folders that are mounted as separate file systems.
-        labels: its labels.
-        created: when it was built, in seconds since 1970.
-    """
+    """How an image is run, in OCI's terms; variables are `NAME=value`, and `created` is in seconds since 1970."""
 
     environment: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
@@ -68,14 +58,7 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of the stream.
-
-    Attributes:
-        num_entries: number of files, links and folders.
-        num_bytes: total bytes of the files.
-        sbom: the image's SBOM; empty if it has none.
-        left_out: paths of devices and pipes, which are not in the stream.
-    """
+    """The contents of the stream; `left_out` has the paths of devices and pipes, which are not in it."""
 
     num_entries: int = 0
     num_bytes: int = 0

@@ -44,16 +44,7 @@ class Writable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file, link or folder.
-
-    Attributes:
-        path: without leading and trailing slashes, and without `.`.
-        kind: the header's type flag.
-        mode: permissions.
-        mtime: seconds since 1970.
-        size: bytes of its content.
-        target: where a link leads.
-    """
+    """A file, link or folder; its path has no slash at either end and no `.`, `kind` is the header's type flag."""
 
     path: bytes
     kind: bytes
