@@ -17,7 +17,7 @@ from ftkit.checkout import own_checkout, read_commit
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
 from ftkit.images.oci.documents import RunConfig, read_run_config
-from ftkit.images.oci.rootfs import ImageConfig
+from ftkit.images.squashfs import ImageConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -16,9 +16,8 @@ from ftkit import process
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
-from ftkit.images.oci.rootfs import SBOM_PATH, Contents
 from ftkit.images.progress import ProgressEvent
-from ftkit.images.squashfs import MadeFile
+from ftkit.images.squashfs import SBOM_PATH, Contents, MadeFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ftkit.config.image_reference import Digest, ImageFormat
     from ftkit.images.docker_engine import DockerImage
     from ftkit.images.enroot import Address
-    from ftkit.images.oci.rootfs import Entry, ImageConfig
     from ftkit.images.progress import Report
+    from ftkit.images.squashfs import Entry, ImageConfig
     from ftkit.images.store import ImageStore
 
 
@@ -43,13 +43,10 @@ _MAX_PARALLEL_DOWNLOADS: Final = 3
 
 
 class ImageSource(Protocol):
-    """An image that can be imported.
+    """An image that can be imported into a file of a format.
 
-    Attributes:
-        format: format of the file that `make_file` writes.
-        image_id: digest of its configuration, which lists the layers, and so identifies it everywhere.
-        is_vouched_for: whether the docker engine has compared the layers with the configuration already.
-        config: how it is run.
+    `image_id` is the digest of its configuration, which lists the layers, and so identifies it everywhere. With
+    `is_vouched_for`, the docker engine has compared the layers with the configuration already.
     """
 
     format: ImageFormat

@@ -18,9 +18,8 @@ from ftkit.images import docker_engine
 from ftkit.images.build_context import assemble, dockerfile
 from ftkit.images.import_image import DockerSource, select_source
 from ftkit.images.oci.access import Credentials, find_credentials
-from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ProgressEvent
-from ftkit.images.squashfs import MadeFile, explain_failure
+from ftkit.images.squashfs import Contents, MadeFile, explain_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

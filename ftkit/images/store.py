@@ -30,23 +30,13 @@ class ImportManifest:
     """The manifest of an imported image.
 
     Args:
-        reference: the `NAME:TAG` of the import.
         image_id: digest of the image's configuration, which names the file.
         registry_digest: digest of the image's manifest in a registry; None if it was not pushed.
-        source: where it came from.
         made_by: the program that made the file, and its options.
-        format: the format of the file.
-        file: the file's name.
-        size: bytes of the file.
-        sha256: digest of the whole file.
-        block_size: bytes per block.
-        blocks: digest of each block of the file, to locate differences.
+        size: bytes of the file; `sha256` is its digest, `blocks` the digest of each `block_size` bytes of it.
         root_bytes: total bytes of the files in the image.
-        num_entries: number of files, links and folders in it.
-        labels: the image's labels.
         sbom: name of the file with its SBOM; empty if the image has none.
         imported: when it was imported, in seconds since 1970.
-        ftkit_version: version of the ftkit that imported it.
         left_out: devices and pipes, which were left out because only root can unpack them.
         version: version of ftkit's conversion.
     """

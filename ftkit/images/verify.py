@@ -17,12 +17,12 @@ from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteErro
 from ftkit.files import open_regular
 from ftkit.images import squashfs
 from ftkit.images.build import SELF_CHECK
-from ftkit.images.progress import ProgressEvent, Report, ignore_progress
+from ftkit.images.progress import ByteCounter, ProgressEvent, Report, ignore_progress
 from ftkit.images.self_check import PASSED
 from ftkit.images.store import ImportManifest, manifest_file, read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 _MAX_SHOWN_RANGES = 5
@@ -78,17 +78,15 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
     """
     manifest = required_manifest(file, name)
     path = file.resolve()
-    size = path.stat().st_size
-    done = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        report(ProgressEvent(f"verifying {file.name}", done=done, total=size))
-
-    found = digest_file(path, manifest.block_size, advance)
-    differences = _size_differences(found.size, manifest)
-    ranges = differing_ranges(manifest.blocks, found.blocks, manifest.block_size)
+    counter = ByteCounter(report, f"verifying {file.name}", path.stat().st_size)
+    found = digest_file(path, manifest.block_size, counter.advance)
+    differences = []
+    if found.size != manifest.size:
+        change = "truncated" if found.size < manifest.size else "longer than before"
+        differences.append(f"size: {change}: {found.size} bytes, the manifest says {manifest.size}")
+    block = manifest.block_size
+    both = enumerate(zip(manifest.blocks, found.blocks, strict=False))
+    ranges = [f"bytes {n * block} to {(n + 1) * block - 1}" for n, (old, new) in both if old != new]
     differences += [f"content: {part} differ" for part in ranges[:_MAX_SHOWN_RANGES]]
     if len(ranges) > _MAX_SHOWN_RANGES:
         differences.append(f"content: differs in {plural(len(ranges) - _MAX_SHOWN_RANGES, 'more range')}")
@@ -97,13 +95,6 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
     if path.name != manifest.file or not path.name.startswith(f"{manifest.image_id.file_name}."):
         differences.append(f"name: {path.name}, the manifest says {manifest.file} of {manifest.image_id}")
     return VerifyResult(file, manifest, tuple(differences))
-
-
-def _size_differences(size: int, manifest: ImportManifest) -> list[str]:
-    if size == manifest.size:
-        return []
-    change = "truncated" if size < manifest.size else "longer than before"
-    return [f"size: {change}: {size} bytes, the manifest says {manifest.size}"]
 
 
 def require_intact(result: VerifyResult) -> None:
@@ -152,15 +143,6 @@ def digest_file(
     if size % block_size:
         blocks.append(block.hexdigest())
     return FileDigests(size, total.hexdigest(), tuple(blocks))
-
-
-def differing_ranges(expected: Sequence[str], found: Sequence[str], block_size: int) -> list[str]:
-    """Return the byte ranges of the blocks whose digests differ."""
-    ranges = []
-    for number, (old, new) in enumerate(zip(expected, found, strict=False)):
-        if old != new:
-            ranges.append(f"bytes {number * block_size} to {(number + 1) * block_size - 1}")
-    return ranges
 
 
 _TIMEOUT_SECONDS = 1800

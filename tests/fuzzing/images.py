@@ -26,9 +26,8 @@ from ftkit.images.import_image import RegistrySource, import_image
 from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.flatten import Layer, flatten
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.rootfs import ImageConfig, write_root
 from ftkit.images.progress import ignore_progress
-from ftkit.images.squashfs import MadeFile
+from ftkit.images.squashfs import ImageConfig, MadeFile, write_root
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import manifest_if_intact
 from fuzzing.area import Area, Case

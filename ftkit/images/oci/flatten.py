@@ -21,8 +21,8 @@ from ftkit.images.oci.tar import FILE, FOLDER, LINK, Member, TarReader
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.images.oci.rootfs import Entry
     from ftkit.images.oci.tar import Readable
+    from ftkit.images.squashfs import Entry
 
 _DELETED: Final = b".wh."
 _OPAQUE: Final = b".wh..wh..opq"

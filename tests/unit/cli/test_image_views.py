@@ -13,8 +13,8 @@ from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import Digest
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import ProgressEvent
+from ftkit.images.squashfs import ImageConfig
 from ftkit.images.status import ImageStatus
 
 SPEC = ImageSpec(

@@ -17,9 +17,8 @@ from ftkit.images import import_image as importing
 from ftkit.images.import_image import ImportResult, RegistrySource, import_image
 from ftkit.images.oci.access import Credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.oci.rootfs import Contents
 from ftkit.images.progress import ignore_progress
-from ftkit.images.squashfs import MadeFile
+from ftkit.images.squashfs import Contents, MadeFile
 from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import verify
 

@@ -25,9 +25,9 @@ from ftkit.images import import_image as importing
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.enroot import EnrootSource
 from ftkit.images.import_image import DockerSource, ImportRequest, import_image, select_source
-from ftkit.images.oci.rootfs import ImageConfig
 from ftkit.images.progress import ignore_progress
 from ftkit.images.sif import SifSource
+from ftkit.images.squashfs import ImageConfig
 from ftkit.images.store import ImageStore, read_manifest
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.errors import ImageError
 from ftkit.images.import_image import members_of
-from ftkit.images.oci.rootfs import Contents, ImageConfig, environment_file, rc_file, write_root
 from ftkit.images.oci.tar import FILE, FOLDER, SYMLINK, Member, TarReader
+from ftkit.images.squashfs import Contents, ImageConfig, environment_file, rc_file, write_root
 
 if TYPE_CHECKING:
     from pathlib import Path
