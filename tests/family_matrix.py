@@ -29,10 +29,9 @@ from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, export
 from ftkit.train.components.generation import Generation
-from ftkit.train.components.padding import pad_documents
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, register_kernel

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ftkit.config.model import ModelPlan
     from ftkit.planning.plan import RunPlan
 
-PROGRAM = "ftkit.train.count"
+PROGRAM = ("-m", "ftkit.train", "--count")
 NEEDED = ("torch", "transformers", "accelerate")
 TIMEOUT_SECONDS = 120
 CACHE_VERSION = 5
@@ -213,7 +213,7 @@ def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedMode
     quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = process.run(
-            [sys.executable, "-m", PROGRAM, text],
+            [sys.executable, *PROGRAM, text],
             timeout_seconds=TIMEOUT_SECONDS,
             environment={**os.environ, **environment, **quiet},
         )

@@ -1,6 +1,7 @@
 """`python -m ftkit.train PLAN [RESTARTS]`: one rank of a run, started by torchrun.
 
-RESTARTS is how often training was restarted within the job. `--self-check` checks whether this environment can train.
+RESTARTS is how often training was restarted within the job. `--self-check` checks whether this environment can train,
+and `--count JSON` counts a model's parameters for a plan, which does not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
 from ftkit.runs.manifest import record_start
 from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
-from ftkit.train.imports import faster_imports
-from ftkit.train.launcher import LAUNCHED, follow_launcher
-from ftkit.train.quiet import silence_training
+from ftkit.train.launcher import LAUNCHED, faster_imports, follow_launcher
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +101,15 @@ def check() -> int:
     return 0
 
 
+def count(model: str) -> int:
+    """Print the parameter counts of a model, given as JSON."""
+    import_transformers()
+    from ftkit.train.param_count import print_counts  # noqa: PLC0415 - its imports can fail beside broken packages
+
+    print_counts(model)
+    return 0
+
+
 class _WithoutSecrets(logging.Formatter):
     """Keeps tokens in addresses and tracebacks out of the logs."""
 
@@ -128,8 +136,30 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     silence_training()
 
 
+def silence_training() -> None:
+    """Drop two warnings that users can ignore. Call it after other filters of warnings are set.
+
+    * torch's compiler mentions in-place operations whenever checkpointing is selective; ftkit's layers have none on
+      tensors that are saved.
+    * fla misses flash-attn, for layers of its own that transformers does not use.
+    """
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_kept)
+    warnings.filterwarnings("ignore", "Flash Attention is not installed", ImportWarning, r"fla\.")
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    reminder = "Detected that context_fn is passed to torch.utils.checkpoint under torch.compile."
+    return not record.getMessage().lstrip().startswith(reminder)
+
+
 if __name__ == "__main__":
-    code = check() if sys.argv[1] == "--self-check" else main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    match sys.argv[1:]:
+        case ["--self-check"]:
+            code = check()
+        case ["--count", model]:
+            sys.exit(count(model))
+        case [plan, *num_restarts]:
+            code = main(Path(plan), *map(int, num_restarts))
     logging.shutdown()
     sys.stdout.flush()
     # Skips the exit handlers of the interpreter and of libraries: gloo's threads can abort in them, and turn a success

@@ -18,13 +18,12 @@ from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.anomalies import AnomalyWatch
-from ftkit.train.components.batches import BatchSchedule, StepBatch
+from ftkit.train.components.batches import BatchSchedule, StepBatch, prefetched
 from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
-from ftkit.train.components.lr_schedule import learning_rate_at
 from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.components.mfu import MfuMeter
-from ftkit.train.components.prefetch import prefetched
+from ftkit.train.components.optimizer import learning_rate_at
 from ftkit.train.components.profiler import profiled
 from ftkit.train.components.rank_times import RankTimes
 from ftkit.train.components.watchdog import Watchdog, watched

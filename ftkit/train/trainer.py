@@ -35,7 +35,7 @@ from ftkit.train.components.metrics import Recorder
 from ftkit.train.components.mfu import MfuMeter
 from ftkit.train.components.profiler import check_profile
 from ftkit.train.components.rank_times import RankTimes
-from ftkit.train.components.trackers.worker import open_trackers
+from ftkit.train.components.trackers import open_trackers
 from ftkit.train.distributed.checks import (
     verify_causality,
     verify_isolation,

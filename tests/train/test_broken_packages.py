@@ -61,7 +61,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [(("-m", "ftkit.train.count"), '"source": "model"'), (("-c", ADAPT), "PeftModel")]
+    ("arguments", "expected"), [(("-m", "ftkit.train", "--count"), '"source": "model"'), (("-c", ADAPT), "PeftModel")]
 )
 def test_parameters_are_counted_and_models_adapted_beside_broken_packages(
     arguments: tuple[str, ...], expected: str, environment: dict[str, str]

@@ -24,7 +24,7 @@ from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import oom
 from ftkit.train.memory import trace as memory_trace
-from ftkit.train.memory.host_staging import pin
+from ftkit.train.memory.host_memory import pin
 from ftkit.train.memory.oom import check_free_host_memory, is_out_of_memory
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.trainer import run_training

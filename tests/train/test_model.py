@@ -27,8 +27,7 @@ from ftkit.families import MEASURED
 from ftkit.planning.estimates.parameters import count_parameters, method_counts
 from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
-from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
-from ftkit.train.components.padding import pad_documents
+from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.distributed.checks import (
     verify_causality,
     verify_isolation,

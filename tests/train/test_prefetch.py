@@ -9,8 +9,7 @@ import torch
 from waiting import PATIENCE_SECONDS
 
 from ftkit.runs.records import StepRecord
-from ftkit.train.components.batches import HOST, StepBatch, to_micro_batch
-from ftkit.train.components.prefetch import NUM_AHEAD, prefetched
+from ftkit.train.components.batches import HOST, NUM_AHEAD, StepBatch, prefetched, to_micro_batch
 
 if TYPE_CHECKING:
     from typing import Any

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
 from ftkit.train.memory import joint_adapters
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
-from ftkit.train.memory.token_loops import find_token_loop
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, find_token_loop
 from ftkit.train.model import packed_mixers, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule

@@ -15,9 +15,9 @@ import pytest
 from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
+from ftkit.train.components import trackers
 from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.trackers import worker
-from ftkit.train.components.trackers.worker import check_trackers, open_trackers
+from ftkit.train.components.trackers import check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,10 +168,10 @@ def test_a_failing_tracker_warns_once_without_secrets(
         def close(self, outcome: str) -> None:
             taken.append(outcome)
 
-    monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Unreliable())
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda _: Unreliable())
     with caplog.at_level(logging.WARNING):
         send(plan_with("tensorboard"), world, [start(), step(1, 4.0), step(2, 3.0), *REST])
-    (warning,) = [record for record in caplog.records if record.name == worker.__name__]
+    (warning,) = [record for record in caplog.records if record.name == trackers.__name__]
     assert "training continues: ConnectionError" in warning.message
     assert "hunter2" not in warning.message
     train, held_out, outcome = taken
@@ -193,8 +193,8 @@ def test_a_hanging_tracker_does_not_delay_the_run(
         def close(self, outcome: str) -> None:
             """Nothing to close."""
 
-    monkeypatch.setitem(worker.TRACKERS, "tensorboard", lambda _: Hanging())
-    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", lambda _: Hanging())
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     send(plan_with("tensorboard"), world, BEGINNING + REST)
     assert "did not accept all records in time" in caplog.text
     answer.set()
@@ -238,7 +238,7 @@ def test_a_trackers_environment_is_checked_before_the_model_is_built(
 
 def test_a_run_without_trackers_imports_none() -> None:
     code = (
-        "import sys, ftkit.train.components.trackers.worker; "
+        "import sys, ftkit.train.components.trackers; "
         "sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import sys
-from ftkit.train.imports import UNUSED, faster_imports
+from ftkit.train.launcher import UNUSED, faster_imports
 
 with faster_imports():
     import ftkit.train.trainer

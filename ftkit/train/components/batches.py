@@ -1,8 +1,12 @@
-"""Assign packs to steps and processes."""
+"""Assign packs to steps and processes, and prefetch their batches."""
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,14 +15,13 @@ from numpy.typing import NDArray
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
-from ftkit.data.packing import find_padding
+from ftkit.data.packing import find_padding, row_width
 from ftkit.train.causal_lm import MicroBatch
-from ftkit.train.components.padding import PaddedRows, pad_documents
 from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ftkit.data.store import PackStore
     from ftkit.planning.plan import BatchPlan
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 ALONE = ContextGroup()
+NUM_AHEAD = 2
+"""Batches that are ready or being built; a second one covers a slow read of the disk."""
 
 
 @dataclass(frozen=True)
@@ -214,3 +219,121 @@ def _empty_packs(num: int, length: int, token: int) -> NDArray[np.int32]:
     packs[:, 0], packs[:, 1] = token, IGNORED
     packs[:, 2] = np.arange(length)
     return packs
+
+
+# --- Padded rows ---------------------------------------------------------------------------------
+#
+# For models that can't isolate packed documents. A step takes the same packs either way, and its loss is a sum over the
+# same tokens: order, resuming and world size don't depend on it. Each document becomes one row, padded on the right to
+# the width of its micro-batch. Documents are sorted by length within the step, so that rows have similar lengths.
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows of one document each.
+
+    Attributes:
+        values: int32 [B, R, T], the rows of packs (tokens, labels, positions, ...) with padding on the right: a token
+            of the data, as in packs.
+        lengths: int64 [B], tokens of each row's document; 0 for a row without one.
+        offsets: int64 [B], of each row's first token among those of the packs, one after the other.
+    """
+
+    values: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ranks: int) -> list[PaddedRows]:
+    """Divide the documents of packs into micro-batches of padded rows.
+
+    Widths are the packs' length, half of it, a quarter and so on, so that only a few shapes are compiled; rows times
+    width is at most `tokens_per_micro_batch`.
+
+    Args:
+        packs: int32 [P, R, T], at least one pack; those of all ranks.
+        tokens_per_micro_batch: tokens of a micro-batch, T or more.
+        num_ranks: the number of micro-batches is a multiple of it, at least one each. The last ones may be empty.
+    """
+    documents = _find_documents(packs)
+    documents.sort(key=lambda each: (each.begin - each.end, each.pack, each.begin))
+    groups: list[PaddedRows] = []
+    while documents or not groups or len(groups) % num_ranks:
+        width = row_width(documents[0].length if documents else 1, packs.shape[2])
+        num_rows = tokens_per_micro_batch // width
+        groups.append(_pad(packs, documents[:num_rows], num_rows, width))
+        documents = documents[num_rows:]
+    return groups
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A document in a pack."""
+
+    pack: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def _find_documents(packs: NDArray[np.int32]) -> list[_Span]:
+    is_padding = find_padding(packs)
+    found = []
+    for pack, positions in enumerate(packs[:, 2]):
+        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+        found += [_Span(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
+    return found
+
+
+def _pad(packs: NDArray[np.int32], documents: list[_Span], num_rows: int, width: int) -> PaddedRows:
+    values = np.zeros((num_rows, packs.shape[1], width), dtype=np.int32)
+    values[:, 0], values[:, 1] = packs[0, 0, 0], IGNORED
+    values[:, 2] = np.arange(width)
+    lengths, offsets = np.zeros((2, num_rows), dtype=np.int64)
+    for row, document in enumerate(documents):
+        values[row, :, : document.length] = packs[document.pack, :, document.begin : document.end]
+        lengths[row] = document.length
+        offsets[row] = document.pack * packs.shape[2] + document.begin
+    return PaddedRows(values, lengths, offsets)
+
+
+# --- Prefetching ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def prefetched(
+    build: Callable[[int], StepBatch], steps: Iterable[int], device: torch.device
+) -> Iterator[Iterator[StepBatch]]:
+    """Yield an iterator over the batches of `steps`, on `device`.
+
+    A thread calls `build`, which returns a batch in host memory. An exception in `build` is raised where its batch is
+    requested. The thread ends with the block.
+    """
+    builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
+    try:
+        yield _in_order(builder, build, iter(steps), device)
+    finally:
+        builder.shutdown(cancel_futures=True)
+
+
+def _start_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0, where pinning would use another rank's memory
+
+
+def _in_order(
+    builder: ThreadPoolExecutor, build: Callable[[int], StepBatch], steps: Iterator[int], device: torch.device
+) -> Iterator[StepBatch]:
+    def build_on_host(step: int) -> StepBatch:
+        batch = build(step)
+        return batch.pinned() if device.type == "cuda" else batch
+
+    ahead: deque[Future[StepBatch]] = deque(builder.submit(build_on_host, step) for step in islice(steps, NUM_AHEAD))
+    while ahead:
+        batch = ahead.popleft().result()
+        ahead.extend(builder.submit(build_on_host, step) for step in islice(steps, 1))
+        # This only queues the copies, since the batch is pinned; on the compute stream, they need no events.
+        yield batch.on(device)

@@ -18,10 +18,9 @@ from ftkit.data.tasks.metrics import choose_metrics
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
-from ftkit.train.components.batches import to_micro_batch, to_padded_micro_batch
+from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.metrics import mean_losses
-from ftkit.train.components.padding import pad_documents
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 

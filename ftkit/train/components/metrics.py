@@ -18,7 +18,7 @@ from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluati
 from ftkit.runs.records import EndRecord, Record, RouterStats, SourceLoss, StartRecord, StepRecord
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import StepBatch
-from ftkit.train.memory.host_staging import empty_pinned_like
+from ftkit.train.memory.host_memory import empty_pinned_like
 from ftkit.train.model.routers import RouterSums, router_stats
 
 if TYPE_CHECKING:

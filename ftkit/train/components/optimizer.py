@@ -1,7 +1,8 @@
-"""AdamW: its parameter groups, its update, and optimizer states in host memory."""
+"""AdamW: its parameter groups, its update, optimizer states in host memory, and the learning rate schedule."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -146,3 +147,30 @@ class HostStateAdamW(FusedAdamW):
         for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(device)
+
+
+def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:
+    """Return the learning rate of a step.
+
+    It rises linearly over the first `warmup_ratio` of all steps, to `learning_rate` at the last of these. Then it stays
+    constant, or decays to `min_learning_rate_ratio` of that, linearly or along a cosine (Loshchilov & Hutter 2017,
+    eq. 5).
+
+    Args:
+        step: counted from 0.
+        num_steps: of the run.
+        training: the schedule.
+    """
+    warmup = round(training.warmup_ratio * num_steps)
+    if step < warmup:
+        return training.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    low = training.min_learning_rate_ratio
+    match training.schedule:
+        case "constant":
+            factor = 1.0
+        case "linear":
+            factor = 1 - (1 - low) * progress
+        case "cosine":
+            factor = low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+    return training.learning_rate * factor

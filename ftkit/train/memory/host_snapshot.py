@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ftkit.train.memory.host_staging import empty_pinned_like
+from ftkit.train.memory.host_memory import empty_pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.train import imports
-from ftkit.train.imports import faster_imports
+from ftkit.train import launcher
+from ftkit.train.launcher import faster_imports
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def test_unused_packages_seem_missing_only_while_the_libraries_are_imported(
     (tmp_path / "costly_package" / "__init__.py").write_text("")
     (tmp_path / "costly_package" / "part.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(imports, "UNUSED", ("costly_package", "pathlib"))
+    monkeypatch.setattr(launcher, "UNUSED", ("costly_package", "pathlib"))
     with faster_imports():
         assert find_spec("costly_package") is None
         with pytest.raises(ModuleNotFoundError):
@@ -46,7 +46,7 @@ def test_unused_packages_seem_missing_only_while_the_libraries_are_imported(
 
 
 def test_packages_can_be_imported_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "UNUSED", ("another_package",))
+    monkeypatch.setattr(launcher, "UNUSED", ("another_package",))
     with pytest.raises(ImportError, match="broken"), faster_imports():
         raise ImportError("broken")
     gc.unfreeze()

@@ -4,7 +4,7 @@ import logging
 import warnings
 from typing import TYPE_CHECKING
 
-from ftkit.train.quiet import silence_training
+from ftkit.train.__main__ import silence_training
 
 if TYPE_CHECKING:
     import pytest

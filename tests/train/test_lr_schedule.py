@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.config.training_plan import TrainingPlan
-from ftkit.train.components.lr_schedule import learning_rate_at
+from ftkit.train.components.optimizer import learning_rate_at
 
 
 def training(schedule: Literal["constant", "cosine", "linear"], warmup: float = 0.1, low: float = 0.0) -> TrainingPlan:

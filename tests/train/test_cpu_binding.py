@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.train.cpu_binding import bind_to_gpu, parse_cpu_list
+from ftkit.train.world import bind_to_gpu, parse_cpu_list
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     bound: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.append(set(cpus)))
-    monkeypatch.setattr("ftkit.train.cpu_binding.num_usable_cpus", lambda: 32)
+    monkeypatch.setattr("ftkit.train.world.num_usable_cpus", lambda: 32)
     return bound
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ftkit.data.encoding import IGNORED
 from ftkit.data.packing import MIN_WIDTH, count_row_tokens, row_width
-from ftkit.train.components.padding import pad_documents
+from ftkit.train.components.batches import pad_documents
 
 LENGTH = 300
 

@@ -1,1 +1,0 @@
-"""Experiment trackers: sinks of the records; metrics.jsonl stays authoritative."""
