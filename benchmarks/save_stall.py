@@ -46,12 +46,11 @@ from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.planning.setup import GPUS
 from ftkit.runs.checkpoints import TrainState
+from ftkit.train.checkpoint.saving import Checkpointer, state_bytes
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.metrics import Recorder
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.engine import ShardingOptions
-from ftkit.train.memory.host_snapshot import state_bytes
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import build_empty, make_config
 from ftkit.train.model.weights import init_weights
@@ -239,7 +238,7 @@ def print_row(title: str, timings: list[Timing], synchronous: float) -> float:
 def ways_to_save(engine: Engine, plan: RunPlan, world: World) -> Iterator[tuple[str, Callable[[int], Save]]]:
     """Yield each way with its title; its buffers are freed before the next one's are allocated."""
     folder = plan.layout.root
-    with Checkpointer(plan, world, Recorder(plan.layout, world, lambda _: None)) as saver:
+    with Checkpointer(plan, world, Recorder(plan.layout, world, lambda _: None).write) as saver:
         yield "ftkit, synchronous", saved_by_ftkit(saver, engine, plan, world, in_background=False)
         yield "ftkit, in the background", saved_by_ftkit(saver, engine, plan, world, in_background=True)
     del saver

@@ -16,7 +16,7 @@ from ftkit.files import atomic_folder
 from ftkit.model_folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
-from ftkit.train.components.checkpoint import CheckpointTensors, describe_damage
+from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.export_record import streamed_bytes
 from ftkit.train.components.generation import Generation

@@ -23,7 +23,7 @@ from ftkit.evaluate.devices import place
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
 from ftkit.model_folder import ADAPTER_CONFIG, read_generation_config
-from ftkit.train.components.checkpoint import describe_damage, read_state, saved_sizes
+from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention

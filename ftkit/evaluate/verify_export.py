@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
 Both are computed in fp32 from the same numbers; docs/use-the-model.md has measured errors."""
-_TOLERANCE_BEFORE_ROUNDING = 5e-2
-"""The same for records of earlier versions, which have the logits of the weights before they were rounded to bf16."""
 CLOSER_THAN_BASE = 0.5
 """Largest error, and largest change by rounding, relative to the distance between the trained model and its base."""
 _MAX_ERROR_OF_PROBABILITY = 0.01
@@ -100,7 +98,7 @@ def read_record(folder: Path) -> ExportRecord:
     """
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with the trained model's logits",
-        meaning="ftkit did not export it, an earlier version did, or the logits could not be computed",
+        meaning="ftkit did not export it, another version did, or the logits could not be computed",
         fix="export the run again: ftkit export RUN",
     )
     try:
@@ -221,8 +219,7 @@ def _check_model(folder: Path, model: _Loaded, record: ExportRecord) -> list[Che
     """Compare logits with the record's, and check where generation stops."""
     logits, trained = sample_logits(model.hf_model, record), record.trained or []
     error = distance(logits, record.exported or trained)
-    is_before_rounding = record.exported is None and record.precision != "fp32"
-    tolerance = _TOLERANCE_BEFORE_ROUNDING if is_before_rounding else TOLERANCE
+    tolerance = TOLERANCE
     checks, effect = [], None
     if record.untrained is not None:
         effect = distance(record.untrained, trained)
@@ -270,7 +267,7 @@ def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
 def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
     """Return the trained end token's probability at the end of the last reply; None if the prompts have no such end."""
     end = next(iter(record.end_tokens), None)
-    if end is None or record.columns is None or end not in record.columns:
+    if end is None or end not in record.columns:
         return None
     for prompt, rows in zip(reversed(record.prompts), reversed(logits), strict=True):
         places = [number for number, token in enumerate(prompt.tokens) if token == end]

@@ -80,7 +80,7 @@ def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> _Rows:
     """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
     from vllm import SamplingParams  # noqa: PLC0415 - see ftkit.evaluate.vllm
 
-    columns = record.columns_of(engine.llm.llm_engine.model_config.get_vocab_size())
+    columns = record.columns
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     found = []
     for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token

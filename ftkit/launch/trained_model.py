@@ -89,10 +89,15 @@ def _export_of(layout: RunLayout) -> TrainedWeights:
             if steps
             else f"see its progress: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
         )
-    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
-    step = record.get("step")
-    digest = _sha256(export / EXPORT_RECORD) if isinstance(step, int) else ""  # earlier versions recorded nothing
-    return TrainedWeights(run=layout.root.name, step=step or 0, sha256=digest, folder=str(export))
+    step = (read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
+    if not isinstance(step, int):
+        raise NotFoundError(
+            f"model.weights: {export} has no {EXPORT_RECORD}",
+            meaning="the file was deleted or changed, or ftkit did not export this folder",
+            fix=f"export the run again: ftkit export {layout.root.name}",
+        )
+    digest = _sha256(export / EXPORT_RECORD)
+    return TrainedWeights(run=layout.root.name, step=step, sha256=digest, folder=str(export))
 
 
 def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:

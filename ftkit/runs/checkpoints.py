@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import NotFoundError
 from ftkit.files import DamagedFileError, open_regular, read_json
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
 
 MARKER = "COMPLETE.json"
+FORMAT_VERSION: Final = 1
+"""Of a checkpoint's files; another one is refused."""
 
 
 class DamagedCheckpointError(Exception):
@@ -44,8 +46,8 @@ class TrainState:
         fingerprint: `DataManifest.identity` of its data.
         best: the best evaluation so far; None if evaluations are not compared.
         evaluations_without_improvement: number of consecutive ones, up to the newest.
-        num_packs: number of packs in these steps, each counted as often as it was trained; None in checkpoints of
-            earlier versions. The last step of an epoch that was planned as the last one may have had fewer packs.
+        num_packs: number of packs in these steps, each counted as often as it was trained. The last step of an epoch
+            that was planned as the last one may have had fewer than a batch.
         num_tokens: number of tokens of the documents in these packs, without padding.
         num_targets: number of them that counted in the loss.
     """
@@ -54,7 +56,7 @@ class TrainState:
     fingerprint: str
     best: BestEvaluation | None = None
     evaluations_without_improvement: int = 0
-    num_packs: int | None = None
+    num_packs: int = 0
     num_tokens: int = 0
     num_targets: int = 0
 
@@ -82,6 +84,7 @@ class SavedFile:
 class Marker:
     """The content of a checkpoint's COMPLETE.json."""
 
+    version: Literal[1]
     progress: TrainState
     world_size: int
     files: dict[str, SavedFile]

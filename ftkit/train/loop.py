@@ -17,9 +17,9 @@ from ftkit.errors import DataError, TrainingError
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.causal_lm import SourceLosses
+from ftkit.train.checkpoint.saving import Checkpointer
 from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import BatchSchedule, StepBatch, prefetched
-from ftkit.train.components.checkpointer import Checkpointer
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.metrics import Recorder, StepOutcome, StepReducer, StepReporter, StepResult, Stopwatch
 from ftkit.train.components.mfu import MfuMeter

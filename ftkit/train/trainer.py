@@ -25,9 +25,10 @@ from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
+from ftkit.train.checkpoint.loading import load_best, load_newest
+from ftkit.train.checkpoint.saving import Checkpointer
 from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.checkpointer import Checkpointer, load_best, load_newest
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
@@ -138,7 +139,7 @@ class Trainer:
             before = self._evaluate(evaluator, engine, 0, "before")
             check_is_measured(before, self.plan.recipe.evaluation.selection)
         training_began = time.time()
-        with Checkpointer(self.plan, self.world, self.recorder) as checkpointer:
+        with Checkpointer(self.plan, self.world, self.recorder.write) as checkpointer:
             policy = self.plan.recipe.training.on_nonfinite
             loop = TrainingLoop(
                 plan=self.plan,

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
-from ftkit.train.components.checkpoint import INDEX, read_state
-from ftkit.train.components.checkpointer import load_newest
+from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
+from ftkit.train.checkpoint.loading import INDEX, load_newest, read_state
 from fuzzing.area import Area, Case, read_case, write_case
 from fuzzing.mutate import damaged_bytes, damaged_json
 
@@ -88,7 +87,7 @@ def _whole() -> Case:
 def _seal(folder: Path) -> bytes:
     """Return a completion marker for the files in their current state."""
     files = {path.name: SavedFile.of(path) for path in sorted(folder.iterdir())}
-    return json.dumps(asdict(Marker(TrainState(_STEP, _DATA), 1, files))).encode()
+    return json.dumps(asdict(Marker(FORMAT_VERSION, TrainState(_STEP, _DATA), 1, files))).encode()
 
 
 def _make(rng: random.Random) -> Case:

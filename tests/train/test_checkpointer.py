@@ -14,9 +14,9 @@ from ftkit.errors import TrainingError
 from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import CheckpointRecord
-from ftkit.train.components import checkpointer
-from ftkit.train.components.checkpoint import read_state
-from ftkit.train.components.checkpointer import Checkpointer, load_newest
+from ftkit.train.checkpoint import saving
+from ftkit.train.checkpoint.loading import load_newest, read_state
+from ftkit.train.checkpoint.saving import Checkpointer
 from ftkit.train.components.metrics import Recorder
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Gate:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._opened = threading.Event()
         self.error: Exception | None = None
-        patch.setattr(checkpointer, "state_dict_saver", self)
+        patch.setattr(saving, "state_dict_saver", self)
 
     def open(self) -> None:
         self._opened.set()
@@ -80,7 +80,7 @@ def engine(world: World) -> Any:
 
 @pytest.fixture
 def saver(plan: RunPlan, world: World) -> Checkpointer:
-    return Checkpointer(plan, world, Recorder(plan.layout, world, lambda _: None))
+    return Checkpointer(plan, world, Recorder(plan.layout, world, lambda _: None).write)
 
 
 def steps_on_disk(plan: RunPlan) -> list[str]:
@@ -130,7 +130,7 @@ def test_a_checkpoint_waits_for_the_previous_one_and_reuses_its_buffers(
 def test_training_waits_for_the_write_if_host_memory_is_too_small_for_a_snapshot(
     plan: RunPlan, engine: Any, saver: Checkpointer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointer, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
+    monkeypatch.setattr(saving, "available_bytes", lambda: 30)  # 6 weights and a count are 28 bytes
     gate.open()
     with saver:
         saver.save(engine, TrainState(1, plan.fingerprint), in_background=True)

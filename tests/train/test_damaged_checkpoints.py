@@ -15,17 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
-from ftkit.train.components import checkpoint
-from ftkit.train.components.checkpoint import (
-    INDEX,
-    absent_frozen,
-    delete_oldest,
-    describe_damage,
-    read_state,
-    remove_leftovers,
-)
-from ftkit.train.components.checkpointer import load_newest
+from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
+from ftkit.train.checkpoint.loading import INDEX, check_model, describe_damage, load_newest, read_state
+from ftkit.train.checkpoint.saving import delete_oldest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +47,8 @@ def layout(tmp_path: Path, world: World) -> RunLayout:
 
 
 def write(layout: RunLayout, step: int, world: World) -> None:
-    folder = checkpoint.begin(layout.checkpoint(step))
+    folder = layout.checkpoints / f".{step}.partial"
+    folder.mkdir(parents=True)
     torch.distributed.checkpoint.save({"weight": torch.full((3,), float(step))}, checkpoint_id=folder)
     seal(folder, step, world)
     folder.rename(layout.checkpoint(step))
@@ -64,7 +57,7 @@ def write(layout: RunLayout, step: int, world: World) -> None:
 def seal(folder: Path, step: int, world: World) -> None:
     """Write a completion marker for the files in their current state."""
     files = {path.name: SavedFile.of(path) for path in folder.iterdir() if path.name != MARKER}
-    (folder / MARKER).write_text(json.dumps(asdict(Marker(TrainState(step, DATA), world.size, files))))
+    (folder / MARKER).write_text(json.dumps(asdict(Marker(FORMAT_VERSION, TrainState(step, DATA), world.size, files))))
 
 
 def newest_loaded(layout: RunLayout, world: World) -> float:
@@ -110,7 +103,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "marker not text": write_marker("\xff\xfe"),
     "marker too deep": write_marker("[" * 100_000),
     "marker of another type": write_marker("[1, 2]"),
-    "marker without files": write_marker('{"progress": {"step": 1000000, "fingerprint": "the data"}, "world_size": 1}'),
+    "marker of another version": change_marker(version=2),
+    "marker without files": write_marker(
+        '{"version": 1, "progress": {"step": 1000000, "fingerprint": "the data"}, "world_size": 1}'
+    ),
     "marker with odd values": change_marker(files={"__0_0.distcp": 7}),
     "marker of files elsewhere": change_marker(files={"../step-000010/__0_0.distcp": {"size": 1, "sha256": ""}}),
     "marker of another step": change_marker(progress={"step": 10, "fingerprint": DATA}),
@@ -157,7 +153,7 @@ class TwoWeights:
         self.model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in ("first", "second")})
 
     def load(self, folder: Path) -> None:
-        absent_frozen(self.model, folder)
+        check_model(self.model, folder)
         read_state({"model": dict(self.model.named_parameters())}, folder)
 
 
@@ -170,7 +166,8 @@ def test_checkpoints_of_another_model_are_rejected_on_one_line(
     saved: tuple[str, ...], reason: str, tmp_path: Path, world: World
 ) -> None:
     layout, engine = RunLayout(tmp_path), TwoWeights()
-    folder = checkpoint.begin(layout.checkpoint(9))
+    folder = layout.checkpoints / ".9.partial"
+    folder.mkdir(parents=True)
     state = {"model": {name: torch.zeros(3) for name in saved}}
     torch.distributed.checkpoint.save(state, checkpoint_id=folder)
     seal(folder, 9, world)
@@ -253,10 +250,3 @@ def test_damaged_checkpoints_do_not_count_among_the_newest_to_keep(layout: RunLa
     shutil.copytree(layout.checkpoint(10), layout.checkpoint(2_000_000))
     delete_oldest(layout, 1_000_000, keep=2)
     assert [step for step, _ in layout.list_checkpoints()] == [10, 1_000_000, 2_000_000]
-
-
-def test_partial_checkpoints_of_a_killed_job_are_removed(layout: RunLayout) -> None:
-    for name in (".step-000010.17.deleted", ".step-000300.partial"):
-        shutil.copytree(layout.checkpoint(10), layout.checkpoints / name)
-    remove_leftovers(layout)
-    assert sorted(path.name for path in layout.checkpoints.iterdir()) == ["step-000009", "step-000010", "step-1000000"]

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from ftkit.errors import TrainingError
 from ftkit.model_folder import ADAPTER_FILE
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
+from ftkit.train.checkpoint.loading import read_state, saved_sizes
 from ftkit.train.components.adamw8bit import _codes
-from ftkit.train.components.checkpoint import read_state, saved_sizes
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ftkit.config.adapters import LoraSpec
 from ftkit.errors import TrainingError
-from ftkit.train.components.weight_files import write_weights
+from ftkit.train.checkpoint.weight_files import write_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors
 from ftkit.train.model.weight_conversion import LazyTensors
 

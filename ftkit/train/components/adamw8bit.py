@@ -128,8 +128,8 @@ def allocate_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[s
             if saved is None:
                 raise TrainingError(
                     f"the checkpoint has no '{key}' of '{name}'",
-                    meaning="an older ftkit wrote it, which stored the states of adamw8bit in fp32",
-                    fix="resume with the ftkit that started the run, or start a new run from its export",
+                    meaning="another version of ftkit wrote it, or the recipe's optimizer was changed",
+                    fix="resume with the ftkit and the recipe of the run, or start a new run from its export",
                 )
             if saved != state[key].shape:
                 state[key] = torch.empty(saved)
@@ -231,26 +231,8 @@ def _scale_of_each(parameter: torch.Tensor, saved: torch.Tensor) -> torch.Tensor
     shard, width = local_shard(parameter), _row_width(parameter.shape)
     columns = range(width) if shard.columns is None else shard.columns
     first, last = shard.begin // len(columns), shard.end // len(columns)
-    run_length, rest = divmod(width, saved.shape[-1])
-    if saved.shape[:-1] == parameter.shape[:-1] and not rest and BLOCK_SIZE % run_length == 0:
-        scales = saved.view(-1, saved.shape[-1])[first:last].repeat_interleave(run_length, dim=1)
-    else:
-        scales = _scales_of_shards(saved, parameter, first * width, last * width).view(-1, width)
+    scales = saved.view(-1, saved.shape[-1])[first:last].repeat_interleave(width // saved.shape[-1], dim=1)
     return scales[:, columns.start : columns.stop].flatten()
-
-
-def _scales_of_shards(saved: torch.Tensor, parameter: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return the scales of a range of elements, from [shards, blocks], which versions before wrote.
-
-    Each shard, some of the parameter's rows, had blocks of its own; the last shards may have fewer rows.
-    """
-    rows, num_shards = parameter.shape[0], saved.shape[0]
-    size = -(-rows // num_shards) * (parameter.numel() // rows)
-    parts = [
-        saved[shard].repeat_interleave(BLOCK_SIZE)[max(begin - shard * size, 0) : min(end - shard * size, size)]
-        for shard in range(begin // size, -(-end // size))
-    ]
-    return torch.cat(parts) if parts else saved.new_zeros(0)
 
 
 @cache

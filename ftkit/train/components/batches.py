@@ -89,8 +89,7 @@ class BatchSchedule:
     ) -> None:
         self._first_step, self._first_pack = 0, 0
         if state is not None:
-            full = state.step * plan.global_batch_size
-            self._first_step, self._first_pack = state.step, full if state.num_packs is None else state.num_packs
+            self._first_step, self._first_pack = state.step, state.num_packs
         self._store = store
         self._plan = plan
         self._seed = seed

@@ -21,6 +21,7 @@ from ftkit.files import atomic_folder, write_json
 from ftkit.model_folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
+from ftkit.train.checkpoint.weight_files import write_weights
 from ftkit.train.components.export_record import (
     ExportRecord,
     make_prompts,
@@ -29,7 +30,6 @@ from ftkit.train.components.export_record import (
     tokenizer_digests,
 )
 from ftkit.train.components.generation import Generation, end_token_setting
-from ftkit.train.components.weight_files import write_weights
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.expert_adapters import transposed_experts
@@ -150,9 +150,11 @@ class Exporter:
             prompts=make_prompts(self._parts.tokenizer),
             trained=None,
             untrained=None,
+            exported=None,
             files={},
             columns=sample_columns(vocab_size, self._parts.generation.end_tokens),
             tokenizer=tokenizer_digests(self._parts.tokenizer),
+            version=1,
         )
 
     def with_logits(self, record: ExportRecord) -> ExportRecord:
@@ -160,7 +162,7 @@ class Exporter:
 
         def of_trained(weights: Mapping[str, torch.Tensor]) -> list[list[list[float]]]:
             if self._parts.recipe.training.adapters is None:
-                return streamed_logits(self._model, self._with_untrained(weights), record)
+                return streamed_logits(self._model, self._with_buffers(weights), record)
             return streamed_logits(self._model, AdaptedTensors(self._required_base(), weights), record)
 
         exported, dtype = None, DTYPES[record.precision]
@@ -210,7 +212,7 @@ class Exporter:
         """
         lora = self._parts.recipe.training.adapters
         if lora is None:
-            return self._with_untrained(self._trained)
+            return self._with_buffers(self._trained)
         transposed = transposed_weights(self._plain) | transposed_experts(self._plain)
         return MergedTensors(self._required_base(), self._trained, lora, dtype, transposed)
 
@@ -246,17 +248,11 @@ class Exporter:
             tokens = {token: self._parts.tokenizer.convert_tokens_to_ids(token) for token in added}
             write_json(folder / ADDED_TOKENS_FILE, tokens)
 
-    def _with_untrained(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Add what no checkpoint has: buffers; from older ones also frozen parameters, which the files have."""
-        if self._base is None:
-            stored = self._plain.state_dict().keys()
-            return ChainMap(
-                cast("Any", weights), {name: each for name, each in self._plain.named_buffers() if name in stored}
-            )
-        parameters = self._plain.named_parameters()
-        frozen = {name for name, parameter in parameters if not parameter.requires_grad} - weights.keys()
-        untrained = frozen | {name for name, _ in self._plain.named_buffers()}
-        return ChainMap(cast("Any", weights), {name: self._base[name] for name in untrained if name in self._base})
+    def _with_buffers(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Add the buffers that files have: checkpoints have parameters."""
+        names = [name for name, _ in self._plain.named_buffers()]
+        stored = self._plain.state_dict() if self._base is None else self._base
+        return ChainMap(cast("Any", weights), {name: stored[name] for name in names if name in stored})
 
     def _required_base(self) -> PretrainedTensors:
         if self._base is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -33,6 +33,8 @@ _CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
 )
 """Fixed prompts without training data, since an export may be published."""
+Logits = list[list[list[float]]]
+"""Per prompt and token: logits of some tokens of the vocabulary, then the log-sum-exp of all."""
 _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
 
 
@@ -78,11 +80,9 @@ class ExportRecord:
             if there is no base model to compute them with.
         untrained: the same for the base model.
         files: the weight files.
-        exported: the same for the trained weights rounded to `precision`; None if that changes nothing, and in records
-            of earlier versions.
-        columns: tokens of the vocabulary whose logits are recorded; those of `sample_columns` without end tokens if
-            None, as in records of earlier versions.
-        tokenizer: the result of `tokenizer_digests`; empty in records of earlier versions.
+        exported: the same for the trained weights rounded to `precision`; None if that changes nothing.
+        columns: tokens of the vocabulary whose logits are recorded.
+        tokenizer: the result of `tokenizer_digests`.
     """
 
     run: str
@@ -93,16 +93,14 @@ class ExportRecord:
     revision: str | None
     end_tokens: tuple[int, ...]
     prompts: tuple[Prompt, ...]
-    trained: list[list[list[float]]] | None
-    untrained: list[list[list[float]]] | None
+    trained: Logits | None
+    untrained: Logits | None
     files: dict[str, SavedFile]
-    exported: list[list[list[float]]] | None = None
-    columns: tuple[int, ...] | None = None
-    tokenizer: dict[str, str] = field(default_factory=dict)
-
-    def columns_of(self, vocab_size: int) -> tuple[int, ...]:
-        """Return the recorded tokens, of a vocabulary of this size."""
-        return self.columns or sample_columns(vocab_size)
+    exported: Logits | None
+    columns: tuple[int, ...]
+    tokenizer: dict[str, str]
+    version: Literal[1]
+    """Of the record's fields and their meaning; a record with another version is refused."""
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
@@ -142,35 +140,29 @@ def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 @torch.no_grad()
-def sample_logits(model: Any, record: ExportRecord) -> list[list[list[float]]]:
+def sample_logits(model: Any, record: ExportRecord) -> Logits:
     """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
 
     Rows are padded on their right without a mask: in a causal model no token sees what follows.
-
-    Returns:
-        Per prompt and token: logits of the record's columns, then the log-sum-exp of all.
     """
     prompts = record.prompts
     longest = max(len(prompt.tokens) for prompt in prompts)
     rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
     logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
-    columns = list(record.columns_of(logits.shape[-1]))
-    kept = torch.cat([logits[..., columns], logits.logsumexp(-1, keepdim=True)], -1).tolist()
+    kept = torch.cat([logits[..., list(record.columns)], logits.logsumexp(-1, keepdim=True)], -1).tolist()
     return [
         [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
         for row, prompt in zip(kept, prompts, strict=True)
     ]
 
 
-def sample_columns(vocab_size: int, end_tokens: Sequence[int] = ()) -> tuple[int, ...]:
+def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens whose logits are kept: evenly spaced ones, and end tokens."""
     evenly_spaced = torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long().tolist()
     return tuple(sorted({*evenly_spaced, *(token for token in end_tokens if token < vocab_size)}))
 
 
-def streamed_logits(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord
-) -> list[list[list[float]]]:
+def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
     """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
     Args:

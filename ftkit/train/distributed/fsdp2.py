@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
+from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
 from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
-from ftkit.train.components.checkpoint import absent_frozen, read_state, saved_sizes
 from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.gradient_norm import gradient_norm
@@ -234,9 +234,8 @@ class Fsdp2Engine:
 
     def load(self, folder: Path) -> None:
         """Load a state from a checkpoint, written at any world size."""
+        check_model(self.model.hf_model, folder)
         model, optimizer = self._state_dicts()
-        for name in absent_frozen(self.model.hf_model, folder) & model.keys():
-            del model[name]
         saved = saved_sizes(folder, "optimizer.state.")
         if isinstance(self.optimizer, AdamW8bit):
             allocate_saved_scales(optimizer["state"], saved)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ftkit.config.execution import ZERO3_BUCKET
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
-from ftkit.train.components.checkpoint import absent_frozen, read_state
+from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
@@ -166,14 +166,11 @@ class Zero3Engine:
 
     def load(self, folder: Path) -> None:
         """Load a state from a checkpoint, written at any world size."""
-        state, absent = self.state(), absent_frozen(self.model.hf_model, folder)
-        for name in absent & state["model"].keys():
-            del state["model"][name]
+        check_model(self.model.hf_model, folder)
+        state = self.state()
         read_state(state, folder)
         write = self._deepspeed.utils
         for name, parameter, partition in self._saved():
-            if name in absent:
-                continue
             master = _padded(state["model"][name], partition)
             partition.values.copy_(master)
             if not parameter.requires_grad:

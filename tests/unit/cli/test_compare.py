@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.files import write_json
-from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
+from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.gpu_samples import GpuSample, NodeSample, to_line
 from ftkit.runs.manifest import record_start
 from ftkit.runs.repeat import original_to_json, read_original
@@ -29,7 +29,7 @@ def save(run: SubmittedRun, step: int) -> Path:
     folder.mkdir(parents=True)
     (folder / "shard").write_bytes(b"tensor")
     files = {"shard": SavedFile.of(folder / "shard")}
-    write_json(folder / MARKER, Marker(TrainState(step, "x"), 2, files))
+    write_json(folder / MARKER, Marker(FORMAT_VERSION, TrainState(step, "x"), 2, files))
     return folder
 
 

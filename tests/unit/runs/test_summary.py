@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.checkpoints import Marker, SavedFile, TrainState, find_damage
+from ftkit.runs.checkpoints import FORMAT_VERSION, Marker, SavedFile, TrainState, find_damage
 from ftkit.runs.ends import find_end
 from ftkit.runs.gpu_samples import read_samples
 from ftkit.runs.progress import excluded_nodes, seconds_left
@@ -138,4 +138,5 @@ def test_a_file_of_another_size_is_damaged_without_being_read(tmp_path: Path) ->
     (tmp_path / "shard").touch()
     saved = SavedFile.of(tmp_path / "shard")
     os.truncate(tmp_path / "shard", 2**40)
-    assert find_damage(tmp_path, Marker(TrainState(1, "x"), 1, {"shard": saved}), ["shard"]) == ["shard"]
+    marker = Marker(FORMAT_VERSION, TrainState(1, "x"), 1, {"shard": saved})
+    assert find_damage(tmp_path, marker, ["shard"]) == ["shard"]

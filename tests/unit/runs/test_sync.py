@@ -10,7 +10,7 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 from ftkit.files import file_lock, write_json
-from ftkit.runs.checkpoints import MARKER, Marker, SavedFile, TrainState
+from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.storage import store as store_module
 from ftkit.runs.storage.store import Store
 from ftkit.runs.storage.sync import RunCopy
@@ -32,7 +32,9 @@ def run(make_run: RunMaker) -> SubmittedRun:
     folder = made.layout.checkpoint(5)
     folder.mkdir(parents=True)
     (folder / "shard").write_bytes(b"tensor")
-    write_json(folder / MARKER, Marker(TrainState(5, "x"), 2, {"shard": SavedFile.of(folder / "shard")}))
+    write_json(
+        folder / MARKER, Marker(FORMAT_VERSION, TrainState(5, "x"), 2, {"shard": SavedFile.of(folder / "shard")})
+    )
     return made
 
 

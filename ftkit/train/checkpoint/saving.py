@@ -1,4 +1,8 @@
-"""Save checkpoints while training continues, and load the newest complete one."""
+"""Save checkpoints while training continues.
+
+Every rank writes its shards into a folder with a temporary name. Rank 0 adds a marker with the size and digest of each
+file, and renames the folder to its final name, which makes it a complete checkpoint (`RunLayout.list_checkpoints`).
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from ftkit.config.execution import GIB
-from ftkit.errors import TrainingError, one_line
-from ftkit.files import remove
-from ftkit.runs.checkpoints import DamagedCheckpointError, Marker, SavedFile, TrainState, find_damage, read_marker
+from ftkit.errors import TrainingError
+from ftkit.files import publish, remove, write_json
+from ftkit.runs.checkpoints import FORMAT_VERSION, MARKER, Marker, SavedFile, TrainState
 from ftkit.runs.records import CheckpointRecord, FailedCheckpointRecord
-from ftkit.train.components.checkpoint import (
-    INDEX,
-    ForeignCheckpointError,
-    begin,
-    check_index,
-    complete,
-    delete_oldest,
-    remove_leftovers,
-    temporary_of,
-)
-from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.memory.host_snapshot import HostSnapshot, state_bytes
+from ftkit.train.checkpoint.loading import INDEX, reason_of
+from ftkit.train.memory.host_memory import available_bytes, empty_pinned_like
+from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.private_apis.torch import find_tensors, map_instances
 from ftkit.train.world import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
-    from ftkit.train.components.metrics import Recorder
+    from ftkit.runs.records import Record
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
@@ -82,10 +79,11 @@ class Checkpointer:
     the context, even after an error, waits until the current checkpoint is complete.
     """
 
-    def __init__(self, plan: RunPlan, world: World, recorder: Recorder) -> None:
+    def __init__(self, plan: RunPlan, world: World, write: Callable[[Record], None]) -> None:
+        """Start a thread; `write` takes the records of checkpoints."""
         self._plan = plan
         self._world = world
-        self._recorder = recorder
+        self._write_record = write
         # The order of two threads' collectives in one group could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_set_device, initargs=(world.device,))
@@ -95,8 +93,9 @@ class Checkpointer:
         self._num_failed = 0
 
     def __enter__(self) -> Self:
-        if self._world.is_first:
-            remove_leftovers(self._plan.layout)
+        if self._world.is_first:  # partial checkpoints of a job that was killed while it wrote or deleted them
+            for folder in self._plan.layout.checkpoints.glob(".step-*"):
+                remove(folder)
         return self
 
     def __exit__(
@@ -161,14 +160,13 @@ class Checkpointer:
             )
             if not save.may_fail or self._num_failed > self._plan.recipe.training.max_failed_checkpoints:
                 raise failure from error
-            log.error("%s; training continues without it", failure.what)  # noqa: TRY400 - it says all
-            self._recorder.write(FailedCheckpointRecord(time.time(), save.step, str(error), self._num_failed))
+            log.error("%s; training continues without it", failure.what)  # noqa: TRY400 - the message has the cause
+            self._write_record(FailedCheckpointRecord(time.time(), save.step, str(error), self._num_failed))
             return
         self._num_failed = 0
-        stalled = (save.resumed or ended) - save.began
-        self._recorder.write(CheckpointRecord(time.time(), save.step, str(folder), ended - save.began, stalled))
-        log.info("checkpoint of step %d complete: %.1f s, training waited %.1f s",
-                 save.step, ended - save.began, stalled)  # fmt: skip
+        seconds, stalled = ended - save.began, (save.resumed or ended) - save.began
+        self._write_record(CheckpointRecord(time.time(), save.step, str(folder), seconds, stalled))
+        log.info("checkpoint of step %d complete: %.1f s, training waited %.1f s", save.step, seconds, stalled)
 
     def _room_for(self, state: dict[str, Any]) -> bool:
         """Return whether host memory has room for the copies of all processes of this node; measured once."""
@@ -192,17 +190,17 @@ class Checkpointer:
             _SaveError: on all ranks.
         """
         final = self._plan.layout.checkpoint(progress.step)
-        folder = temporary_of(final)
+        folder = final.with_name(f".{final.name}.partial")
         # With look-ahead, the writer would wait for training's stream every few megabytes.
         writer = partial(FileSystemWriter, folder, per_thread_copy_ahead=0)
         save = state_dict_saver.save
         try:
-            self._on_first_rank(lambda: begin(final))
+            self._on_first_rank(lambda: _make_empty(folder))
             self._on_all_ranks(lambda: save(state, storage_writer=writer(), process_group=self._group))
             parts = self._on_all_ranks(
                 lambda: {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
             )
-            self._on_first_rank(lambda: self._complete(final, progress, parts))
+            self._on_first_rank(lambda: self._complete(folder, final, progress, parts))
         except _SaveError:
             if self._world.is_first:
                 with suppress(OSError):
@@ -210,18 +208,21 @@ class Checkpointer:
             raise
         return time.perf_counter()
 
-    def _complete(self, final: Path, progress: TrainState, parts: list[dict[str, SavedFile]]) -> None:
-        parts = [*parts, {INDEX: SavedFile.of(temporary_of(final) / INDEX)}]
-        files = {name: file for part in parts for name, file in part.items()}
-        complete(final, Marker(progress, self._world.size, files))
-        training, best = self._plan.recipe.training, progress.best.step if progress.best else None
+    def _complete(self, folder: Path, final: Path, progress: TrainState, parts: list[dict[str, SavedFile]]) -> None:
+        """Write the marker, rename the checkpoint to its final name, and delete those that need not be kept."""
+        files = {INDEX: SavedFile.of(folder / INDEX)}
+        for part in parts:
+            files |= part
+        write_json(folder / MARKER, Marker(FORMAT_VERSION, progress, self._world.size, files))
+        publish(folder, final)  # a damaged one of the same step is replaced
+        training, best = self._plan.recipe.training, progress.best
         try:
             delete_oldest(
                 self._plan.layout,
                 progress.step,
                 training.keep_checkpoints,
                 keep_every=training.keep_every_steps,
-                best=best,
+                best=None if best is None else best.step,
             )
         except OSError as error:
             log.warning("an older checkpoint can't be deleted: %s", error)
@@ -240,7 +241,7 @@ class Checkpointer:
             value = action()
         except (OSError, CheckpointException) as error:
             log.warning("a checkpoint can't be written", exc_info=error)
-            reason = _describe(error)
+            reason = reason_of(error)
         outcomes: list[Any] = [None] * self._world.size
         dist.all_gather_object(outcomes, (value, reason), group=self._group)
         if reasons := [reason for _, reason in outcomes if reason]:
@@ -248,11 +249,9 @@ class Checkpointer:
         return [value for value, _ in outcomes]
 
 
-def _describe(error: OSError | CheckpointException) -> str:
-    """Return the reason on one line: that of the first rank that failed."""
-    if isinstance(error, CheckpointException):
-        return next(iter(one_line(cause) for cause, _ in error.failures.values()), one_line(error))
-    return str(error)
+def _make_empty(folder: Path) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
 
 
 def _set_device(device: torch.device) -> None:
@@ -261,95 +260,60 @@ def _set_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-# --- Loading -------------------------------------------------------------------------------------
+def delete_oldest(
+    layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
+) -> None:
+    """Delete all checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`.
 
-
-def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
-    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
-
-    `data` is the fingerprint of the prepared data.
+    Later checkpoints don't count: they are damaged, or training would have resumed from them.
 
     Raises:
-        TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
+        OSError: one can't be deleted.
     """
-    damaged = []
-    for step, folder in reversed(_list_on_first_rank(layout, world)):
-        marker, damage = _check(step, folder, world)
-        if marker is None:
-            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
-            damaged.append(f"{folder.name} ({damage})")
+    for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
+        if old == best or (keep_every is not None and old % keep_every == 0):
             continue
-        if marker.progress.fingerprint != data:
-            raise TrainingError(
-                f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
-                meaning="another version of ftkit prepared the data again, and packs it differently",
-                fix="resume with the version of ftkit that started the run, or start a new run",
+        doomed = folder.with_name(f".{folder.name}.{time.time_ns()}.deleted")
+        folder.rename(doomed)  # readers don't see it from now on
+        remove(doomed)
+
+
+# --- Host snapshots ------------------------------------------------------------------------------
+
+
+class HostSnapshot:
+    """Copies sharded state to host memory, where training cannot modify it while it is written.
+
+    There is one snapshot at a time: the next one reuses the buffers.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._buffers: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state, nested dictionaries and lists, with each tensor in host memory."""
+        tensors = find_tensors(state)
+        if len(tensors) != len(self._buffers):  # a parameter that never got a gradient has no optimizer state yet
+            self._buffers = [empty_pinned_like(local_tensor(tensor)) for tensor in tensors]
+        buffers = iter(self._buffers)
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            host = next(buffers).copy_(local_tensor(tensor), non_blocking=True)
+            if not isinstance(tensor, DTensor):
+                return host
+            mesh = self._world.on_host(tensor.device_mesh)
+            return DTensor.from_local(
+                host, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
-        _load(engine, folder)
-        return marker.progress
-    if damaged:
-        raise TrainingError(
-            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
-            meaning="the file system lost data, files were changed or moved, or this user may not read them",
-            fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
-        )
-    return None
+
+        copied: dict[str, Any] = map_instances(torch.Tensor, copy, state)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # host sync: the next step would change tensors during their copy
+        return copied
 
 
-def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> bool:
-    """Load the checkpoint of the best evaluation; return False if it is damaged. Collective.
-
-    Raises:
-        TrainingError: it belongs to another model.
-    """
-    folder = layout.checkpoint(step)
-    marker, damage = _check(step, folder, world)
-    if marker is None:
-        log.warning("the best checkpoint, %s, is damaged (%s): exporting the last one", folder.name, damage)
-        return False
-    _load(engine, folder)
-    return True
-
-
-def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
-    """Return rank 0's list of checkpoints: a shared file system may show other ranks an older state."""
-    found: list[tuple[int, Path]] = []
-    if world.is_first:
-        try:
-            found = layout.list_checkpoints()
-        except OSError as error:
-            raise TrainingError(
-                f"the checkpoints of this run can't be listed: {error}",
-                meaning="you lack permission to read them, or the file system is unreachable",
-                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
-            ) from error
-    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
-    return listed
-
-
-def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
-    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks.
-
-    Each rank reads its share of the files.
-    """
-    try:
-        marker = read_marker(folder, step)
-        own = find_damage(folder, marker, sorted(marker.files)[world.rank :: world.size])
-        if not own and world.is_first:
-            check_index(folder, marker)
-    except DamagedCheckpointError as error:
-        own = [str(error)]
-    damage = sorted(set().union(*world.gather_objects(own)))
-    return (None, ", ".join(damage)) if damage else (marker, "")
-
-
-def _load(engine: Engine, folder: Path) -> None:
-    try:
-        engine.load(folder)
-    except (CheckpointException, ForeignCheckpointError) as error:  # torch's is no Exception: no caller would catch it
-        reason = _describe(error) if isinstance(error, CheckpointException) else str(error)
-        raise TrainingError(
-            f"{folder} can't be loaded: {reason}",
-            meaning="its files are undamaged, but belong to another model, method or engine",
-            fix="resume with the ftkit that started the run, or start a new run",
-        ) from error
+def state_bytes(state: dict[str, Any]) -> int:
+    """Count the bytes of this rank's tensors in a state."""
+    return sum(local_tensor(tensor).nbytes for tensor in find_tensors(state))

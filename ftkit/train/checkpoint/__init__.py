@@ -1,0 +1,1 @@
+"""Checkpoints: saved while training continues, complete or absent, and read without unpickling."""

@@ -1,0 +1,327 @@
+"""Load checkpoints, which are compared with their marker and read without unpickling.
+
+torch's reader unpickles the index of a checkpoint (`.metadata`), and every entry that is not a tensor. A pickle can
+call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
+contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0025).
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import pickle
+import warnings
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import metadata, state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ftkit.errors import TrainingError, one_line
+from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, Marker, find_damage, read_marker
+from ftkit.train.model.weight_conversion import LazyTensors
+from ftkit.train.private_apis.torch import checkpoint_index_names
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import nn
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.checkpoints import TrainState
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+INDEX = ".metadata"
+"""torch's name of the index, which maps tensors to files."""
+_MODEL = "model."
+"""Prefix of the trained weights in a checkpoint: the key of `Engine.state`."""
+
+
+class ForeignCheckpointError(Exception):
+    """An undamaged checkpoint belongs to another model."""
+
+
+def reason_of(error: OSError | CheckpointException | ForeignCheckpointError) -> str:
+    """Return on one line why a checkpoint can't be written or loaded: the reason of the first rank that failed."""
+    if isinstance(error, CheckpointException):
+        return next(iter(one_line(cause) for cause, _ in error.failures.values()), one_line(error))
+    return str(error)
+
+
+# --- Of a run ------------------------------------------------------------------------------------
+
+
+def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> TrainState | None:
+    """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
+
+    `data` is the fingerprint of the prepared data.
+
+    Raises:
+        TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
+    """
+    damaged = []
+    for step, folder in reversed(_list_on_first_rank(layout, world)):
+        marker, damage = _check(step, folder, world)
+        if marker is None:
+            log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
+            damaged.append(f"{folder.name} ({damage})")
+            continue
+        if marker.progress.fingerprint != data:
+            raise TrainingError(
+                f"{folder} was trained on data {marker.progress.fingerprint}, but the prepared data is {data}",
+                meaning="another version of ftkit prepared the data again, and packs it differently",
+                fix="resume with the version of ftkit that started the run, or start a new run",
+            )
+        _load(engine, folder)
+        return marker.progress
+    if damaged:
+        raise TrainingError(
+            f"every checkpoint in {layout.checkpoints} is damaged: {', '.join(damaged)}",
+            meaning="the file system lost data, files were changed or moved, or this user may not read them",
+            fix=f"restore one of them, then: ftkit resume {layout.root.name}; or start a new run. Nothing was deleted",
+        )
+    return None
+
+
+def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> bool:
+    """Load the checkpoint of the best evaluation; return False if it is damaged. Collective.
+
+    Raises:
+        TrainingError: it belongs to another model.
+    """
+    folder = layout.checkpoint(step)
+    marker, damage = _check(step, folder, world)
+    if marker is None:
+        log.warning("the best checkpoint, %s, is damaged (%s): exporting the last one", folder.name, damage)
+        return False
+    _load(engine, folder)
+    return True
+
+
+def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
+    """Return rank 0's list of checkpoints: a shared file system may show other ranks an older state."""
+    found: list[tuple[int, Path]] = []
+    if world.is_first:
+        try:
+            found = layout.list_checkpoints()
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoints of this run can't be listed: {error}",
+                meaning="you lack permission to read them, or the file system is unreachable",
+                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
+            ) from error
+    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
+    return listed
+
+
+def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
+    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks.
+
+    Each rank reads its share of the files.
+    """
+    try:
+        marker = read_marker(folder, step)
+        own = find_damage(folder, marker, sorted(marker.files)[world.rank :: world.size])
+        if not own and world.is_first:
+            _check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        own = [str(error)]
+    damage = sorted(set().union(*world.gather_objects(own)))
+    return (None, ", ".join(damage)) if damage else (marker, "")
+
+
+def _load(engine: Engine, folder: Path) -> None:
+    try:
+        engine.load(folder)
+    except (CheckpointException, ForeignCheckpointError) as error:  # CheckpointException derives from BaseException
+        raise TrainingError(
+            f"{folder} can't be loaded: {reason_of(error)}",
+            meaning="its files are undamaged, but belong to another model, method or engine",
+            fix="resume with the ftkit that started the run, or start a new run",
+        ) from error
+
+
+def describe_damage(folder: Path, step: int) -> str:
+    """Compare a whole checkpoint with its marker and check its index; return the damage, or an empty text."""
+    try:
+        marker = read_marker(folder, step)
+        if damaged := find_damage(folder, marker, sorted(marker.files)):
+            return f"{', '.join(damaged)}: changed, truncated, or missing"
+        _check_index(folder, marker)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _check_index(folder: Path, marker: Marker) -> None:
+    """Check that the marker lists all files that the index needs.
+
+    Raises:
+        DamagedCheckpointError: it does not, or the index is damaged.
+    """
+    try:
+        needed = {place.relative_path for place in read_index(folder).storage_data.values()}
+    except AttributeError as error:
+        raise DamagedCheckpointError(f"{INDEX}: {error}") from error
+    if unlisted := needed - marker.files.keys():
+        raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
+
+
+# --- Tensors -------------------------------------------------------------------------------------
+
+
+def read_state(state: dict[str, Any], folder: Path) -> None:
+    """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
+
+    Collective if there is a process group: every rank must call it.
+
+    Args:
+        state: contains only tensors.
+        folder: the checkpoint.
+    """
+    _read(state, _Reader(folder))
+
+
+def _read(state: dict[str, Any], reader: _Reader) -> None:
+    with warnings.catch_warnings():
+        # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
+
+
+def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
+    """Return the shapes of a checkpoint's unsharded tensors under a prefix, by names without it."""
+    return {name: each.size for name, each in _tensors_of(read_index(folder), prefix).items()}
+
+
+def check_model(model: nn.Module, folder: Path) -> None:
+    """Check that a checkpoint has no weights that the model lacks: torch would ignore them silently.
+
+    Raises:
+        ForeignCheckpointError: it has.
+    """
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    if unknown := sorted(saved_sizes(folder, _MODEL).keys() - known):
+        raise ForeignCheckpointError(f"the model has no '{unknown[0]}'")
+
+
+class CheckpointTensors(LazyTensors):
+    """The trained weights of a checkpoint, by their names in the model; each is read on access.
+
+    It reads, in one process, what any engine wrote at any world size; ZeRO-3's flat tensors get their shapes back.
+    Threads may share it.
+    """
+
+    def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """Read the index.
+
+        Args:
+            folder: the checkpoint.
+            shapes: of all of the model's parameters, by name; the checkpoint has the trained ones.
+
+        Raises:
+            DamagedCheckpointError: the index is damaged, or belongs to another model.
+        """
+        self._reader, self._lock = _Reader(folder), Lock()
+        self._stored = _tensors_of(self._reader.read_metadata(), _MODEL)
+        self._shapes = shapes
+        super().__init__(self._stored)
+        for name, each in self._stored.items():
+            if name not in shapes or each.size.numel() != shapes[name].numel():
+                raise DamagedCheckpointError(f"{INDEX}: the model has no '{name}'")
+        if not self._stored:
+            raise DamagedCheckpointError(f"{INDEX}: no weights")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        with self._lock:
+            _read({_MODEL + name: tensor}, self._reader)
+        return tensor.view(self._shapes[name])
+
+
+# --- The index -----------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return a checkpoint's index: shapes, types and places of its tensors.
+
+    Raises:
+        DamagedCheckpointError: it is not such an index, or contains anything else.
+    """
+    try:
+        with (folder / INDEX).open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except Exception as error:  # damaged pickles raise anything
+        raise DamagedCheckpointError(f"{INDEX}: {error}") from error
+    if not isinstance(index, Metadata):
+        raise DamagedCheckpointError(f"{INDEX}: it is a {type(index).__name__}")
+    return index
+
+
+def _tensors_of(index: Metadata, prefix: str) -> dict[str, metadata.TensorStorageMetadata]:
+    return {
+        name.removeprefix(prefix): each
+        for name, each in index.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(each, metadata.TensorStorageMetadata)
+    }
+
+
+class _Reader(FileSystemReader):
+    """torch's reader with a safe unpickler. As `read_metadata` takes no `kwargs`, torch looks for no index per rank."""
+
+    @cached_property
+    def _index(self) -> Metadata:
+        return read_index(pathlib.Path(self.path))
+
+    def read_metadata(self) -> Metadata:
+        return replace(self._index, storage_meta=metadata.StorageMeta(load_id=self.load_id))
+
+
+class _TensorsOnlyPlanner(DefaultLoadPlanner):
+    """torch's planner, which would unpickle every entry that the index does not declare as a tensor."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        del value
+        raise DamagedCheckpointError(f"{INDEX}: '{read_item.storage_index.fqn}' is not a tensor in it")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Creates the dataclasses of an index, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        # Python 3.13 has pathlib's classes in a module below it.
+        if (allowed := _ALLOWED.get((module.removesuffix("._local"), name))) is None:
+            raise pickle.UnpicklingError(f"it contains '{module}.{name}', which no index of torch has")
+        return allowed
+
+
+_ALLOWED: dict[tuple[str, str], type] = {
+    (each.__module__.removesuffix("._local"), each.__qualname__): each
+    for each in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        *checkpoint_index_names(),
+        pathlib.PurePosixPath,
+        pathlib.PosixPath,
+    )
+} | {("torch", "Size"): torch.Size}
