@@ -48,7 +48,7 @@ from ftkit.planning.setup import GPUS
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.checkpoint.saving import Checkpointer, state_bytes
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.recorder import Recorder
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.attention import choose_kernel, register_kernel

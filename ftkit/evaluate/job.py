@@ -16,7 +16,7 @@ from ftkit.evaluate.source import TrainedStep
 from ftkit.planning.plan import read_plan
 from ftkit.runs.metrics_file import append_record, read_job_evaluations, read_outline, read_records
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord
-from ftkit.train.components.trackers import send_late
+from ftkit.train.components.recorder import send_late
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,16 +27,11 @@ from ftkit.runs.checkpoints import TrainState
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import load_best, load_newest
 from ftkit.train.checkpoint.saving import Checkpointer
-from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import BatchSchedule
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
-from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.mfu import MfuMeter
-from ftkit.train.components.profiler import check_profile
-from ftkit.train.components.rank_times import RankTimes
-from ftkit.train.components.trackers import open_trackers
+from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.distributed.checks import (
     verify_causality,
     verify_isolation,
@@ -47,7 +42,7 @@ from ftkit.train.distributed.checks import (
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
 from ftkit.train.engine import ShardingOptions
-from ftkit.train.loop import Outcome, TrainingLoop, by_criterion, check_is_measured, last_step
+from ftkit.train.loop import TrainingLoop
 from ftkit.train.memory.oom import check_free_host_memory, out_of_memory_explained
 from ftkit.train.memory.trace import MemoryTrace
 from ftkit.train.model.attention import choose_kernel, register_kernel
@@ -55,7 +50,6 @@ from ftkit.train.model.build import (
     TextConfig,
     build_empty,
     check_positions,
-    find_decoder_layers,
     make_config,
     read_config,
 )
@@ -63,6 +57,9 @@ from ftkit.train.model.context_parallel import check_context_parallel, context_p
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
+from ftkit.train.observers import make_observers
+from ftkit.train.observers.profiler import check_profile
+from ftkit.train.observers.progress import Progress, by_criterion, check_is_measured, last_step
 from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World, with_tensor_parallel
@@ -120,11 +117,11 @@ class Trainer:
             self._stage("building the model")
             engine, built = self._build_engine()
         with out_of_memory_explained(self.plan, self.world, self.trace, engine.tensors):
-            outcome, step = self._train(engine, built, store)
-        log.info("%s after %d steps, %.0f s in total", outcome, step, time.time() - began)
+            progress = self._train(engine, built, store)
+        log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 
-    def _train(self, engine: Engine, built: BuiltModel, store: PackStore) -> tuple[Outcome, int]:
-        """Verify, train, evaluate and export with an engine; return the outcome, and the last step."""
+    def _train(self, engine: Engine, built: BuiltModel, store: PackStore) -> Progress:
+        """Verify, train, evaluate and export with an engine."""
         is_packed = self._verify(engine, built.expected, store)
         manifest = self.data.read_manifest()
         identity = manifest.identity
@@ -132,48 +129,40 @@ class Trainer:
         state = load_newest(engine, self.plan.layout, self.world, identity)
         state = by_criterion(state or TrainState(0, identity), self.plan.recipe.evaluation.selection)
         batches = self._batches(store, engine, state, is_packed=is_packed, is_mixed=bool(manifest.mixed_sources))
-        num_steps = last_step(self.plan, batches, state)
-        self._record_start(num_steps, state, built.num_parameters)
+        progress = Progress(self.plan, batches, state, last_step(self.plan, batches, state))
+        self._record_start(progress, built.num_parameters)
         evaluator = Evaluator(self.plan, self.data, self.tokenizer, built.generation, self.world, is_packed)
         if state.step == 0:
             before = self._evaluate(evaluator, engine, 0, "before")
             check_is_measured(before, self.plan.recipe.evaluation.selection)
         training_began = time.time()
         with Checkpointer(self.plan, self.world, self.recorder.write) as checkpointer:
-            policy = self.plan.recipe.training.on_nonfinite
-            loop = TrainingLoop(
-                plan=self.plan,
-                world=self.world,
-                engine=engine,
-                batches=batches,
+            observers = make_observers(
+                progress,
+                engine,
                 evaluator=evaluator,
+                checkpointer=checkpointer,
                 recorder=self.recorder,
                 trace=self.trace,
-                mfu_meter=MfuMeter.of(self.plan.recipe, self.world),
-                checkpointer=checkpointer,
-                num_steps=num_steps,
-                state=state,
-                anomalies=AnomalyWatch(self.plan.id, policy, self.recorder, batches.packs_of_step),
-                rank_times=self._rank_times(engine),
                 sources=manifest.mixed_sources,
             )
-            outcome = loop.train()
+            TrainingLoop(self.world, engine, progress, observers, len(manifest.mixed_sources)).train()
         training_seconds = time.time() - training_began
         exported = None
-        if outcome == "completed":
-            step = self._load_best(engine, loop.state)
+        if progress.is_complete:
+            step = self._load_best(engine, progress.state)
             self._evaluate(evaluator, engine, step, "after")
             parts = ExportedParts(self.plan.recipe, built.config, self.tokenizer, built.generation, built.pretrained)
             self._export(engine, parts, step)
             exported = str(self.plan.layout.export)
         self.trace.begin("")
-        best = loop.state.best
+        best = progress.state.best
         record = EndRecord(
-            time.time(), outcome, loop.state.step, training_seconds, exported, best.step if best else None,
-            self.plan.recipe.evaluation.early_stopping_patience if loop.is_stopped_early else None,
+            time.time(), progress.outcome, progress.step, training_seconds, exported, best.step if best else None,
+            self.plan.recipe.evaluation.early_stopping_patience if progress.is_stopped_early else None,
         )  # fmt: skip
         self.recorder.write(record)
-        return outcome, loop.state.step
+        return progress
 
     def _export(self, engine: Engine, parts: ExportedParts, step: int) -> None:
         """Export the model; an error says that the checkpoint has it."""
@@ -188,11 +177,6 @@ class Trainer:
                 fix=f"once the cause is gone: ftkit export {self.plan.id} --step {step}, or ftkit resume "
                 f"{self.plan.id}, which exports it without training",
             ) from error
-
-    def _rank_times(self, engine: Engine) -> RankTimes:
-        layers = find_decoder_layers(engine.model.hf_model)
-        excludes = self.plan.recipe.resources.exclude_stragglers
-        return RankTimes(self.plan.layout, self.world, layers, excludes_stragglers=excludes)
 
     def _load_best(self, engine: Engine, state: TrainState) -> int:
         """Load the checkpoint of the best evaluation if a later one is loaded; return the step of the loaded state."""
@@ -322,11 +306,11 @@ class Trainer:
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))
         return packing.is_packed
 
-    def _record_start(self, num_steps: int, state: TrainState, num_parameters: int) -> None:
+    def _record_start(self, progress: Progress, num_parameters: int) -> None:
         record = StartRecord(
             time=time.time(),
-            num_steps=num_steps,
-            resumed_from=state.step,
+            num_steps=progress.num_steps,
+            resumed_from=progress.step,
             world_size=self.world.size,
             engine=self.plan.engine.name,
             device=_device_name(self.world.device),
@@ -334,8 +318,8 @@ class Trainer:
             versions=_versions(),
         )
         self.recorder.write(record)
-        if state.step:
-            log.info("resumed from the checkpoint after step %d", state.step)
+        if progress.step:
+            log.info("resumed from the checkpoint after step %d", progress.step)
 
     def _evaluate(
         self, evaluator: Evaluator, engine: Engine, step: int, when: Literal["before", "after"]

@@ -13,28 +13,57 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ftkit.train import trainer
 from ftkit.train.__main__ import main
-from ftkit.train.loop import TrainingLoop
+from ftkit.train.observers import Saving, StepMetrics
+from ftkit.train.observers.observer import Observer, Observers
+
+STEP, PACE = int(sys.argv[1]), sys.argv[2]
+HAPPENS = sys.argv[3] if len(sys.argv) > 4 else "kill"
 
 
-def train_step_or_die(training: TrainingLoop, batch: Any) -> Any:
-    if training.state.step == int(sys.argv[1]) - 1 and sys.argv[3] == "nan":
-        if training.world.rank == training.world.size - 1:
-            batch = replace(batch, num_targets=float("nan"))
-    elif training.state.step == int(sys.argv[1]) - 1:
-        training.checkpointer.wait()
-        if len(sys.argv) > 4:
-            raise ZeroDivisionError
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(training, batch)
+class Death(Observer):
+    """Ends this rank before it waits for the batch of the step."""
+
+    def __init__(self, progress: Any, saving: Saving) -> None:
+        self._progress = progress
+        self._checkpointer = saving._checkpointer
+
+    def begin(self, phase: str) -> None:
+        if phase != "batch" or self._progress.step != STEP - 1 or HAPPENS == "nan":
+            return
+        self._checkpointer.wait()
+        if HAPPENS == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError
 
 
-def waits_for_step(training: TrainingLoop) -> bool:
-    return training._is_evaluation_due() or training._is_checkpoint_due()
+class Batches:
+    """Batches of which one has a loss that is not a number on the last rank."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def step(self, step: int) -> Any:
+        batch = self._batches.step(step)
+        is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        return replace(batch, num_targets=float("nan")) if step == STEP - 1 and is_last else batch
 
 
-train_step = TrainingLoop._train_step
-TrainingLoop._train_step = train_step_or_die  # type: ignore[method-assign]
-if sys.argv[2] == "behind":
-    TrainingLoop._syncs_with_step = waits_for_step  # type: ignore[method-assign]
+def with_death(progress: Any, engine: Any, **others: Any) -> Observers:
+    observers = make_observers(progress, engine, **others)
+    (saving,) = (each for each in observers.all if isinstance(each, Saving))
+    (metrics,) = (each for each in observers.all if isinstance(each, StepMetrics))
+    metrics.is_behind = PACE == "behind"
+    if HAPPENS == "nan":
+        progress.batches = Batches(progress.batches)
+    observers.all.insert(0, Death(progress, saving))
+    return observers
+
+
+make_observers = trainer.make_observers
+trainer.make_observers = with_death
 os._exit(main(Path(sys.argv[-1])))  # as the trainer does

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ftkit.errors import TrainingError
-from ftkit.train.components.anomalies import AnomalyWatch
 from ftkit.train.components.batches import StepBatch
-from ftkit.train.components.metrics import StepResult, StepTiming
+from ftkit.train.observers.anomalies import AnomalyWatch
+from ftkit.train.observers.observer import StepResult, StepTiming
 
 if TYPE_CHECKING:
     from ftkit.config.training import OnNonfinite
@@ -41,7 +41,7 @@ def step(number: int, loss: float = 1.0, norm: float = 0.5) -> StepResult:
 def test_a_non_finite_step_stops_the_run_and_reports_its_packs(loss: float, norm: float) -> None:
     recorder = Recorder()
     with pytest.raises(TrainingError, match="its update was skipped") as caught:
-        watch("stop", recorder).check(step(3, loss, norm))
+        watch("stop", recorder).report(step(3, loss, norm))
     assert "ftkit data show --packs 20,21,22,23,24,25,26,27 demo-1" in caught.value.fix
     assert "ftkit resume demo-1 training.on_nonfinite=skip" in caught.value.fix
     assert [(record.kind, record.step, record.packs) for record in recorder.records] == [
@@ -53,12 +53,12 @@ def test_non_finite_steps_are_skipped_until_ten_in_a_row() -> None:
     recorder = Recorder()
     looks = watch("skip", recorder)
     for number in range(1, 10):
-        looks.check(step(number, NAN, NAN))
-    looks.check(step(10))
+        looks.report(step(number, NAN, NAN))
+    looks.report(step(10))
     for number in range(11, 20):
-        looks.check(step(number, NAN, NAN))
+        looks.report(step(number, NAN, NAN))
     with pytest.raises(TrainingError, match="as were the 9 before it"):
-        looks.check(step(20, NAN, NAN))
+        looks.report(step(20, NAN, NAN))
     assert len(recorder.records) == 19
 
 
@@ -66,10 +66,10 @@ def test_non_finite_steps_are_skipped_until_ten_in_a_row() -> None:
 def test_a_spike_is_recorded_once_typical_values_are_known(what: str) -> None:
     recorder = Recorder()
     looks = watch("stop", recorder)
-    looks.check(step(1, **{what: 9.0}))  # nothing to compare with
+    looks.report(step(1, **{what: 9.0}))  # nothing to compare with
     for number in range(2, 200):
-        looks.check(step(number, loss=1 + 0.01 * (number % 7), norm=0.5 + 0.01 * (number % 5)))
-    looks.check(step(200, **{what: 2.0}))
+        looks.report(step(number, loss=1 + 0.01 * (number % 7), norm=0.5 + 0.01 * (number % 5)))
+    looks.report(step(200, **{what: 2.0}))
     assert [(record.kind, record.step) for record in recorder.records] == [("spike", 200)]
 
 
@@ -78,10 +78,12 @@ def test_a_multiple_of_values_near_zero_that_vary_as_much_is_no_spike(loss: floa
     recorder, random = Recorder(), Random(1)
     looks = watch("stop", recorder)
     for number in range(1, 200):
-        looks.check(step(number, loss=0.003 * random.lognormvariate(0, 0.3), norm=0.06 * random.lognormvariate(0, 0.6)))
-    looks.check(step(200, loss=loss, norm=norm))
+        looks.report(
+            step(number, loss=0.003 * random.lognormvariate(0, 0.3), norm=0.06 * random.lognormvariate(0, 0.6))
+        )
+    looks.report(step(200, loss=loss, norm=norm))
     assert recorder.records == []
-    looks.check(step(201, loss=2.0))
+    looks.report(step(201, loss=2.0))
     assert [record.step for record in recorder.records] == [201]
 
 
@@ -90,6 +92,6 @@ def test_rounding_of_a_loss_that_hardly_changes_is_no_spike(loss: float) -> None
     recorder = Recorder()
     looks = watch("stop", recorder)
     for number in range(1, 400):
-        looks.check(step(number, loss=loss * (1 + 1e-7 * (number % 3)), norm=1e-5))
-    looks.check(step(400, loss=loss * 1.05, norm=1e-5))
+        looks.report(step(number, loss=loss * (1 + 1e-7 * (number % 3)), norm=1e-5))
+    looks.report(step(400, loss=loss * 1.05, norm=1e-5))
     assert recorder.records == []

@@ -21,7 +21,7 @@ from ftkit.model_folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord
-from ftkit.train.loop import with_evaluation
+from ftkit.train.observers.progress import with_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from ftkit.runs.records import CheckpointRecord
 from ftkit.train.checkpoint import saving
 from ftkit.train.checkpoint.loading import load_newest, read_state
 from ftkit.train.checkpoint.saving import Checkpointer
-from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

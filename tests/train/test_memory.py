@@ -20,7 +20,7 @@ from ftkit.runs.history import read_history
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord, StepRecord
 from ftkit.train import trainer as session
-from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.recorder import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import oom
 from ftkit.train.memory import trace as memory_trace

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -17,15 +17,16 @@ from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.metrics import StepReporter, StepResult, StepTiming
-from ftkit.train.components.mfu import MfuMeter, count_flops
+from ftkit.train.observers.metrics import MfuMeter, StepReporter, count_flops
+from ftkit.train.observers.observer import StepResult, StepTiming
+from ftkit.train.observers.progress import Progress
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.runs.records import StepRecord
-    from ftkit.train.components.metrics import Recorder
+    from ftkit.train.components.recorder import Recorder
     from ftkit.train.memory.trace import MemoryTrace
     from ftkit.train.world import World
 
@@ -98,12 +99,13 @@ def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
     schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=3, rank=0, size=1)
     records, trace = Records(), cast("MemoryTrace", SimpleNamespace(peak_gib=lambda: None))
     state = TrainState(7, "data", num_tokens=1000, num_targets=400)
-    reporter = StepReporter(cast("Recorder", records), trace, MfuMeter(recipe, 1e15), 9, state)
+    plan_of_run: Any = SimpleNamespace(recipe=recipe)
+    progress = Progress(plan_of_run, schedule, state, num_steps=9)
+    reporter = StepReporter(cast("Recorder", records), trace, MfuMeter(recipe, 1e15), progress)
     for number in (0, 1):
         timing, batch = StepTiming(2.0, 2.0, 0.0), schedule.step(number)
         result = StepResult(8 + number, batch, 1.0, {}, 1.0, 1e-3, stop_requested=False, timing=timing)
-        reporter.count(result)
-    reporter.report(result, 1.0)
+        reporter.report(result)
     (record,) = records.written
     tokens = sum(LENGTHS)
     assert (record.tokens, record.targets, record.tokens_per_second) == (1000 + tokens, 400 + TARGETS, tokens / 4)

@@ -10,7 +10,7 @@ import torch
 from ftkit.config.recipe import ProfileSpec
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.train.components.profiler import check_profile, profiled
+from ftkit.train.observers.profiler import Profiler, check_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +30,10 @@ def steps_in(trace: Path) -> list[str]:
 
 
 def take_steps(spec: ProfileSpec, layout: RunLayout, world: World, num_steps: int) -> list[str]:
-    with profiled(spec, layout, world) as end_step:
+    with Profiler(spec, layout, world) as profiler:
         for _ in range(num_steps):
             torch.ones(8, device=world.device).sum()
-            end_step()
+            profiler.end_step()
     return sorted(path.name for path in layout.profile.glob("*"))
 
 
@@ -61,9 +61,9 @@ def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) ->
     layout = RunLayout(tmp_path)
 
     def fail() -> None:
-        with profiled(SPEC, layout, world) as end_step:
+        with Profiler(SPEC, layout, world) as profiler:
             for _ in range(3):
-                end_step()
+                profiler.end_step()
             raise MemoryError
 
     with pytest.raises(MemoryError):

@@ -12,7 +12,7 @@ import pytest
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import EndRecord, StageRecord
-from ftkit.train.components.metrics import Recorder
+from ftkit.train.components.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

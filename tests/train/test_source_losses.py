@@ -16,7 +16,7 @@ from ftkit.data.store import PackStore, PreparedData
 from ftkit.runs.records import EvaluationRecord, SourceLoss, StepRecord
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.components.trackers import scalars_of
+from ftkit.train.components.recorder import scalars_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

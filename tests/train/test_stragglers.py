@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ from forked_ranks import SLOW_RANK
 from ftkit.files import write_json
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.stragglers import RankTiming, find_stragglers, read_timings
-from ftkit.train.components.rank_times import RankTimes
+from ftkit.train.observers.rank_times import RankTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,9 @@ def test_slow_gpus_are_logged_and_their_node_is_left_to_the_job_script(
 ) -> None:
     layout = RunLayout(tmp_path)
     layout.logs.mkdir()
-    times = RankTimes(layout, world, (), excludes_stragglers=True)
+    resources = SimpleNamespace(exclude_stragglers=True)
+    plan = SimpleNamespace(layout=layout, recipe=SimpleNamespace(resources=resources))
+    times = RankTimes(SimpleNamespace(plan=plan), world, ())  # type: ignore[arg-type]
     for rank, seconds in enumerate((1.0, 1.5)):
         write_json(layout.rank_timing(rank), RankTiming(rank, hosts[rank], "cuda", 24, 24, 2.0, 0.0, seconds, 0.1))
     times.report_stragglers()

@@ -15,9 +15,8 @@ import pytest
 from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.runs.records import EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
-from ftkit.train.components import trackers
-from ftkit.train.components.metrics import Recorder
-from ftkit.train.components.trackers import check_trackers, open_trackers
+from ftkit.train.components import recorder as trackers
+from ftkit.train.components.recorder import Recorder, check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -238,7 +237,7 @@ def test_a_trackers_environment_is_checked_before_the_model_is_built(
 
 def test_a_run_without_trackers_imports_none() -> None:
     code = (
-        "import sys, ftkit.train.components.trackers; "
+        "import sys, ftkit.train.components.recorder; "
         "sys.exit(bool({'wandb', 'mlflow', 'tensorboard'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.train.components import watchdog
-from ftkit.train.components.watchdog import HangReport, Watchdog, describe_culprits
+from ftkit.train.observers import watchdog
+from ftkit.train.observers.watchdog import HangReport, Watchdog, describe_culprits
 
 
 def test_the_time_limit_is_derived_from_previous_steps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock.now)
     world: Any = SimpleNamespace(rank=0, size=2)
-    watch = Watchdog(RunLayout(tmp_path), world, 60.0, lambda: False)
+    progress: Any = SimpleNamespace(step=0)
+    watch = Watchdog(RunLayout(tmp_path), world, progress, 60.0)
     limits = []
-    for step, seconds in enumerate([300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]):  # the first step compiles
-        watch.begin(step)
+    for seconds in [300.0, 2.0, 2.0, 2.0, 2.0, *[9.0] * 20]:  # the first step compiles
+        watch.begin("batch")
         clock.now += seconds
-        watch.end()
+        watch.end_step()
         clock.now += 1000.0  # a checkpoint
         limits.append(watch.limit_seconds)
     assert limits[:5] == [None, None, None, None, 60.0]

@@ -20,7 +20,6 @@ from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.generation import Generation
-from ftkit.train.components.metrics import mean_losses
 from ftkit.train.model.attention import generation_attention
 from ftkit.train.world import World
 
@@ -155,3 +154,18 @@ class Evaluator:
             prompt = str(self.tokenizer.decode(case.prompt, skip_special_tokens=True))
             question = prompt.strip()[-_MAX_PROMPT_CHARACTERS:]
         return Sample(question, completion.reference or "", completion.text, is_correct)
+
+
+def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:
+    """Return the losses of the sources that have targets.
+
+    Args:
+        sources: their names.
+        sums: `SourceLosses.sums` over all ranks, flattened: the losses of each source, then its numbers of targets.
+    """
+    losses, counts = sums[: len(sources)], sums[len(sources) :]
+    return {
+        name: SourceLoss(loss / count, int(count))
+        for name, loss, count in zip(sources, losses, counts, strict=True)
+        if count
+    }

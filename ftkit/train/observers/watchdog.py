@@ -14,19 +14,23 @@ import socket
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ftkit.files import read_json_if_valid, write_json
 from ftkit.runs.rank_errors import record_rank_error
+from ftkit.train.observers.observer import Observer
 from ftkit.train.private_apis.torch import dump_collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
+    from types import TracebackType
 
     from ftkit.planning.layout import RunLayout
+    from ftkit.train.observers.observer import Phase
+    from ftkit.train.observers.progress import Progress
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -53,43 +57,37 @@ class HangReport:
     waits_for_batch: bool
 
 
-class Watchdog:
-    """Watches the steps of this rank from a separate thread."""
+class Watchdog(Observer):
+    """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called."""
 
-    def __init__(
-        self, layout: RunLayout, world: World, floor_seconds: float, waits_for_batch: Callable[[], bool]
-    ) -> None:
-        """Start to measure how long a step takes.
-
-        Args:
-            layout: of the run.
-            world: this rank and the others.
-            floor_seconds: shorter steps never count as a hang.
-            waits_for_batch: returns whether this rank currently waits for a batch.
-        """
+    def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
+        """Start to measure how long a step takes; shorter ones than `floor_seconds` never count as a hang."""
         self._layout = layout
         self._world = world
+        self._progress = progress
         self._floor = floor_seconds
-        self._waits_for_batch = waits_for_batch
+        self._waits_for_batch = False
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
         self._now: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread; remove the reports of an earlier start."""
-        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)
+    def __enter__(self) -> Self:
+        self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """End the thread."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._ended.set()
 
-    def begin(self, step: int) -> None:
-        """Record that a step begins."""
-        self._now = step, time.monotonic()
+    def begin(self, phase: Phase) -> None:
+        self._waits_for_batch = phase == "batch"
+        if self._waits_for_batch:
+            self._now = self._progress.step + 1, time.monotonic()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """Record that the step has ended; there is no limit until the next one begins."""
         if self._now is not None:
             self._seconds.append(time.monotonic() - self._now[1])
@@ -111,7 +109,7 @@ class Watchdog:
     def _end_run(self, step: int, limit: float) -> None:
         """Write stacks, collectives and the report, and end this process."""
         rank, layout = self._world.rank, self._layout
-        report = HangReport(socket.gethostname(), step, self._waits_for_batch())
+        report = HangReport(socket.gethostname(), step, self._waits_for_batch)
         with suppress(OSError):
             write_json(layout.hang_report(rank), report)
             with layout.stacks(rank).open("w", encoding="utf-8") as file:
@@ -161,16 +159,3 @@ def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -
 def _ranks(words: list[str]) -> str:
     shown = ", ".join(words[:_MAX_SHOWN]) + (f" and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else "")
     return f"rank{'s' if len(words) > 1 else ''} {shown}"
-
-
-@contextmanager
-def watched(
-    layout: RunLayout, world: World, floor_seconds: float, waits_for_batch: Callable[[], bool]
-) -> Iterator[Watchdog]:
-    """Watch the steps of a block; see `Watchdog`."""
-    watchdog = Watchdog(layout, world, floor_seconds, waits_for_batch)
-    watchdog.start()
-    try:
-        yield watchdog
-    finally:
-        watchdog.stop()

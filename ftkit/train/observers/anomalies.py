@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import AnomalyRecord
+from ftkit.train.observers.observer import Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.config.training import OnNonfinite
-    from ftkit.train.components.metrics import Recorder, StepResult
+    from ftkit.train.components.recorder import Recorder
+    from ftkit.train.observers.observer import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _MAX_SKIPPED = 10
 _MAX_SHOWN = 8
 
 
-class AnomalyWatch:
+class AnomalyWatch(Observer):
     """Checks each step's loss and gradient norm, which are equal on all ranks once they are reduced.
 
     An engine skips the optimizer step of a gradient that is not finite, on the device. The host detects it here, one
@@ -59,8 +61,8 @@ class AnomalyWatch:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._num_skipped = 0
 
-    def check(self, result: StepResult) -> None:
-        """Report an anomalous step.
+    def report(self, result: StepResult) -> None:
+        """Record an anomalous step.
 
         Raises:
             TrainingError: its gradient is not finite, and the policy is to stop; or this happened too often in a row.

@@ -1,6 +1,6 @@
-"""Send records to TensorBoard, Weights & Biases and MLflow; metrics.jsonl stays authoritative.
+"""Write records to metrics.jsonl, and send them to TensorBoard, Weights & Biases and MLflow.
 
-Each tracker has a thread of its own, so that none can stop or slow training.
+Each tracker has a thread of its own, so that none can stop or slow training; metrics.jsonl stays authoritative.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,13 +18,17 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ftkit.config.recipe import check_access, check_packages
+from ftkit.errors import one_line
 from ftkit.planning.plan import RunPlan
+from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from ftkit.config.recipe import SinkName, TrackingSpec
+    from ftkit.planning.layout import RunLayout
     from ftkit.runs.records import Record
     from ftkit.train.world import World
 
@@ -38,6 +43,62 @@ _REJECTED = re.compile(r"^[./]+|[^\w.-]+")
 """Characters that MLflow rejects in a name, and those that would make a path."""
 _MLFLOW_STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _NOT_MEASURED = {"time", "step", "num_steps"}
+
+
+class Recorder:
+    """Appends records to metrics.jsonl on rank 0, and sends them to the trackers; other ranks write nothing.
+
+    While the file can't be written (disk full, file system unreachable), records are kept, and written with the next.
+
+    Jobs that evaluate checkpoints write a separate file (`RunLayout.evaluations`). Its records are copied here, so that
+    metrics.jsonl and the trackers have one writer.
+    """
+
+    def __init__(self, layout: RunLayout, world: World, send: Callable[[Record], None]) -> None:
+        self._path = layout.metrics if world.is_first else None
+        self._send = send
+        self._waiting: deque[Record] = deque()
+        self._has_failed = False
+        self._evaluations = RecordTail(layout.evaluations, skips_old=True)
+        self._unread_evaluations = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
+
+    def write(self, record: Record) -> None:
+        """Append a record, and send it.
+
+        Raises:
+            OSError: it is the run's last record, and can't be written.
+        """
+        if self._path is None:
+            return
+        if isinstance(record, EndRecord):  # nothing follows it
+            self._copy_evaluations(self._path)
+        self._append(record, self._path)
+        if isinstance(record, StartRecord | StepRecord):  # trackers are open
+            self._copy_evaluations(self._path)
+
+    def _copy_evaluations(self, path: Path) -> None:
+        """Copy new evaluations of other jobs."""
+        for evaluation in (*self._unread_evaluations, *self._evaluations.read_new()):
+            self._append(evaluation, path)
+        self._unread_evaluations = []
+
+    def _append(self, record: Record, path: Path) -> None:
+        self._waiting.append(record)
+        try:
+            while self._waiting:
+                append_record(path, self._waiting[0], begins_line=self._has_failed)
+                self._has_failed = False
+                self._waiting.popleft()
+        except OSError as error:
+            if isinstance(record, EndRecord):
+                raise
+            if not self._has_failed:
+                log.error("%s can't be written: %s; its records are kept in memory", path, one_line(error))  # noqa: TRY400
+            self._has_failed = True
+        self._send(record)
+
+
+# --- Trackers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,9 +235,6 @@ TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
 }
-
-
-# --- Records -------------------------------------------------------------------------------------
 
 
 @contextmanager

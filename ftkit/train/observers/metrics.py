@@ -1,0 +1,301 @@
+"""Metrics of the steps: timed, reduced over the ranks without stalling the device, and written to metrics.jsonl."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ftkit.config.recipe import RecipePlan
+from ftkit.planning.estimates.flops import token_flops
+from ftkit.planning.estimates.parameters import count_model
+from ftkit.planning.setup import gpu_of_device
+from ftkit.runs.records import StepRecord
+from ftkit.train.components.batches import StepBatch
+from ftkit.train.components.evaluate import mean_losses
+from ftkit.train.memory.host_memory import empty_pinned_like
+from ftkit.train.model.routers import router_stats
+from ftkit.train.observers.observer import Observer, StepResult, StepTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from ftkit.config.model import ArchitectureSpec
+    from ftkit.config.training import TrainingSpec
+    from ftkit.planning.layout import RunLayout
+    from ftkit.train.components.recorder import Recorder
+    from ftkit.train.memory.trace import MemoryTrace
+    from ftkit.train.observers.observer import StepOutcome
+    from ftkit.train.observers.progress import Progress
+    from ftkit.train.world import World
+
+log = logging.getLogger(__name__)
+
+
+class StepMetrics(Observer):
+    """Reports the results of steps, one step behind, and passes on a stop request."""
+
+    def __init__(
+        self, progress: Progress, world: World, stopwatch: Stopwatch, reporter: StepReporter, sources: tuple[str, ...]
+    ) -> None:
+        """Take what measures a step's time, what writes its record, and the names of the sources of a mixture."""
+        self._progress = progress
+        self._world = world
+        self._stopwatch = stopwatch
+        self._reporter = reporter
+        self._reducer = StepReducer(sources)
+        self.is_behind = world.device.type == "cuda"
+
+    def reduce(self, outcome: StepOutcome) -> Iterator[StepResult]:
+        progress = self._progress
+        previous = self._reducer.pop()  # host sync: on the previous step, while the device computes this one
+        stop = self._world.is_first and any(map(_exists, _stop_files(progress.plan.layout)))
+        self._reducer.push(progress.step, outcome, self._stopwatch.take(), stop=stop)
+        if previous is not None:
+            progress.is_stopped |= previous.stop_requested
+            yield previous
+        if not self.is_behind or progress.has_host_sync:
+            result = self._reducer.pop()
+            if result is not None:
+                progress.is_stopped |= result.stop_requested
+                yield result
+
+    def report(self, result: StepResult) -> None:
+        self._reporter.report(result)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Report the last step even if the run fails, unless the device might never finish it."""
+        if self._reducer.is_done and (result := self._reducer.pop()):
+            self._reporter.report(result)
+
+
+def _stop_files(layout: RunLayout) -> list[Path]:
+    """Return the files that request a stop: one for the run, and one for this Slurm job."""
+    job_file = os.environ.get("FTKIT_STOP_FILE")
+    return [layout.stop_request, *([Path(job_file)] if job_file else [])]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # the file system may also be unreachable for a while
+        return False
+    return True
+
+
+class Stopwatch(Observer):
+    """Measures a step's time: forward, backward and optimizer; waiting for a batch; and in total.
+
+    What observers after this one do in `end_step` is not counted: checkpoints and evaluations report their own time.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._phase = "pause"
+        self._began = time.perf_counter()
+
+    def begin(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._began
+        self._phase, self._began = phase, now
+
+    def end_step(self) -> None:
+        self.begin("pause")
+
+    def take(self) -> StepTiming:
+        """Return the times since the last call, and reset them."""
+        self.begin("report")
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        work = seconds["forward"] + seconds["backward"] + seconds["update"] + seconds["reduce"]
+        return StepTiming(sum(seconds.values()) - seconds["pause"], work, seconds["batch"])
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose sums are being copied to the host.
+
+    Attributes:
+        numbers: loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
+    """
+
+    step: int
+    batch: StepBatch
+    learning_rate: float
+    numbers: torch.Tensor
+    copied: torch.cuda.Event | None
+    timing: StepTiming
+
+
+class StepReducer:
+    """Sums losses and stop requests over the ranks, one step behind.
+
+    A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
+    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
+    the same step.
+    """
+
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        self._sources = sources
+        self._pending: _Pending | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def push(self, step: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
+        """Start the sums of a step. Collective; the step before must have been popped."""
+        stop_requests = torch.full_like(outcome.loss, float(stop))
+        local = [
+            torch.stack([outcome.loss, stop_requests]), outcome.source_losses.sums.flatten(), outcome.router_sums.values
+        ]  # fmt: skip
+        sums = torch.cat(local)
+        dist.all_reduce(sums)
+        *others, routers = sums.split([part.numel() for part in local])  # type: ignore[no-untyped-call]
+        numbers = torch.cat([*others, outcome.router_sums.summarize(routers), outcome.grad_norm.to(sums).reshape(1)])
+        copied = None
+        if numbers.is_cuda:
+            if self._buffer is None:
+                self._buffer = empty_pinned_like(numbers)
+            numbers = self._buffer.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        batch = replace(outcome.batch, micro_batches=[])
+        self._pending = _Pending(step, batch, outcome.learning_rate, numbers, copied, timing)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `pop` would return a step without waiting."""
+        if self._pending is None:
+            return False
+        return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
+
+    def pop(self) -> StepResult | None:
+        """Wait for the last pushed step, and return it; None if it was already popped."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if pending.copied is not None:
+            pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
+        loss, stop, *others, grad_norm = pending.numbers.tolist()
+        num_by_source = 2 * len(self._sources)
+        return StepResult(
+            pending.step,
+            pending.batch,
+            loss / pending.batch.num_targets,
+            mean_losses(self._sources, others[:num_by_source]),
+            grad_norm,
+            pending.learning_rate,
+            stop > 0,
+            pending.timing,
+            router_stats(others[num_by_source:], pending.batch.num_targets),
+        )
+
+
+class StepReporter:
+    """Writes a record every few steps, with the throughput since the last record."""
+
+    def __init__(self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, progress: Progress) -> None:
+        """Start with no steps; the state of `progress` has the tokens before them."""
+        self._recorder = recorder
+        self._trace = trace
+        self._mfu_meter = mfu_meter
+        self._progress = progress
+        self._num_tokens = progress.state.num_tokens
+        self._num_targets = progress.state.num_targets
+        self._results: list[StepResult] = []
+
+    def report(self, result: StepResult) -> None:
+        """Count a step, and write its record if one is due."""
+        self._results.append(result)
+        self._num_tokens += result.batch.num_tokens
+        self._num_targets += result.batch.num_targets
+        every, num_steps = self._progress.plan.recipe.training.log_every_steps, self._progress.num_steps
+        if result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested:
+            self._write(result, num_steps)
+
+    def _write(self, result: StepResult, num_steps: int) -> None:
+        results, self._results = self._results, []
+        seconds = sum(each.timing.seconds for each in results)
+        work = sum(each.timing.work_seconds for each in results)
+        wait = sum(each.timing.wait_seconds for each in results)
+        lengths = np.concatenate([each.batch.document_lengths for each in results])
+        record = StepRecord(
+            time=time.time(),
+            step=result.step,
+            num_steps=num_steps,
+            epoch=round(self._progress.batches.epoch_of_step(result.step), 4),
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            tokens=self._num_tokens,
+            targets=self._num_targets,
+            tokens_per_second=int(lengths.sum()) / seconds,
+            step_seconds=seconds / len(results),
+            overhead_ratio=1 - work / seconds,
+            data_wait_ratio=wait / seconds,
+            mfu=self._mfu_meter.mfu(lengths, sum(each.batch.num_targets for each in results), seconds),
+            memory_gib=self._trace.peak_gib(),
+            sources=result.sources,
+            routers=result.routers,
+        )
+        self._recorder.write(record)
+        log.info(
+            "step %d/%d: loss %.4f, lr %.2e, grad norm %.2f, %.0f tokens/s%s",
+            record.step, record.num_steps, record.loss, record.learning_rate, record.grad_norm,
+            record.tokens_per_second,
+            "" if record.mfu is None else f" ({record.mfu:.1%} MFU)",
+        )  # fmt: skip
+
+
+def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArray[np.int64], num_targets: int) -> float:
+    """Count the FLOPs of documents, forward and backward; recomputation and padding are not counted.
+
+    A token attends only to its own document, and the output projection is computed only for targets.
+
+    Args:
+        shape: shape of the model.
+        training: the settings, which decide what is trained.
+        lengths: int64 [documents], tokens of each, at least one document.
+        num_targets: tokens in the loss, over all documents.
+    """
+    num_tokens = int(lengths.sum())
+    seen = np.minimum(lengths, shape.sliding_window or lengths)
+    keys = float((lengths * (lengths + 1) / 2).sum()) / num_tokens
+    in_window = float((seen * (lengths - (seen - 1) / 2)).sum()) / num_tokens
+    return num_tokens * token_flops(shape, training, keys, in_window, num_targets / num_tokens).total
+
+
+@dataclass(frozen=True)
+class MfuMeter:
+    """Measures model FLOPs utilization, the share of the GPUs' peak (MFU; Chowdhery et al. 2022, appendix B).
+
+    Attributes:
+        peak_flops: FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
+    """
+
+    recipe: RecipePlan
+    peak_flops: float | None
+
+    @classmethod
+    def of(cls, recipe: RecipePlan, world: World) -> MfuMeter:
+        """Return the meter of a run on these processes."""
+        is_known = world.device.type == "cuda" and count_model(recipe.model.architecture).is_exact
+        gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
+        return cls(recipe, None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision))
+
+    def mfu(self, lengths: NDArray[np.int64], num_targets: int, seconds: float) -> float | None:
+        """Return MFU from 0 to 1, of documents that were trained on in this time; None without a known peak."""
+        if self.peak_flops is None:
+            return None
+        recipe = self.recipe
+        return count_flops(recipe.model.architecture, recipe.training, lengths, num_targets) / seconds / self.peak_flops

@@ -1,0 +1,164 @@
+"""Where a run stands: its state, what is due after a step, and its best evaluation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.errors import DataError, TrainingError
+from ftkit.planning.plan import RunPlan
+from ftkit.runs.checkpoints import BestEvaluation, TrainState
+from ftkit.train.components.batches import BatchSchedule
+
+if TYPE_CHECKING:
+    from ftkit.config.evaluation import BestSpec
+    from ftkit.runs.records import EvaluationRecord
+    from ftkit.train.components.batches import StepBatch
+
+Outcome = Literal["completed", "stopped"]
+
+
+@dataclass
+class Progress:
+    """The steps of a run. The loop advances it; observers read it, and set whether training stops.
+
+    Attributes:
+        state: after the last step that the host has queued.
+        num_steps: of the run, those before its newest checkpoint included.
+        first_step: the first one of this process.
+        is_stopped: whether a stop was requested, on all ranks after the same step.
+        is_best: whether the evaluation after the last step is the best one so far.
+    """
+
+    plan: RunPlan
+    batches: BatchSchedule
+    state: TrainState
+    num_steps: int
+    is_stopped: bool = False
+    is_best: bool = False
+
+    def __post_init__(self) -> None:
+        self.first_step = self.state.step + 1
+
+    def advance(self, batch: StepBatch) -> None:
+        """Count one more step."""
+        step = self.state.step + 1
+        self.state = replace(
+            self.state,
+            step=step,
+            num_packs=self.batches.num_packs_before(step),
+            num_tokens=self.state.num_tokens + batch.num_tokens,
+            num_targets=self.state.num_targets + batch.num_targets,
+        )
+
+    @property
+    def step(self) -> int:
+        """Number of steps so far, those before the newest checkpoint included."""
+        return self.state.step
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether the recipe's patience is exhausted by consecutive evaluations without improvement."""
+        patience = self.plan.recipe.evaluation.early_stopping_patience
+        return patience is not None and self.state.evaluations_without_improvement >= patience
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done."""
+        return self.step == self.num_steps or self.is_stopped_early
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows."""
+        return self.is_stopped or self.is_complete
+
+    @property
+    def outcome(self) -> Outcome:
+        """How training ended."""
+        return "completed" if self.is_complete else "stopped"
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether an evaluation follows this step."""
+        evaluation = self.plan.recipe.evaluation
+        if evaluation.every_steps is None:
+            return False
+        if self.step == self.num_steps:  # the full evaluation follows after training
+            return evaluation.selection is not None
+        return self.step % evaluation.every_steps == 0
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether a checkpoint follows this step in any case."""
+        return self.step % self.plan.recipe.training.checkpoint_every_steps == 0
+
+    @property
+    def has_host_sync(self) -> bool:
+        """Whether the host waits for the device after this step anyway, so that the step can be reported first."""
+        is_end = self.step in {self.first_step, self.num_steps}
+        return is_end or self.is_stopped or self.is_evaluation_due or self.is_checkpoint_due
+
+
+def last_step(plan: RunPlan, batches: BatchSchedule, state: TrainState) -> int:
+    """Return the number of steps of a run, those before its newest checkpoint included.
+
+    Raises:
+        TrainingError: the run is planned to end before its newest checkpoint.
+    """
+    max_steps = plan.recipe.training.max_steps
+    step = (batches.count_steps() or 0) if max_steps is None else max_steps
+    if state.step > step:
+        key = "num_epochs" if max_steps is None else "max_steps"
+        raise TrainingError(
+            f"the newest checkpoint is of step {state.step}, and the run is planned to end after step {step}",
+            meaning=f"training.{key} was lowered below what is trained already",
+            fix=f"raise it to continue: ftkit resume {plan.id} training.{key}=N; "
+            f"or use the checkpoint as it is: ftkit export {plan.id}",
+        )
+    return step
+
+
+def by_criterion(state: TrainState, criterion: BestSpec | None) -> TrainState:
+    """Return a checkpoint's state without the best evaluation by a metric that the run no longer compares."""
+    if criterion is not None and (state.best is None or state.best.metric == criterion.metric):
+        return state
+    return replace(state, best=None, evaluations_without_improvement=0)
+
+
+def with_evaluation(state: TrainState, record: EvaluationRecord, criterion: BestSpec, threshold: float) -> TrainState:
+    """Return the state after an evaluation: the best one so far, and the number of them without improvement.
+
+    As in transformers: any better value becomes the best one, but one that is better by at most `threshold` does not
+    count as an improvement. A value that is not finite is never better.
+
+    Raises:
+        DataError: the evaluation did not measure the metric.
+    """
+    check_is_measured(record, criterion)
+    value, best = record.value_of(criterion.metric), state.best
+    if best is not None and best.metric != criterion.metric:  # the run was resumed with another metric
+        best = None
+    gain = math.inf if best is None else (best.value - value) * (1 if criterion.is_lower_better else -1)
+    if not math.isfinite(value) or gain <= 0:
+        gain = 0.0
+    return replace(
+        state,
+        best=BestEvaluation(record.step, criterion.metric, value) if gain else best,
+        evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
+    )
+
+
+def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | None) -> None:
+    """Check that an evaluation measured the metric that selects the best one: it would never be found.
+
+    Raises:
+        DataError: no row that was evaluated has a score.
+    """
+    if record is None or criterion is None or record.measures(criterion.metric):
+        return
+    raise DataError(
+        f"evaluation.best.metric '{criterion.metric}' was not measured",
+        meaning="no row of the validation split that was evaluated has a score, such as tool calls for 'calls'",
+        fix=f"choose one that was: {', '.join(['loss', 'perplexity', *record.scores])}",
+    )
