@@ -11,19 +11,18 @@ import os
 import sys
 import time
 import warnings
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from ftkit.data.imports import import_transformers
-from ftkit.errors import FtkitError, as_user_error, redact
+from ftkit.errors import FtkitError, redact
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job
+from ftkit.runs.lease import held_lease
 from ftkit.runs.manifest import record_start
-from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.storage.beside import copied_beside
-from ftkit.train.launcher import LAUNCHED, faster_imports, follow_launcher
+from ftkit.train.launcher import LAUNCHED, faster_imports, follow_launcher, record_failure, redirect_output
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +69,13 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    """Log and record the error that ended this rank; return its exit code. If another job has the run, only log it."""
-    reason = as_user_error(error)
-    if isinstance(reason, FtkitError):
-        log.error("%s", reason)
-        _forbid_restart()
-    else:
-        log.error("rank %d failed", rank, exc_info=error)
-    if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
-        return reason.exit_code if isinstance(reason, FtkitError) else 1
-    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+    def report(reason: Exception) -> None:
+        if isinstance(reason, FtkitError):
+            log.error("%s", reason)
+        else:
+            log.error("rank %d failed", rank, exc_info=error)
 
-
-def _forbid_restart() -> None:
-    """Tell the job script that this failure would recur."""
-    if path := os.environ.get("FTKIT_NO_RESTART_FILE"):
-        with suppress(OSError):
-            Path(path).touch()
+    return record_failure(layout, rank, error, report)
 
 
 def check() -> int:
@@ -125,9 +114,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     if rank == 0:
         handlers.append(logging.StreamHandler())
     else:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.dup2(descriptor, sys.stderr.fileno())
+        redirect_output(path)
     for handler in handlers:
         handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)

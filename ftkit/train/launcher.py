@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 from ftkit import process
 from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import keep_bytecode, without_packages
-from ftkit.errors import FtkitError, MemoryExhaustedError, one_line
+from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.lease import revoke_if_dead
+from ftkit.runs.lease import FolderHeldError, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.metrics_file import read_last_record
-from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
@@ -187,6 +187,9 @@ def faster_imports() -> Iterator[None]:
             gc.enable()
 
 
+# --- Ranks ---------------------------------------------------------------------------------------
+
+
 def end_with_launcher() -> int:
     """Have the kernel kill this process when its parent ends; return the parent's pid."""
     launcher = os.getppid()
@@ -216,6 +219,25 @@ def _wait_for_sigterm(launcher: int, on_end: Callable[[], None]) -> None:
                     received.si_pid)  # fmt: skip
     on_end()
     os._exit(TERMINATED)
+
+
+def redirect_output(path: Path) -> None:
+    """Append the output of this process to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+
+
+def record_failure(layout: RunLayout, rank: int, error: Exception, say: Callable[[Exception], None]) -> int:
+    """Report and record the error that ended a rank, unless another job has the run; return the exit code."""
+    reason = as_user_error(error)
+    say(reason)
+    if isinstance(reason, FtkitError) and (path := os.environ.get("FTKIT_NO_RESTART_FILE")):  # it would recur
+        with suppress(OSError):
+            Path(path).touch()
+    if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
+        return reason.exit_code if isinstance(reason, FtkitError) else 1
+    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
 
 
 if __name__ == "__main__":

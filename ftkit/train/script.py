@@ -17,16 +17,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.errors import FtkitError, TrainingError, as_user_error
+from ftkit.errors import FtkitError, TrainingError
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
-from ftkit.runs.lease import held_lease, is_held_by_another_job
+from ftkit.runs.lease import held_lease
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import append_record
-from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
+from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
-from ftkit.train.launcher import end_with_launcher
+from ftkit.train.launcher import end_with_launcher, record_failure, redirect_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,10 +57,14 @@ class ScriptRank:
     def record_end(self) -> None:
         """Record the script's number of steps and its time."""
         now, is_stopped = time.time(), self.is_stop_requested
-        seconds = now - self.began
         self.record(
             EndRecord(
-                now, "stopped" if is_stopped else "completed", self.num_steps, seconds, None, has_checkpoint=False
+                now,
+                "stopped" if is_stopped else "completed",
+                self.num_steps,
+                now - self.began,
+                None,
+                has_checkpoint=False,
             )
         )
 
@@ -231,18 +235,13 @@ def _set_environment(plan: ScriptPlan) -> None:
 
 
 def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    """Print and record the error that ended this process; return its exit code."""
-    reason = as_user_error(error)
-    if isinstance(reason, FtkitError):
-        say(f"error: {reason}")
-        if path := os.environ.get("FTKIT_NO_RESTART_FILE"):
-            with suppress(OSError):
-                Path(path).touch()
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-    if is_held_by_another_job(layout):
-        return reason.exit_code if isinstance(reason, FtkitError) else 1
-    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+    def report(reason: Exception) -> None:
+        if isinstance(reason, FtkitError):
+            say(f"error: {reason}")
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    return record_failure(layout, rank, error, report)
 
 
 def _start_logs(layout: RunLayout, rank: int) -> None:
@@ -250,9 +249,7 @@ def _start_logs(layout: RunLayout, rank: int) -> None:
     layout.logs.mkdir(parents=True, exist_ok=True)
     logging.captureWarnings(False)  # noqa: FBT003 - the script decides
     if rank:
-        descriptor = os.open(layout.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.dup2(descriptor, sys.stderr.fileno())
+        redirect_output(layout.rank_log(rank))
 
 
 if __name__ == "__main__":
