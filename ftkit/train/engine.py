@@ -23,15 +23,10 @@ InitWeights = Callable[["nn.Module"], None]
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """When FSDP2 reshards and reduces, as the plan decided.
+    """When FSDP2 reshards and reduces, as the plan decided."""
 
-    Attributes:
-        reshard_after_forward: whether layers reshard their weights between forward and backward.
-        defer_sync: whether gradients are reduced only in the last micro-batch of a step.
-    """
-
-    reshard_after_forward: bool = True
-    defer_sync: bool = False
+    reshard_after_forward: bool = True  # weights of layers, between forward and backward
+    defer_sync: bool = False  # gradients are reduced only in the last micro-batch of a step
 
 
 DEFAULT_SHARDING = ShardingOptions()
@@ -42,13 +37,11 @@ class ShardingStats:
     """How a model is sharded, as seen by one rank; elements are numbers of parameters.
 
     Attributes:
-        num_layers: decoder layers.
         num_units: modules whose parameters are all-gathered together.
         num_sharded_layers: decoder layers that are such a unit.
         checkpointed_layers: how many decoder layers have each mode of activation checkpointing.
         total_elements: of the unsharded model; a 4-bit matrix counts as the weights that it encodes.
-        local_elements: on this rank.
-        max_local_elements: the maximum on this rank: an even share.
+        max_local_elements: an even share.
         trainable_elements: of the unsharded model, with gradients.
         quantized_elements: of the unsharded model, in 4 bits or FP8.
         offloaded_layers: decoder layers that save their activations in host memory.
@@ -85,10 +78,8 @@ class Engine(Protocol):
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
         """Accumulate the gradients of the mean loss over a step's labels.
 
-        Args:
-            loss: what `forward` returned for one micro-batch.
-            num_labels: labels of the step, over all ranks and micro-batches.
-            is_last: whether this is the step's last micro-batch; gradients are reduced over the ranks by then.
+        `num_labels` are those of the step, over all ranks and micro-batches. Gradients are reduced over the ranks by
+        the end of the step's last micro-batch.
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:

@@ -77,19 +77,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Facts about a built model, besides its weights.
-
-    Attributes:
-        pretrained: the folder of the initial weights; None if they are random.
-        num_parameters: number of parameters without adapters.
-        expected: parameter counts that the checks must find once it is sharded.
-    """
+    """Facts about a built model, besides its weights."""
 
     config: TextConfig
     generation: Generation
-    pretrained: Path | None
-    num_parameters: int
-    expected: ParameterCounts
+    pretrained: Path | None  # the folder of the initial weights, unless they are random
+    num_parameters: int  # without adapters
+    expected: ParameterCounts  # that the checks must find once it is sharded
 
 
 @dataclass(frozen=True)
@@ -198,8 +192,8 @@ class Trainer:
     ) -> BatchSchedule:
         training = self.plan.recipe.training
         return BatchSchedule(
-            store,
-            self.plan.batch,
+            store=store,
+            plan=self.plan.batch,
             seed=training.order_seed,
             num_packs_in_run=None if training.num_epochs is None else training.num_epochs * len(store),
             rank=self.world.data_rank,
@@ -341,10 +335,7 @@ class Trainer:
 def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None = None) -> None:
     """Execute a plan in this process.
 
-    Args:
-        plan: the plan of the run.
-        world: this process among all.
-        begun: stages before this call, with the times when they began, for the record of the first step.
+    `begun` has the times when earlier stages began, for the record of the first step.
 
     Raises:
         TrainingError: a check failed, or a checkpoint can't be loaded.

@@ -30,9 +30,7 @@ class ContextGroup:
     """The ranks that divide the tokens of the same packs among them; by default, one rank has them all.
 
     Attributes:
-        rank: this process's rank in the group.
-        size: number of processes in the group.
-        group: their process group; None for a single rank.
+        group: None for a single rank.
         num_gathered: number of consecutive ranks whose tokens tensor parallelism gathers for attention, which so needs
             their positions; 1 without.
     """
@@ -64,11 +62,6 @@ class World:
     """This process among the `size` processes of a run.
 
     Attributes:
-        rank: this process's rank.
-        size: number of processes.
-        num_hosts: number of hosts that they run on.
-        local_rank: this process's rank on its host.
-        device: this process's device.
         mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
         host_mesh: the same, for tensors in host memory.
         context: this process in the group that divides packs, by context or tensor parallelism or both; consecutive
@@ -170,10 +163,8 @@ class World:
 def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
-    Args:
-        placement: the plan's nodes, processes and devices.
-        context_parallel: number of processes that divide the tokens of a pack; a divisor of all.
-        num_replicas: number of copies of the model, each on consecutive ranks; a divisor of all.
+    `context_parallel` processes divide the tokens of a pack. Each of `num_replicas` copies of the model is on
+    consecutive ranks. Both divide the number of all processes.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.
@@ -263,10 +254,7 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
     Memory that it allocates afterwards is on that NUMA node too, which matters for pinned copies to the GPU. CPUs that
     Slurm or a container excludes stay excluded. If the topology can't be read, the process is not bound.
 
-    Args:
-        bus_ids: PCI addresses of the GPUs of all ranks on this node, by local rank.
-        local_rank: of this process.
-        root: the folder that contains /sys.
+    `bus_ids` are the PCI addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
     """
     nodes = [_numa_node(bus_id, root) for bus_id in bus_ids]
     allowed = os.sched_getaffinity(0)

@@ -107,13 +107,13 @@ def keys_of_step(step: int, size: int, micro: int, *, is_packed: bool = True) ->
     found: dict[int, int] = {}
     for rank in range(size):
         schedule = BatchSchedule(
-            Packs(),
-            plan,
+            store=Packs(),  # type: ignore[arg-type]
+            plan=plan,
             seed=1,
             num_packs_in_run=10,
             rank=rank,
             size=size,
-            is_packed=is_packed,  # type: ignore[arg-type]
+            is_packed=is_packed,
         )
         for batch in schedule.step(step).micro_batches:
             assert batch.token_keys is not None

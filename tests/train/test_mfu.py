@@ -77,7 +77,9 @@ def test_all_ranks_count_the_tokens_of_the_whole_step_once(store: PackStore) -> 
     groups = [(rank, size, ContextGroup()) for size in (1, 2) for rank in range(size)]
     for rank, size, context in [*groups, (0, 1, ContextGroup(1, 2)), (0, 2, ContextGroup(0, 2))]:
         sizes = BatchPlan(micro_batch_size=1, accumulation_steps=2 // size, global_batch_size=2)
-        schedule = BatchSchedule(store, sizes, seed=1, num_packs_in_run=3, rank=rank, size=size, context=context)
+        schedule = BatchSchedule(
+            store=store, plan=sizes, seed=1, num_packs_in_run=3, rank=rank, size=size, context=context
+        )
         steps = [schedule.step(0), schedule.step(1)]
         assert sum(each.num_tokens for each in steps) == sum(LENGTHS)
         assert sum(each.num_targets for each in steps) == TARGETS
@@ -96,7 +98,7 @@ def test_throughput_and_mfu_are_those_of_real_tokens_since_the_last_record(
     recipe: RecipePlan, store: PackStore
 ) -> None:
     plan = BatchPlan(micro_batch_size=1, accumulation_steps=2, global_batch_size=2)
-    schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=3, rank=0, size=1)
+    schedule = BatchSchedule(store=store, plan=plan, seed=1, num_packs_in_run=3, rank=0, size=1)
     records, trace = Records(), cast("MemoryTrace", SimpleNamespace(peak_gib=lambda: None))
     state = TrainState(7, "data", num_tokens=1000, num_targets=400)
     plan_of_run: Any = SimpleNamespace(recipe=recipe)

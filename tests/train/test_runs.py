@@ -243,7 +243,7 @@ def test_a_run_with_more_epochs_continues_after_the_shorter_last_batch_of_the_fo
 def test_steps_after_a_checkpoint_take_the_packs_after_its_own(num_packs: int) -> None:
     plan = BatchPlan(micro_batch_size=4, accumulation_steps=1, global_batch_size=4)
     state, store, end = TrainState(3, "data", num_packs=num_packs), cast("PackStore", range(10)), 30
-    schedule = BatchSchedule(store, plan, seed=1, num_packs_in_run=end, rank=0, size=1, state=state)
+    schedule = BatchSchedule(store=store, plan=plan, seed=1, num_packs_in_run=end, rank=0, size=1, state=state)
     num_steps = schedule.count_steps()
     assert num_steps == 8
     packs = [pack for step in range(3, num_steps) for pack in schedule.packs_of_step(step)]

@@ -55,7 +55,7 @@ def test_the_losses_per_source_add_up_to_the_loss(
     data = PreparedData(run.plan.data_directory)
     store = data.read_train()
     seed = run.plan.recipe.training.seed
-    schedule = BatchSchedule(store, run.plan.batch, seed=seed, num_packs_in_run=None, rank=0, size=1)
+    schedule = BatchSchedule(store=store, plan=run.plan.batch, seed=seed, num_packs_in_run=None, rank=0, size=1)
     steps = run.records(StepRecord)
     assert len(steps) == 4
     for record in steps:

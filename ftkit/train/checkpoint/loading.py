@@ -185,11 +185,7 @@ def _check_index(folder: Path, marker: Marker) -> None:
 def read_state(state: dict[str, Any], folder: Path) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
-    Collective if there is a process group: every rank must call it.
-
-    Args:
-        state: contains only tensors.
-        folder: the checkpoint.
+    Collective if there is a process group: every rank must call it. `state` contains only tensors.
     """
     _read(state, _Reader(folder))
 
@@ -225,11 +221,7 @@ class CheckpointTensors(LazyTensors):
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Read the index.
-
-        Args:
-            folder: the checkpoint.
-            shapes: of all of the model's parameters, by name; the checkpoint has the trained ones.
+        """Read the index; `shapes` are those of all of the model's parameters, by name.
 
         Raises:
             DamagedCheckpointError: the index is damaged, or belongs to another model.

@@ -50,21 +50,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint that is being written.
-
-    Attributes:
-        step: number of completed steps.
-        began: when training stopped for it (`time.perf_counter`).
-        resumed: when training continued; None if it waits.
-        ended: gives the time at which the checkpoint was complete.
-        may_fail: whether training continues without it.
-    """
+    """A checkpoint that is being written; times are those of `time.perf_counter`."""
 
     step: int
-    began: float
-    resumed: float | None
-    ended: Future[float]
-    may_fail: bool
+    began: float  # when training stopped for it
+    resumed: float | None  # when training continued; None if it waits
+    ended: Future[float]  # gives the time at which the checkpoint was complete
+    may_fail: bool  # whether training continues without it
 
 
 class _SaveError(Exception):

@@ -60,7 +60,7 @@ def write_weights(
             come first: readers need tensors aligned to their dtype, and the format allows no gaps.
         tensors: their values in host memory, in the same order.
         folder: the destination.
-        name: the name of a single file.
+        name: of a single file.
         shard_bytes: maximum size of a file, unless it has a single tensor.
 
     Raises:

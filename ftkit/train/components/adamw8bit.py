@@ -33,12 +33,6 @@ class AdamW8bit(torch.optim.Optimizer):
     Each rank's flattened shard has its own blocks. `state_dict` has the bytes and the scales of runs of each row, for
     any sharding: training continues bit for bit if the block boundaries stay, as they do with the same sharding, or if
     each row on a rank is a multiple of 256. Otherwise, a block with several scales takes the largest, and is rounded.
-
-    Args:
-        params: parameters or groups, as in torch.
-        lr: the learning rate.
-        betas: AdamW's decay rates.
-        eps: added to the denominator, as in torch.
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
@@ -115,9 +109,8 @@ class AdamW8bit(torch.optim.Optimizer):
 def allocate_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
     """Allocate scales of the saved sizes, to load a checkpoint that has another number of shards.
 
-    Args:
-        states: states of each parameter by its name, as `state_dict` returns them; the checkpoint is read into them.
-        sizes: shapes of the checkpoint's tensors, by names that begin with the parameter's.
+    `states` are those of each parameter by its name, as `state_dict` returns them; the checkpoint is read into them.
+    `sizes` are shapes of the checkpoint's tensors, by names that begin with the parameter's.
 
     Raises:
         TrainingError: the states of the checkpoint were not stored in 8 bits.
@@ -201,13 +194,8 @@ def _in_blocks(
 ) -> dict[str, torch.Tensor]:
     """Return bytes and scales in the blocks of this rank's shard.
 
-    A block with one scale does not change. A block with several takes the largest of them, so no state grows.
-
-    Args:
-        parameter: the parameter.
-        name: of its state.
-        stored: this rank's bytes.
-        saved: scales as `state_dict` returns them; those of another sharding unsharded.
+    A block with one scale does not change. A block with several takes the largest of them, so no state grows. `saved`
+    are scales as `state_dict` returns them; those of another sharding unsharded.
     """
     run_length = _run_length(parameter)
     if saved.shape == _in_runs(parameter.shape, run_length):

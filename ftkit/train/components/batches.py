@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from ftkit.data.encoding import IGNORED
 from ftkit.data.order import pack_at
 from ftkit.data.packing import find_padding, row_width
+from ftkit.data.store import PackStore
+from ftkit.planning.plan import BatchPlan
+from ftkit.runs.checkpoints import TrainState
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.model.adapted_linear import token_keys
 from ftkit.train.world import ContextGroup
@@ -23,12 +26,10 @@ from ftkit.train.world import ContextGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ftkit.data.store import PackStore
-    from ftkit.planning.plan import BatchPlan
-    from ftkit.runs.checkpoints import TrainState
 
 HOST = torch.device("cpu")
 ALONE = ContextGroup()
+START = TrainState(0, "")
 NUM_AHEAD = 2
 """Batches that are ready or being built; a second one covers a slow read of the disk."""
 
@@ -63,6 +64,7 @@ class StepBatch:
         return replace(self, micro_batches=[change(micro_batch) for micro_batch in self.micro_batches])
 
 
+@dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
     """Assign packs to steps, processes and micro-batches.
 
@@ -70,82 +72,69 @@ class BatchSchedule:
     begins with the pack after those of its checkpoint, whose last step may have had fewer: the plan had fewer epochs.
     After `num_packs_in_run`, the end of the last epoch, packs are empty and have no targets, so that every process
     takes part in every collective.
+
+    Attributes:
+        rank: this process's part of a batch, of `size` parts.
+        state: of the checkpoint that the run resumes from.
     """
 
-    def __init__(  # noqa: PLR0913 - the packs, and this process's rank
-        self,
-        store: PackStore,
-        plan: BatchPlan,
-        *,
-        seed: int,
-        num_packs_in_run: int | None,
-        rank: int,
-        size: int,
-        is_packed: bool = True,
-        is_mixed: bool = False,
-        marks_padding: bool = True,
-        context: ContextGroup = ALONE,
-        state: TrainState | None = None,
-    ) -> None:
-        self._first_step, self._first_pack = 0, 0
-        if state is not None:
-            self._first_step, self._first_pack = state.step, state.num_packs
-        self._store = store
-        self._plan = plan
-        self._seed = seed
-        self._end = num_packs_in_run
-        self._rank = rank
-        self._size = size
-        self._is_packed = is_packed
-        self._is_mixed = is_mixed
-        self._marks_padding = marks_padding
-        self._context = context
+    store: PackStore
+    plan: BatchPlan
+    seed: int
+    num_packs_in_run: int | None
+    rank: int
+    size: int
+    is_packed: bool = True
+    is_mixed: bool = False
+    marks_padding: bool = True
+    context: ContextGroup = ALONE
+    state: TrainState = START
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
         indices = range(self.num_packs_before(step), self.num_packs_before(step + 1))
-        return [pack_at(index, len(self._store), self._seed) for index in indices]
+        return [pack_at(index, len(self.store), self.seed) for index in indices]
 
     def num_packs_before(self, step: int) -> int:
         """Return the number of packs of all steps before this one, over all processes."""
-        num = self._first_pack + (step - self._first_step) * self._plan.global_batch_size
-        return num if self._end is None else min(num, self._end)
+        num = self.state.num_packs + (step - self.state.step) * self.plan.global_batch_size
+        return num if self.num_packs_in_run is None else min(num, self.num_packs_in_run)
 
     def count_steps(self) -> int | None:
         """Return the number of steps to the end of the last epoch, earlier ones included; None if there is no end."""
-        if self._end is None:
+        if self.num_packs_in_run is None:
             return None
-        return self._first_step - (self._first_pack - self._end) // self._plan.global_batch_size
+        return self.state.step - (self.state.num_packs - self.num_packs_in_run) // self.plan.global_batch_size
 
     def epoch_of_step(self, step: int) -> float:
         """Return the number of epochs after `step` steps."""
-        return self.num_packs_before(step) / len(self._store)
+        return self.num_packs_before(step) / len(self.store)
 
     def step(self, step: int) -> StepBatch:
         """Return this process's part of a step, counted from 0, in host memory."""
         packs = self.packs_of_step(step)
-        num_targets, lengths = int(self._store.num_targets[packs].sum()), self._store.document_lengths(packs)
-        micro, length = self._plan.micro_batch_size, self._store.sequence_length
+        num_targets, lengths = int(self.store.num_targets[packs].sum()), self.store.document_lengths(packs)
+        micro, length = self.plan.micro_batch_size, self.store.sequence_length
         first_token = self.num_packs_before(step) * length
-        if not self._is_packed:
-            rows = pad_documents(self._store.read(packs), micro * length, self._size)[self._rank :: self._size]
-            padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self._is_mixed) for each in rows]
+        if not self.is_packed:
+            rows = pad_documents(self.store.read(packs), micro * length, self.size)[self.rank :: self.size]
+            padded = [to_padded_micro_batch(each, HOST, first_token, is_mixed=self.is_mixed) for each in rows]
             return StepBatch(padded, num_targets, lengths)
         micro_batches = []
-        for accumulation in range(self._plan.accumulation_steps):
-            begin = (accumulation * self._size + self._rank) * micro
+        for accumulation in range(self.plan.accumulation_steps):
+            begin = (accumulation * self.size + self.rank) * micro
             chosen = packs[begin : begin + micro]
-            read = self._store.read(chosen)
+            read = self.store.read(chosen)
             if len(chosen) < micro:
-                token = int(self._store.read(packs[:1])[0, 0, 0])
+                token = int(self.store.read(packs[:1])[0, 0, 0])
                 read = np.concatenate([read, _empty_packs(micro - len(chosen), length, token)])
             batch = to_micro_batch(
                 read,
                 HOST,
                 first_token + length * np.arange(begin, begin + micro),
-                is_mixed=self._is_mixed,
-                marks_padding=self._marks_padding,
-                context=self._context,
+                is_mixed=self.is_mixed,
+                marks_padding=self.marks_padding,
+                context=self.context,
             )
             micro_batches.append(batch)
         return StepBatch(micro_batches, num_targets, lengths)
@@ -213,8 +202,8 @@ def to_padded_micro_batch(
     return replace(batch, attention_mask=mask, is_token=torch.from_numpy(place < lengths)).on(device)
 
 
-def _empty_packs(num: int, length: int, token: int) -> NDArray[np.int32]:
-    packs = np.zeros((num, 4, length), dtype=np.int32)
+def _empty_packs(num: int, length: int, token: int, num_rows: int = 4) -> NDArray[np.int32]:
+    packs = np.zeros((num, num_rows, length), dtype=np.int32)
     packs[:, 0], packs[:, 1] = token, IGNORED
     packs[:, 2] = np.arange(length)
     return packs
@@ -255,47 +244,34 @@ def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ran
         num_ranks: the number of micro-batches is a multiple of it, at least one each. The last ones may be empty.
     """
     documents = _find_documents(packs)
-    documents.sort(key=lambda each: (each.begin - each.end, each.pack, each.begin))
+    documents.sort(key=lambda each: (each[1] - each[2], each))  # the longest first
     groups: list[PaddedRows] = []
     while documents or not groups or len(groups) % num_ranks:
-        width = row_width(documents[0].length if documents else 1, packs.shape[2])
+        length = documents[0][2] - documents[0][1] if documents else 1
+        width = row_width(length, packs.shape[2])
         num_rows = tokens_per_micro_batch // width
         groups.append(_pad(packs, documents[:num_rows], num_rows, width))
         documents = documents[num_rows:]
     return groups
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A document in a pack."""
-
-    pack: int
-    begin: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.end - self.begin
-
-
-def _find_documents(packs: NDArray[np.int32]) -> list[_Span]:
+def _find_documents(packs: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Return the pack, the begin and the end of each document."""
     is_padding = find_padding(packs)
     found = []
     for pack, positions in enumerate(packs[:, 2]):
         starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        found += [_Span(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
+        found += [(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
     return found
 
 
-def _pad(packs: NDArray[np.int32], documents: list[_Span], num_rows: int, width: int) -> PaddedRows:
-    values = np.zeros((num_rows, packs.shape[1], width), dtype=np.int32)
-    values[:, 0], values[:, 1] = packs[0, 0, 0], IGNORED
-    values[:, 2] = np.arange(width)
+def _pad(packs: NDArray[np.int32], documents: list[tuple[int, int, int]], num_rows: int, width: int) -> PaddedRows:
+    values = _empty_packs(num_rows, width, packs[0, 0, 0], packs.shape[1])
     lengths, offsets = np.zeros((2, num_rows), dtype=np.int64)
-    for row, document in enumerate(documents):
-        values[row, :, : document.length] = packs[document.pack, :, document.begin : document.end]
-        lengths[row] = document.length
-        offsets[row] = document.pack * packs.shape[2] + document.begin
+    for row, (pack, begin, end) in enumerate(documents):
+        values[row, :, : end - begin] = packs[pack, :, begin:end]
+        lengths[row] = end - begin
+        offsets[row] = pack * packs.shape[2] + begin
     return PaddedRows(values, lengths, offsets)
 
 

@@ -159,9 +159,7 @@ class Evaluator:
 def mean_losses(sources: tuple[str, ...], sums: list[float]) -> dict[str, SourceLoss]:
     """Return the losses of the sources that have targets.
 
-    Args:
-        sources: their names.
-        sums: `SourceLosses.sums` over all ranks, flattened: the losses of each source, then its numbers of targets.
+    `sums` are `SourceLosses.sums` over all ranks, flattened: the losses of each source, then its numbers of targets.
     """
     losses, counts = sums[: len(sources)], sums[len(sources) :]
     return {

@@ -64,11 +64,7 @@ _MAX_RECORDED_PARAMETERS = 4 * 10**9
 
 @dataclass(frozen=True)
 class ExportedParts:
-    """All parts of an exported model besides its weights.
-
-    Attributes:
-        pretrained: the folder of the initial weights; None if they were random.
-    """
+    """All parts of an exported model besides its weights; `pretrained` is the folder of the initial ones, if any."""
 
     recipe: RecipePlan
     config: TextConfig
@@ -122,10 +118,7 @@ class Exporter:
     def __init__(self, parts: ExportedParts, model: PreTrainedModel, trained: Mapping[str, torch.Tensor]) -> None:
         """Find the base model's weights, if there is one.
 
-        Args:
-            parts: all that is exported besides weights.
-            model: the result of `build_export_model`.
-            trained: the trained weights by the model's names; each is read on access.
+        `model` is the result of `build_export_model`; `trained` are the weights by its names, each read on access.
         """
         self._parts, self._model, self._trained = parts, model, trained
         self._plain = model

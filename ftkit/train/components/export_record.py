@@ -40,12 +40,9 @@ _PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as the chat template of training renders it; without turns, a plain text.
+    """A conversation as the chat template of training renders it, with a generation prompt after a user's turn.
 
-    Attributes:
-        turns: role and content of each.
-        text: the rendered conversation, with a generation prompt after a user's turn.
-        tokens: token ids of the text.
+    Turns have a role and a content; without any, `text` is plain.
     """
 
     turns: tuple[tuple[str, str], ...]
@@ -68,21 +65,13 @@ class ExportRecord:
     """The source of an export, and its expected logits: ftkit-export.json.
 
     Attributes:
-        run: the id of the run.
-        step: number of training steps of its weights.
-        kind: a whole model, or adapters in peft's layout.
-        precision: dtype of the weights.
         base: hub id or folder of the pretrained model; None if training began with random weights.
-        revision: commit of the base model on the hub.
         end_tokens: tokens that end a completion; the trained one is the first.
-        prompts: fixed texts.
         trained: per prompt and token, logits of `columns` of the vocabulary, and the log-sum-exp of all of them; None
             if there is no base model to compute them with.
         untrained: the same for the base model.
-        files: the weight files.
         exported: the same for the trained weights rounded to `precision`; None if that changes nothing.
         columns: tokens of the vocabulary whose logits are recorded.
-        tokenizer: the result of `tokenizer_digests`.
     """
 
     run: str
@@ -165,10 +154,8 @@ def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...
 def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
     """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
 
-    Args:
-        model: a transformers model on the meta device, with adapters or without.
-        tensors: its parameters, and the buffers that are in files, by its names.
-        record: has the inputs.
+    `model` is a transformers model on the meta device, with adapters or without; `tensors` are its parameters, and the
+    buffers that are in files, by its names.
     """
     resident, units = _units(model)
     for name, buffer in model.named_buffers():

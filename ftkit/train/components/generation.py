@@ -25,11 +25,9 @@ def end_token_setting(end_tokens: Sequence[int]) -> int | list[int] | None:
 
 @dataclass(frozen=True)
 class Generation:
-    """End tokens of completions, and the generation settings of the pretrained model.
+    """End tokens of completions, and the content of the exported `generation_config.json`.
 
-    Attributes:
-        end_tokens: first the trained ones, then those of the tokenizer and of the pretrained model.
-        settings: the content of the exported `generation_config.json`.
+    The trained end tokens come first, then those of the tokenizer and of the pretrained model.
     """
 
     end_tokens: tuple[int, ...]
@@ -94,12 +92,8 @@ class Generation:
     ) -> list[list[int]]:
         """Return the completion of each prompt, with its end token if it has one.
 
-        Args:
-            generate: as transformers' `generate`: int64 [B, T] to [B, T + new].
-            prompts: token ids; shorter ones are padded on the left, so that all of them end where generation begins.
-            config: the decoding settings.
-            device: the model's device.
-            options: passed on to `generate`.
+        `generate` is as transformers' `generate`: int64 [B, T] to [B, T + new]. Shorter prompts are padded on the left,
+        so that all of them end where generation begins. Options are passed on to `generate`.
         """
         length = max(len(prompt) for prompt in prompts)
         padding = 0 if config.pad_token_id is None else config.pad_token_id

@@ -154,12 +154,7 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
 
     It rises linearly over the first `warmup_ratio` of all steps, to `learning_rate` at the last of these. Then it stays
     constant, or decays to `min_learning_rate_ratio` of that, linearly or along a cosine (Loshchilov & Hutter 2017,
-    eq. 5).
-
-    Args:
-        step: counted from 0.
-        num_steps: of the run.
-        training: the schedule.
+    eq. 5). Steps are counted from 0.
     """
     warmup = round(training.warmup_ratio * num_steps)
     if step < warmup:

@@ -78,13 +78,8 @@ def apply_activation_checkpointing(
 
     Names of parameters don't change. The compiler traces the checkpoint: it takes part in the selection, and recomputes
     only what the backward pass reads (docs/adr/0055). If it can't trace it with `full`, the compiled layer is called
-    twice.
-
-    Args:
-        layers: decoder layers, in the order of their calls.
-        modes: the activation checkpointing of each layer.
-        compiled: whether layers are compiled.
-        offloads: for each layer, offloads what the layer saves. It stays on the device if None.
+    twice. Layers are in the order of their calls, each with its mode, and with what offloads the tensors that it saves,
+    if they don't stay on the device.
     """
     if compiled:
         raise_recompile_limit(len(layers))

@@ -39,11 +39,8 @@ class CompiledForward:
     def __init__(self, forward: Callable[..., Any], name: str, fallback: Callable[..., Any] | None = None) -> None:
         """Compile `forward` at its first call; warnings call it `name`.
 
-        Args:
-            forward: what is called.
-            name: of the forward.
-            fallback: computes the same, and is called instead if `forward` can't be one graph. If None, `forward` is
-                compiled in parts.
+        If it can't be one graph, `fallback`, which computes the same, is called instead; without one, `forward` is
+        compiled in parts.
         """
         self._forward = forward
         self._name = name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,43 +40,24 @@ def reset_peak(proc: Path = PROC) -> None:
         return
 
 
-@dataclass(frozen=True)
-class _Version:
-    """The names of a version of cgroups.
-
-    Attributes:
-        key: what `/proc/self/cgroup` lists a process's group under, between colons.
-        mount: folder of the groups.
-    """
-
-    key: str
-    mount: str
-    limit: str
-    used: str
-    cached: tuple[str, str]
-
-
 _VERSIONS = (
-    _Version("", "", "memory.max", "memory.current", ("inactive_file", "active_file")),
-    _Version(
-        "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-)  # fmt: skip
+    ("", "", "memory.max", "memory.current", "inactive_file", "active_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+)
+"""Names of both versions of cgroups: the key of `/proc/self/cgroup`, the folder of the groups, and their files."""
 
 
 def _free_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
     """Return the free memory of each cgroup that limits this process; its file cache counts as free."""
     own = [line.split(":", 2) for line in _lines(proc / "self" / "cgroup")]
     left = []
-    for version in _VERSIONS:
-        paths = [Path(path.lstrip("/")) for _, key, path in own if version.key in key.split(",")]
-        for folder in {cgroups / version.mount / folder for path in paths for folder in (path, *path.parents)}:
-            limit = "".join(_lines(folder / version.limit))
+    for version, mount, limit_file, used_file, *cached in _VERSIONS:
+        paths = [Path(path.lstrip("/")) for _, key, path in own if version in key.split(",")]
+        for folder in {cgroups / mount / folder for path in paths for folder in (path, *path.parents)}:
+            limit = "".join(_lines(folder / limit_file))
             if limit.isdigit():
-                used = int("".join(_lines(folder / version.used)) or 0)
-                cached = sum(_field(folder / "memory.stat", name) for name in version.cached)
-                left.append(max(0, int(limit) - used + cached))
+                used = int("".join(_lines(folder / used_file)) or 0)
+                left.append(max(0, int(limit) - used + sum(_field(folder / "memory.stat", name) for name in cached)))
     return left
 
 

@@ -61,11 +61,7 @@ def out_of_memory_explained(
 ) -> Iterator[None]:
     """Convert an out-of-memory error to one that lists the memory by part, and gives advice.
 
-    Args:
-        plan: the run's plan, with its predictions.
-        world: this process and its device.
-        trace: the current stage and step.
-        tensors: returns the engine's tensors, by part; without it, memory is not divided by part.
+    `tensors` returns the engine's tensors, by part; without it, memory is not divided by part.
 
     Raises:
         MemoryExhaustedError: with the allocated memory by part, and changes that are predicted to fit.

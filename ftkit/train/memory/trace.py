@@ -55,13 +55,7 @@ class MemoryTrace:
     def __init__(
         self, world: World, write: Callable[[MemoryRecord], None], begun: Mapping[str, float] | None = None
     ) -> None:
-        """Start without a stage.
-
-        Args:
-            world: this process among all.
-            write: takes the records.
-            begun: earlier stages in their order, with the times when they began, in seconds since the epoch.
-        """
+        """Start without a stage; `begun` has earlier ones in their order, with the times when they began."""
         self._world = world
         self._write = write
         self._highest = 0.0
@@ -86,10 +80,6 @@ class MemoryTrace:
         """Begin a stage of the first step; in later steps do nothing."""
         if stage not in self._begun:
             self.begin(stage)
-
-    def begin_step(self, step: int | None) -> None:
-        """Record which step begins, for error messages; None at the end of the loop."""
-        self.step = step
 
     def first_step(self, step: int) -> FirstStepRecord:
         """Return the record of the first step, which is complete, with the time of each stage up to it."""

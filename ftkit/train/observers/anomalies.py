@@ -45,14 +45,7 @@ class AnomalyWatch(Observer):
     def __init__(
         self, run_id: str, policy: OnNonfinite, recorder: Recorder, packs_of_step: Callable[[int], list[int]]
     ) -> None:
-        """Start without history.
-
-        Args:
-            run_id: for the commands in error messages.
-            policy: whether training stops after a step that is not finite.
-            recorder: writes the records.
-            packs_of_step: returns the packs of a step; steps are counted from 0.
-        """
+        """Start without history; `packs_of_step` returns the packs of a step, counted from 0."""
         self._run_id = run_id
         self._policy = policy
         self._recorder = recorder

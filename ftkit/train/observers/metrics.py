@@ -260,13 +260,8 @@ class StepReporter:
 def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArray[np.int64], num_targets: int) -> float:
     """Count the FLOPs of documents, forward and backward; recomputation and padding are not counted.
 
-    A token attends only to its own document, and the output projection is computed only for targets.
-
-    Args:
-        shape: shape of the model.
-        training: the settings, which decide what is trained.
-        lengths: int64 [documents], tokens of each, at least one document.
-        num_targets: tokens in the loss, over all documents.
+    A token attends only to its own document, and the output projection is computed only for targets. `lengths` are the
+    tokens of each document, int64 [documents], at least one.
     """
     num_tokens = int(lengths.sum())
     seen = np.minimum(lengths, shape.sliding_window or lengths)

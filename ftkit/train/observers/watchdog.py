@@ -138,13 +138,7 @@ class Watchdog(Observer):
 
 
 def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
-    """Describe the ranks that the others wait for.
-
-    Args:
-        reports: by rank.
-        size: number of ranks.
-        step: current step of the reporting rank.
-    """
+    """Describe which of `size` ranks the others wait for; `step` is the current one of the reporting rank."""
     if silent := [str(rank) for rank in range(size) if rank not in reports]:
         return f"no report from {_ranks(silent)}"
     behind = [f"{rank} on {each.host} in step {each.step}" for rank, each in reports.items() if each.step < step]
