@@ -43,8 +43,7 @@ from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import TrainingLoop
-from ftkit.train.memory.oom import check_free_host_memory, out_of_memory_explained
-from ftkit.train.memory.trace import MemoryTrace
+from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import (
     TextConfig,

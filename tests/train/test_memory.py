@@ -22,11 +22,9 @@ from ftkit.runs.records import EndRecord, FirstStepRecord, MemoryRecord, StepRec
 from ftkit.train import trainer as session
 from ftkit.train.components.recorder import Recorder
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.memory import oom
-from ftkit.train.memory import trace as memory_trace
+from ftkit.train.memory import usage
 from ftkit.train.memory.host_memory import pin
-from ftkit.train.memory.oom import check_free_host_memory, is_out_of_memory
-from ftkit.train.memory.trace import MemoryTrace
+from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, is_out_of_memory
 from ftkit.train.trainer import run_training
 
 if TYPE_CHECKING:
@@ -129,7 +127,7 @@ def counters(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_stage_has_its_own_peak_and_the_run_keeps_the_highest(
     counters: Counters, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_trace, "GIB", 1)
+    monkeypatch.setattr(usage, "GIB", 1)
     trace = MemoryTrace(world, Recorder(RunLayout(tmp_path), world, lambda _: None).write)
     counters.use(peak=9, then=1)  # before the first stage
     trace.begin("one")
@@ -193,7 +191,7 @@ def test_a_run_that_offloads_more_than_is_free_is_warned_of_before_its_model_is_
     plan: RunPlan, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = HostMemoryPlan(parameters=0, gradients=0, optimizer=30.0, activations=0, processes=10.0)
-    monkeypatch.setattr(oom, "available_bytes", lambda: 20 * 2**30)
+    monkeypatch.setattr(usage, "available_bytes", lambda: 20 * 2**30)
     check_free_host_memory(plan, world)
     assert not caplog.text
     check_free_host_memory(replace(plan, host_memory=memory), world)

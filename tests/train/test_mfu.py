@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ftkit.runs.records import StepRecord
     from ftkit.train.components.recorder import Recorder
-    from ftkit.train.memory.trace import MemoryTrace
+    from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.world import World
 
 LENGTHS = (16, 9, 30, 5, 12)

@@ -11,17 +11,14 @@ from ftkit.train.observers.metrics import MfuMeter, StepMetrics, StepReporter, S
 from ftkit.train.observers.observer import Observer, Observers
 from ftkit.train.observers.profiler import Profiler
 from ftkit.train.observers.progress import with_evaluation
-from ftkit.train.observers.rank_times import RankTimes
-from ftkit.train.observers.watchdog import Watchdog
+from ftkit.train.observers.ranks import RankTimes, Watchdog
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ftkit.train.checkpoint.saving import Checkpointer
     from ftkit.train.components.evaluate import Evaluator
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.engine import Engine
-    from ftkit.train.memory.trace import MemoryTrace
+    from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.observers.observer import Phase, StepResult
     from ftkit.train.observers.progress import Progress
 
@@ -92,11 +89,8 @@ class FirstStep(Observer):
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.phases.items())
         log.info("step %d ended %.1f s after the start: %s", record.step, record.seconds, phases)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._trace.step = None
+    def finish(self) -> None:
+        self._trace.step = None
 
 
 class Evaluation(Observer):

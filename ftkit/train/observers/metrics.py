@@ -27,7 +27,6 @@ from ftkit.train.observers.observer import Observer, StepResult, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
     from ftkit.planning.layout import RunLayout
     from ftkit.train.components.recorder import Recorder
-    from ftkit.train.memory.trace import MemoryTrace
+    from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.observers.observer import StepOutcome
     from ftkit.train.observers.progress import Progress
     from ftkit.train.world import World
@@ -74,9 +73,7 @@ class StepMetrics(Observer):
     def report(self, result: StepResult) -> None:
         self._reporter.report(result)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Report the last step even if the run fails, unless the device might never finish it."""
         if self._reducer.is_done and (result := self._reducer.pop()):
             self._reporter.report(result)

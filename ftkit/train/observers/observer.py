@@ -85,12 +85,13 @@ class Observer:
     def end_step(self) -> None:
         """Take notice that the host has queued a step, which `Progress` counts; what takes long belongs here."""
 
-    def __enter__(self) -> Self:
-        return self
+    def start(self) -> None:
+        """Start before the first step."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def finish(self) -> None:
+        """Take notice that training ended without an error."""
+
+    def close(self) -> None:
         """End after the last step, or after an error."""
 
 
@@ -125,10 +126,14 @@ class Observers:
 
     def __enter__(self) -> Self:
         for observer in self.all:
-            self._stack.enter_context(observer)
+            observer.start()
+            self._stack.callback(observer.close)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+        with self._stack:
+            if error is None:
+                for observer in self.all:
+                    observer.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -15,7 +15,6 @@ from ftkit.train.private_apis.torch import dump_memory_snapshot, record_memory_h
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from ftkit.config.recipe import ProfileSpec
     from ftkit.planning.layout import RunLayout
@@ -52,10 +51,10 @@ class Profiler(Observer):
         self._stack = ExitStack()
         self._memory = ExitStack()
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         spec, layout, rank = self._spec, self._layout, self._world.rank
         if not spec.enabled or rank not in spec.ranks or layout.profile_trace(rank, spec.cycles - 1).exists():
-            return self
+            return
         layout.profile.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(self._memory)
         is_cuda = self._world.device.type == "cuda"
@@ -72,16 +71,13 @@ class Profiler(Observer):
             with_stack=spec.with_stack,
         )
         self._profile = self._stack.enter_context(profiler)
-        return self
 
     def end_step(self) -> None:
         if self._profile is not None:
             self._profile.step()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def close(self) -> None:
+        self._stack.close()
 
     def _write_trace(self, profiler: profile) -> None:
         path = self._layout.profile_trace(self._world.rank, self._num_traces)
