@@ -42,10 +42,9 @@ class TrainState:
     """State of a run besides weights and optimizer states.
 
     Attributes:
-        step: number of completed steps.
         fingerprint: `DataManifest.identity` of its data.
-        best: the best evaluation so far; None if evaluations are not compared.
-        evaluations_without_improvement: number of consecutive ones, up to the newest.
+        best: None if evaluations are not compared.
+        evaluations_without_improvement: consecutive ones, up to the newest.
         num_packs: number of packs in these steps, each counted as often as it was trained. The last step of an epoch
             that was planned as the last one may have had fewer than a batch.
         num_tokens: number of tokens of the documents in these packs, without padding.
@@ -165,14 +164,9 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
 
 
 def choose_step(layout: RunLayout, typed: str, steps: Iterable[int]) -> int:
-    """Resolve a step: a number, `last`, `best`, or empty.
+    """Resolve a step that a user typed, of the existing `steps`: a number, `last`, `best`, or empty.
 
     Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
-
-    Args:
-        layout: the run's folder.
-        typed: the step as the user typed it.
-        steps: the existing steps.
 
     Raises:
         NotFoundError: there is no such step.

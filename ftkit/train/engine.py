@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 
+State = dict[str, Any]
+"""State of an engine for a checkpoint: tensors in nested dictionaries and lists, by their names in the checkpoint."""
+
 InitWeights = Callable[["nn.Module"], None]
 """Initializes or loads the parameters of a sharded transformers model; an engine calls it once they have memory."""
 
@@ -103,7 +106,7 @@ class Engine(Protocol):
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank keeps between steps: parameters, gradients, and optimizer states."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the state for a checkpoint: trained weights and optimizer states, as shards, not copied."""
 
     def load(self, folder: Path) -> None:

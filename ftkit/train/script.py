@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError
 from ftkit.health.sampler import sampling
@@ -56,17 +56,9 @@ class ScriptRank:
 
     def record_end(self) -> None:
         """Record the script's number of steps and its time."""
-        now, is_stopped = time.time(), self.is_stop_requested
-        self.record(
-            EndRecord(
-                now,
-                "stopped" if is_stopped else "completed",
-                self.num_steps,
-                now - self.began,
-                None,
-                has_checkpoint=False,
-            )
-        )
+        outcome: Literal["completed", "stopped"] = "stopped" if self.is_stop_requested else "completed"
+        seconds = time.time() - self.began
+        self.record(EndRecord(time.time(), outcome, self.num_steps, seconds, None, has_checkpoint=False))
 
     def watch_optimizer(self) -> None:
         """Check the sharding before this process's first optimizer step, and count the steps."""

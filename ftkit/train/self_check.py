@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -41,7 +40,8 @@ def self_check() -> str:
     """
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+    # Port 0: any that is free.
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     with init_world(PlacementPlan(1, 1, device, 1)) as world:
         losses = {family: _take_step(family, world) for family in MEASURED}
     return f"{device}: " + ", ".join(f"{family} (loss {loss:.2f})" for family, loss in losses.items())
@@ -80,10 +80,3 @@ def _take_step(family: str, world: World) -> float:
     engine.backward(loss, LENGTH, is_last=True)
     engine.step(training.learning_rate, training.max_grad_norm)
     return float(loss.detach()) / LENGTH  # host sync: once a family
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -300,13 +300,14 @@ class Trainer:
         return packing.is_packed
 
     def _record_start(self, progress: Progress, num_parameters: int) -> None:
+        device = self.world.device
         record = StartRecord(
             time=time.time(),
             num_steps=progress.num_steps,
             resumed_from=progress.step,
             world_size=self.world.size,
             engine=self.plan.engine.name,
-            device=_device_name(self.world.device),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             num_parameters=num_parameters,
             versions=_versions(),
         )
@@ -348,10 +349,6 @@ def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None 
     with open_trackers(plan, world) as send:
         recorder = Recorder(plan.layout, world, send)
         Trainer(plan, world, data, tokenizer, recorder, MemoryTrace(world, recorder.write, begun)).run()
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.job import PlacementPlan
 
+T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks before the run fails instead of hanging."""
 
@@ -139,9 +140,9 @@ class World:
         """Wait for all ranks."""
         dist.barrier()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order."""
-        values: list[Any] = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
@@ -256,28 +257,19 @@ def bind_to_gpu(bus_ids: Sequence[str], local_rank: int, root: Path = Path("/"))
 
     `bus_ids` are the PCI addresses of the GPUs of all ranks on this node, by local rank; `root` contains /sys.
     """
-    nodes = [_numa_node(bus_id, root) for bus_id in bus_ids]
-    allowed = os.sched_getaffinity(0)
-    near = allowed & _cpus_of_node(nodes[local_rank], root)
-    if not near:
+    near = [_cpus_near(bus_id, root) for bus_id in bus_ids]
+    allowed = os.sched_getaffinity(0) & near[local_rank]
+    if not allowed:
         return max(1, num_usable_cpus() // len(bus_ids))
-    os.sched_setaffinity(0, near)
-    num_sharing = sum(node == nodes[local_rank] for node in nodes)
-    return max(1, len(near) // num_sharing)
+    os.sched_setaffinity(0, allowed)
+    return max(1, len(allowed) // near.count(near[local_rank]))
 
 
-def _numa_node(bus_id: str, root: Path) -> int:
-    """Return the NUMA node of a PCI device; -1 (the kernel's value) for none."""
+def _cpus_near(bus_id: str, root: Path) -> set[int]:
+    """Return the CPUs of a PCI device's NUMA node; none if it is unknown, for which the kernel's value is -1."""
     try:
-        return int((root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return -1
-
-
-def _cpus_of_node(node: int, root: Path) -> set[int]:
-    path = root / f"sys/devices/system/node/node{node}/cpulist"
-    try:
-        return parse_cpu_list(path.read_text(encoding="ascii")) if node >= 0 else set()
+        node = int((root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
+        return parse_cpu_list((root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return set()
 

@@ -14,7 +14,7 @@ import warnings
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint import metadata, state_dict_loader
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.checkpoints import TrainState
-    from ftkit.train.engine import Engine
+    from ftkit.train.engine import Engine, State
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _check_index(folder: Path, marker: Marker) -> None:
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def read_state(state: dict[str, Any], folder: Path) -> None:
+def read_state(state: State, folder: Path) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
     Collective if there is a process group: every rank must call it. `state` contains only tensors.
@@ -190,7 +190,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
     _read(state, _Reader(folder))
 
 
-def _read(state: dict[str, Any], reader: _Reader) -> None:
+def _read(state: State, reader: _Reader) -> None:
     with warnings.catch_warnings():
         # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

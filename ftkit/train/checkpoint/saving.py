@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
-    from ftkit.train.engine import Engine
+    from ftkit.train.engine import Engine, State
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Checkpointer:
         self._write_record(CheckpointRecord(time.time(), save.step, str(folder), seconds, stalled))
         log.info("checkpoint of step %d complete: %.1f s, training waited %.1f s", save.step, seconds, stalled)
 
-    def _room_for(self, state: dict[str, Any]) -> bool:
+    def _room_for(self, state: State) -> bool:
         """Return whether host memory has room for the copies of all processes of this node; measured once."""
         if self._has_room is None:
             needed = state_bytes(state) * self._plan.placement.processes_per_node
@@ -175,7 +175,7 @@ class Checkpointer:
                 )  # fmt: skip
         return self._has_room
 
-    def _write(self, state: dict[str, Any], progress: TrainState) -> float:
+    def _write(self, state: State, progress: TrainState) -> float:
         """Write a checkpoint, in the thread; return the time at which it was complete.
 
         Raises:
@@ -234,7 +234,7 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             log.warning("a checkpoint can't be written", exc_info=error)
             reason = reason_of(error)
-        outcomes: list[Any] = [None] * self._world.size
+        outcomes: list[tuple[T, str]] = [(cast("T", None), "")] * self._world.size
         dist.all_gather_object(outcomes, (value, reason), group=self._group)
         if reasons := [reason for _, reason in outcomes if reason]:
             raise _SaveError(reasons[0])
@@ -284,7 +284,7 @@ class HostSnapshot:
         self._buffers: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: State) -> State:
         """Return the state, nested dictionaries and lists, with each tensor in host memory."""
         tensors = find_tensors(state)
         if len(tensors) != len(self._buffers):  # a parameter that never got a gradient has no optimizer state yet
@@ -300,12 +300,12 @@ class HostSnapshot:
                 host, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
 
-        copied: dict[str, Any] = map_instances(torch.Tensor, copy, state)
+        copied: State = map_instances(torch.Tensor, copy, state)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # host sync: the next step would change tensors during their copy
         return copied
 
 
-def state_bytes(state: dict[str, Any]) -> int:
+def state_bytes(state: State) -> int:
     """Count the bytes of this rank's tensors in a state."""
     return sum(local_tensor(tensor).nbytes for tensor in find_tensors(state))

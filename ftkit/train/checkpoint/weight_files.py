@@ -55,13 +55,9 @@ def write_weights(
 
     A tensor is hashed while it is written, and a file is synced while the next one is written.
 
-    Args:
-        declared: shapes and dtypes of the tensors, on the meta device, by their names in the files. Larger dtypes
-            come first: readers need tensors aligned to their dtype, and the format allows no gaps.
-        tensors: their values in host memory, in the same order.
-        folder: the destination.
-        name: of a single file.
-        shard_bytes: maximum size of a file, unless it has a single tensor.
+    `declared` has their shapes and dtypes, on the meta device, by their names in the files; `tensors` their values in
+    host memory, in the same order. Larger dtypes come first: readers need tensors aligned to their dtype, and the
+    format allows no gaps. A file is larger than `shard_bytes` only if it has a single tensor.
 
     Raises:
         TrainingError: a tensor differs from its declaration.

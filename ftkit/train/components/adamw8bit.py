@@ -18,6 +18,10 @@ from ftkit.train.private_apis.libraries import import_bitsandbytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch.optim.optimizer import ParamsT
+
+    from ftkit.train.components.optimizer import Group
+
 BLOCK_SIZE = 256
 """Number of states that share a scale: the only block size of bitsandbytes' optimizers."""
 MIN_8BIT_SIZE = 4096
@@ -35,12 +39,11 @@ class AdamW8bit(torch.optim.Optimizer):
     each row on a rank is a multiple of 256. Otherwise, a block with several scales takes the largest, and is rounded.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        # As in torch's fused optimizers, scalars on the device: 1 to skip the next step, and a divisor of gradients.
         self.found_inf: torch.Tensor | None = None
-        """Scalar on the device, 1 to skip the next step, as in torch's fused optimizers."""
         self.grad_scale: torch.Tensor | None = None
-        """Scalar on the device, which gradients are divided by, as in torch's fused optimizers."""
         _library()  # raises before step 1 if the package is missing
 
     @torch.no_grad()
@@ -60,7 +63,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(parameter, group)
             self._update_small([parameter for parameter in trained if not _is_large(parameter)], group)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, group: Group) -> None:
         values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
         state = self.state[parameter]
         state["step"] += 1
@@ -74,7 +77,7 @@ class AdamW8bit(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
         )  # fmt: skip
 
-    def _update_small(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update_small(self, parameters: list[torch.Tensor], group: Group) -> None:
         states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
@@ -106,7 +109,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 self.state[parameter] = _load_local(parameter, given)
 
 
-def allocate_saved_scales(states: Mapping[str, dict[str, Any]], sizes: Mapping[str, torch.Size]) -> None:
+def allocate_saved_scales(states: Mapping[str, dict[str, torch.Tensor]], sizes: Mapping[str, torch.Size]) -> None:
     """Allocate scales of the saved sizes, to load a checkpoint that has another number of shards.
 
     `states` are those of each parameter by its name, as `state_dict` returns them; the checkpoint is read into them.

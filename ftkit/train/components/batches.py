@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 HOST = torch.device("cpu")
 ALONE = ContextGroup()
 START = TrainState(0, "")
@@ -154,9 +156,8 @@ def to_micro_batch(
     Args:
         packs: int32 [packs, 4, length].
         device: the destination.
-        first_tokens: int64 [packs], the number of each one's first token in the order of the data; those of the first
-            packs if None.
-        is_mixed: whether the packs are from several sources, so that each label gets its source.
+        first_tokens: int64 [packs], the number of each one's first token in the data; of the first packs if None.
+        is_mixed: whether each label gets its source.
         marks_padding: whether to find the padding, for the routers of a mixture of experts.
         context: decides which part of each pack this process takes.
     """
@@ -306,9 +307,18 @@ def _in_order(
         batch = build(step)
         return batch.pinned() if device.type == "cuda" else batch
 
-    ahead: deque[Future[StepBatch]] = deque(builder.submit(build_on_host, step) for step in islice(steps, NUM_AHEAD))
-    while ahead:
-        batch = ahead.popleft().result()
-        ahead.extend(builder.submit(build_on_host, step) for step in islice(steps, 1))
+    for batch in computed_ahead(builder, build_on_host, steps, NUM_AHEAD):
         # This only queues the copies, since the batch is pinned; on the compute stream, they need no events.
         yield batch.on(device)
+
+
+def computed_ahead(
+    executor: Executor, compute: Callable[[ItemT], ResultT], items: Iterable[ItemT], num_ahead: int
+) -> Iterator[ResultT]:
+    """Yield the results of items in their order; those of the next `num_ahead` are computed meanwhile."""
+    left = iter(items)
+    ahead = deque(executor.submit(compute, item) for item in islice(left, num_ahead))
+    while ahead:
+        result = ahead.popleft().result()
+        ahead.extend(executor.submit(compute, item) for item in islice(left, 1))
+        yield result

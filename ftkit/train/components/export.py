@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections import ChainMap, defaultdict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import ChainMap, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ftkit.model_folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, S
 from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
 from ftkit.train.checkpoint.weight_files import write_weights
+from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import (
     ExportRecord,
     make_prompts,
@@ -297,13 +298,8 @@ def _as_stored(
 
     size = min(_MAX_THREADS, num_usable_cpus())
     with one_thread_per_operation(), ThreadPoolExecutor(size) as threads:
-        ahead: deque[Future[Mapping[str, torch.Tensor]]] = deque()
-        for unit in units:
-            ahead.append(threads.submit(compute, unit))
-            if len(ahead) > size:
-                yield from ahead.popleft().result().items()
-        while ahead:
-            yield from ahead.popleft().result().items()
+        for tensors in computed_ahead(threads, compute, units, size):
+            yield from tensors.items()
 
 
 @contextmanager

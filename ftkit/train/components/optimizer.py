@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.optimizer import ParamsT
 
     from ftkit.config.training_plan import TrainingPlan
 
 T = TypeVar("T", bound=torch.Tensor)
 
+Group = dict[str, Any]
+"""A parameter group of torch's optimizers."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of a parameter's states in torch's AdamW."""
 
 
-def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
     """Return the trained parameters in groups: matrices with weight decay, vectors and scalars without.
 
     The parameters of a group are on the same mesh, as torch's fused update requires.
@@ -75,7 +78,7 @@ class FusedAdamW(torch.optim.AdamW):
     found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(params, lr=lr, betas=betas, fused=True)
 
     @torch.no_grad()
@@ -85,7 +88,7 @@ class FusedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
 
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         large: list[_Tensors] = []
         small: list[_Tensors] = []
         for parameter in parameters:
@@ -103,7 +106,7 @@ class FusedAdamW(torch.optim.AdamW):
         tensors = _Tensors(parameter, cast("torch.Tensor", parameter.grad), average, square, state["step"])
         return _Tensors(*map(local_tensor, tensors)) if isinstance(parameter, DTensor) else tensors
 
-    def _update_each(self, updates: list[_Tensors], group: dict[str, Any]) -> None:
+    def _update_each(self, updates: list[_Tensors], group: Group) -> None:
         if not updates:
             return
         device = updates[0].parameter.device
@@ -116,7 +119,7 @@ class FusedAdamW(torch.optim.AdamW):
                 group=group, divisor=divisor, is_skipped=is_skipped,
             )  # fmt: skip
 
-    def _update_together(self, updates: list[_Tensors], group: dict[str, Any]) -> None:
+    def _update_together(self, updates: list[_Tensors], group: Group) -> None:
         if not updates:
             return
         parameters, gradients, averages, squares, num_steps = map(list, zip(*updates, strict=True))
@@ -131,7 +134,7 @@ class FusedAdamW(torch.optim.AdamW):
 class HostStateAdamW(FusedAdamW):
     """AdamW with its moments in host memory: those of a parameter are on the device only during its update."""
 
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
         for parameter in parameters:
             self._move_moments(parameter, parameter.device)
             super()._update([parameter], group)

@@ -43,10 +43,16 @@ from ftkit.train.private_apis.torch import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from types import ModuleType
+
+    from torch._ops import OpOverload
 
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.train.memory.activation_offload import ActivationOffload
+    from ftkit.train.memory.compile import Forward
+
+    Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +157,7 @@ def _recomputed_class(layer_class: type[nn.Module]) -> type[RecomputedLayer]:
     return type(f"Recomputed{layer_class.__name__}", (RecomputedLayer, layer_class), {})
 
 
-def _forward_of(
-    plain: Callable[..., Any], name: str, mode: ActivationCheckpointing, *, compiled: bool
-) -> Callable[..., Any]:
+def _forward_of(plain: Forward, name: str, mode: ActivationCheckpointing, *, compiled: bool) -> Forward:
     """Return a layer's forward that is recomputed, compiled, or both; `name` is for warnings."""
     if mode == "full" and compiled:
         # torch before 2.13 marks operators of autograd functions only with a policy.
@@ -166,56 +170,62 @@ def _forward_of(
     return CompiledForward(forward, name) if compiled else forward
 
 
-def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _recomputing(forward: Forward, **options: Any) -> Forward:
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputing
 
 
-def _is_compute_bound(operation: Any, args: tuple[Any, ...]) -> bool:
+def _is_compute_bound(operation: OpOverload, args: tuple[torch.Tensor, ...]) -> bool:
     if operation in _INNER_FACTOR:
         return bool(args[_INNER_FACTOR[operation]].shape[-1] >= WIDE)
-    return _is_attention(operation) or operation.name() == "ftkit::nf4_product"
+    return _is_attention(operation) or _name_of(operation) == "ftkit::nf4_product"
 
 
-def _is_attention(operation: Any, _: tuple[Any, ...] = ()) -> bool:
+def _is_attention(operation: OpOverload, _: object = None) -> bool:
     # By name: torch has an operator for each of its attention kernels, and adds some with each version.
-    name = operation.name()
+    name = _name_of(operation)
     return "attention" in name or name == "ftkit::token_mixer"
 
 
-def _is_nothing(*_: Any) -> bool:
+def _name_of(operation: OpOverload) -> str:
+    return str(operation.name())  # type: ignore[no-untyped-call]
+
+
+def _is_nothing(*_: object) -> bool:
     return False
 
 
 def _contexts(
-    is_saved: Callable[[Any, tuple[Any, ...]], bool], otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE
-) -> Any:
+    is_saved: Callable[[OpOverload, tuple[torch.Tensor, ...]], bool],
+    otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE,
+) -> Contexts:
     """Return the contexts of a checkpoint that saves the outputs of some operators; others are recomputed."""
 
-    def policy(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    def policy(_: object, operation: OpOverload, *args: torch.Tensor, **__: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_saved(operation, args) else otherwise
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 @cacheable_policy
-def _save_nothing() -> Any:
+def _save_nothing() -> Contexts:
     return _contexts(_is_nothing)
 
 
 @cacheable_policy
-def _select() -> Any:
+def _select() -> Contexts:
     return _contexts(_is_compute_bound, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @cacheable_policy
-def _save_attention() -> Any:
+def _save_attention() -> Contexts:
     return _contexts(_is_attention)
 
 
-_CONTEXTS: dict[ActivationCheckpointing, Callable[[], Any]] = {
+_CONTEXTS: dict[ActivationCheckpointing, Callable[[], Contexts]] = {
     "selective": _select,
     "except_attention": _save_attention,
 }

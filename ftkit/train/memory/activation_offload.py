@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Layer:
-    """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it.
+    """The offloaded tensors of a layer; `before` was offloaded before it, so the backward pass needs it after it."""
 
-    Attributes:
-        before: the previous layer, unless its graph was dropped without a backward pass.
-        host: copies in host memory; none once they are loaded.
-        device: copies on the device, as long as they are prefetched and not yet loaded.
-    """
-
-    before: weakref.ref[_Layer] | None
-    host: list[torch.Tensor] = field(default_factory=list)
-    device: dict[int, torch.Tensor] = field(default_factory=dict)
+    before: weakref.ref[_Layer] | None  # unless its graph was dropped without a backward pass
+    host: list[torch.Tensor] = field(default_factory=list)  # none once they are loaded
+    device: dict[int, torch.Tensor] = field(default_factory=dict)  # while they are prefetched and not yet loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +53,7 @@ class ActivationOffload:
     def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
         """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
 
-        Args:
-            layer_input: [B, T, H].
-            existing: parameters, buffers and other inputs of the layer, which stay.
+        `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.
         """
         num_tokens = layer_input.numel() // max(1, layer_input.shape[-1])
         staying = {address for tensor in existing for address in _addresses(tensor)}

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,13 +21,17 @@ from ftkit.train.memory.joint_adapters import compile_with_joint_adapters
 from ftkit.train.private_apis.torch import compile_failures, tag_compile_caches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from ftkit.config.training_plan import TrainingPlan
 
 from ftkit.errors import PrerequisiteError, one_line
 
 log = logging.getLogger(__name__)
+
+
+Forward = Callable[..., Any]
+"""The forward of a layer, as its family calls it."""
 
 
 class CompiledForward:
@@ -36,7 +41,7 @@ class CompiledForward:
     much memory, as without a compiler. Here that logs a warning, as does a forward that is called with too many shapes.
     """
 
-    def __init__(self, forward: Callable[..., Any], name: str, fallback: Callable[..., Any] | None = None) -> None:
+    def __init__(self, forward: Forward, name: str, fallback: Forward | None = None) -> None:
         """Compile `forward` at its first call; warnings call it `name`.
 
         If it can't be one graph, `fallback`, which computes the same, is called instead; without one, `forward` is

@@ -157,21 +157,20 @@ def out_of_memory_explained(
             raise
         step = "" if trace.step is None else f", in step {trace.step}"
         capacity, memory = capacity_gib(plan, world.device), read_memory(world.device)
-        held = _gib_on_device(tensors(), world.device)
+        held = {
+            part: sum(tensor.nbytes for tensor in each if tensor.device.type == world.device.type) / GIB
+            for part, each in tensors().items()
+        }
+        rest = "activations, gathered weights and the rest" if held else "not attributed yet"
+        held[rest] = max(0.0, memory.allocated - sum(held.values()))
+        predicted = plan.memory
         raise MemoryExhaustedError(
             f"out of memory in stage '{trace.stage}'{step}: {memory.allocated:.1f} GiB allocated and "
             f"{memory.reserved:.1f} GiB reserved of {capacity:.1f} GiB ({one_line(error)})",
-            meaning=f"held: {_describe_held(held, memory)}\npredicted: {_describe_predicted(plan)}",
+            meaning=f"held: {_in_gib(held)}\npredicted: {_in_gib(predicted.parts)}; {predicted.total:.1f} GiB in all, "
+            f"at most (moment: {predicted.moment})",
             fix=_advice(plan, capacity),
         ) from error
-
-
-def _gib_on_device(tensors: Mapping[str, list[torch.Tensor]], device: torch.device) -> dict[str, float]:
-    """Return the GiB on the device of each part of an engine's state."""
-    return {
-        part: sum(tensor.nbytes for tensor in held if tensor.device.type == device.type) / GIB
-        for part, held in tensors.items()
-    }
 
 
 def capacity_gib(plan: RunPlan, device: torch.device) -> float:
@@ -179,17 +178,6 @@ def capacity_gib(plan: RunPlan, device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
     return total_bytes() / plan.placement.processes_per_node / GIB
-
-
-def _describe_held(held: Mapping[str, float], memory: DeviceMemory) -> str:
-    rest = max(0.0, memory.allocated - sum(held.values()))
-    parts = dict(held) | {"activations, gathered weights and the rest" if held else "not attributed yet": rest}
-    return _in_gib(parts)
-
-
-def _describe_predicted(plan: RunPlan) -> str:
-    memory = plan.memory
-    return f"{_in_gib(memory.parts)}; {memory.total:.1f} GiB in all, at most (moment: {memory.moment})"
 
 
 def _in_gib(parts: Mapping[str, float]) -> str:

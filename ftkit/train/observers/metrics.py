@@ -7,7 +7,6 @@ import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import TrainingSpec
-    from ftkit.planning.layout import RunLayout
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.observers.observer import StepOutcome
@@ -59,7 +57,9 @@ class StepMetrics(Observer):
     def reduce(self, outcome: StepOutcome) -> Iterator[StepResult]:
         progress = self._progress
         previous = self._reducer.pop()  # host sync: on the previous step, while the device computes this one
-        stop = self._world.is_first and any(map(_exists, _stop_files(progress.plan.layout)))
+        # A stop may be requested for the run, or for this Slurm job.
+        requests = [str(progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
+        stop = self._world.is_first and any(map(os.path.exists, requests))
         self._reducer.push(progress.step, outcome, self._stopwatch.take(), stop=stop)
         if previous is not None:
             progress.is_stopped |= previous.stop_requested
@@ -77,20 +77,6 @@ class StepMetrics(Observer):
         """Report the last step even if the run fails, unless the device might never finish it."""
         if self._reducer.is_done and (result := self._reducer.pop()):
             self._reporter.report(result)
-
-
-def _stop_files(layout: RunLayout) -> list[Path]:
-    """Return the files that request a stop: one for the run, and one for this Slurm job."""
-    job_file = os.environ.get("FTKIT_STOP_FILE")
-    return [layout.stop_request, *([Path(job_file)] if job_file else [])]
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError:  # the file system may also be unreachable for a while
-        return False
-    return True
 
 
 class Stopwatch(Observer):
@@ -124,8 +110,7 @@ class Stopwatch(Observer):
 class _Pending:
     """A step whose sums are being copied to the host.
 
-    Attributes:
-        numbers: loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
+    `numbers` are loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
     """
 
     step: int

@@ -23,21 +23,13 @@ Phase = Literal["batch", "forward", "backward", "update", "reduce"]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step of this rank; tensors are on the device.
-
-    Attributes:
-        loss: summed over the targets of this rank.
-        source_losses: of this rank.
-        router_sums: of this rank.
-        grad_norm: L2 norm of the whole gradient, over all ranks.
-        learning_rate: of the optimizer step.
-    """
+    """A step of this rank; tensors are on the device."""
 
     batch: StepBatch
-    loss: torch.Tensor
+    loss: torch.Tensor  # summed over the targets of this rank
     source_losses: SourceLosses
     router_sums: RouterSums
-    grad_norm: torch.Tensor
+    grad_norm: torch.Tensor  # L2 norm of the whole gradient, over all ranks
     learning_rate: float
 
 
@@ -46,16 +38,11 @@ class StepTiming:
     """Seconds of one step on the host's clock.
 
     The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
-
-    Attributes:
-        seconds: the step, without checkpoints and evaluations.
-        work_seconds: forward, backward and optimizer.
-        wait_seconds: waiting for a batch.
     """
 
-    seconds: float
-    work_seconds: float
-    wait_seconds: float
+    seconds: float  # without checkpoints and evaluations
+    work_seconds: float  # forward, backward and optimizer
+    wait_seconds: float  # waiting for a batch
 
 
 @dataclass(frozen=True)

@@ -16,27 +16,17 @@ if TYPE_CHECKING:
     from ftkit.runs.records import EvaluationRecord
     from ftkit.train.components.batches import StepBatch
 
-Outcome = Literal["completed", "stopped"]
-
 
 @dataclass
 class Progress:
-    """The steps of a run. The loop advances it; observers read it, and set whether training stops.
-
-    Attributes:
-        state: after the last step that the host has queued.
-        num_steps: of the run, those before its newest checkpoint included.
-        first_step: the first one of this process.
-        is_stopped: whether a stop was requested, on all ranks after the same step.
-        is_best: whether the evaluation after the last step is the best one so far.
-    """
+    """The steps of a run. The loop advances it; observers read it, and set whether training stops."""
 
     plan: RunPlan
     batches: BatchSchedule
-    state: TrainState
-    num_steps: int
-    is_stopped: bool = False
-    is_best: bool = False
+    state: TrainState  # after the last step that the host has queued
+    num_steps: int  # of the run, those before its newest checkpoint included
+    is_stopped: bool = False  # a stop was requested, on all ranks after the same step
+    is_best: bool = False  # the evaluation after the last step is the best one so far
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step + 1
@@ -74,7 +64,7 @@ class Progress:
         return self.is_stopped or self.is_complete
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Literal["completed", "stopped"]:
         """How training ended."""
         return "completed" if self.is_complete else "stopped"
 

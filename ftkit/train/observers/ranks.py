@@ -166,6 +166,10 @@ _WRITE_SECONDS = 60.0
 # --- Stragglers ----------------------------------------------------------------------------------
 
 
+Mark = Any
+"""A CUDA event on the compute stream of a GPU, or seconds on the clock of a CPU."""
+
+
 class LayerMarks:
     """Records in `marks` when the device reaches a decoder layer, begins it and ends it.
 
@@ -177,7 +181,7 @@ class LayerMarks:
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
         """Register hooks before and after those of FSDP2."""
         self._is_cuda = device.type == "cuda"
-        self.marks: list[Any] | None = None
+        self.marks: list[Mark] | None = None
         for layer in layers:
             layer.register_forward_pre_hook(self._mark, prepend=True)
             layer.register_forward_pre_hook(self._mark)
@@ -193,7 +197,7 @@ class LayerMarks:
         else:
             self.marks.append(time.perf_counter())
 
-    def seconds(self, marks: list[Any]) -> tuple[float, float]:
+    def seconds(self, marks: list[Mark]) -> tuple[float, float]:
         """Return the seconds in layers, and of waiting before them. The device must be past all marks."""
         between = [
             first.elapsed_time(second) / 1000 if self._is_cuda else second - first for first, second in pairwise(marks)
@@ -212,7 +216,7 @@ class RankTimes(Observer):
         # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
         self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
-        self._pending: dict[int, list[Any]] = {}
+        self._pending: dict[int, list[Mark]] = {}
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._last_step = 0
         self._num_unwritten = 0
