@@ -223,7 +223,7 @@ class StepReporter:
             targets=self._num_targets,
             tokens_per_second=int(lengths.sum()) / seconds,
             step_seconds=seconds / len(results),
-            overhead_ratio=1 - work / seconds,
+            overhead_ratio=max(wait, seconds - work) / seconds,  # rounding must not make it less than the wait
             data_wait_ratio=wait / seconds,
             mfu=self._mfu_meter.mfu(lengths, sum(each.batch.num_targets for each in results), seconds),
             memory_gib=self._trace.peak_gib(),
