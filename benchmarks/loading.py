@@ -24,8 +24,8 @@ import torch
 from recording import add_record_option, record_repeats
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ftkit.config.adapters import LoraSpec
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.adapters import LoraSpec
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ftkit import assets
-from ftkit.config.model_config import read_shape, read_shipped
+from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.config_json import read_shape
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.setup import GPUS, Gpu, Setup

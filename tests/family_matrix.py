@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from ftkit.config.adapters import LoraSpec
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
@@ -25,6 +24,7 @@ from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError, one_line
+from ftkit.models.adapters import LoraSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import BatchPlan

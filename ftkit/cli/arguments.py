@@ -33,7 +33,7 @@ def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None
     """Return the name of a run, which folders and Slurm jobs get: it has the form of a recipe's name."""
     if value is None:
         return None
-    from ftkit.config.strict import check_name
+    from ftkit.spec import check_name
 
     try:
         return check_name(value)

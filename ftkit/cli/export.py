@@ -14,9 +14,9 @@ from ftkit import process
 from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.paths import is_path
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,7 @@ def _check_destination(destination: str) -> None:
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
     """Copy an export; return its address."""
-    from ftkit.model_folder import EXPORT_RECORD
+    from ftkit.models.folder import EXPORT_RECORD
     from ftkit.runs.storage.hub import push_to_hub
     from ftkit.runs.storage.sync import push
 

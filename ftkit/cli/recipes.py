@@ -13,7 +13,7 @@ from ftkit.cli.terminal.format import count
 from ftkit.config.context import Context, list_names
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ModelSpec
+    from ftkit.models.spec import ModelSpec
 
 
 @click.command(
@@ -40,9 +40,9 @@ def command(*, as_json: bool) -> None:
 
 def _size(model: ModelSpec) -> str:
     """Return a model's parameter count; `?` if its shape is not known without the network."""
-    from ftkit.config.model import ArchitectureSpec
-    from ftkit.config.model_config import shipped_config
-    from ftkit.planning.estimates.parameters import count_by_config, count_parameters
+    from ftkit.config.shipped_models import shipped_config
+    from ftkit.models.parameters import count_by_config, count_parameters
+    from ftkit.models.spec import ArchitectureSpec
 
     shape = model.architecture
     if isinstance(shape, ArchitectureSpec):

@@ -22,8 +22,8 @@ from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.config.paths import is_address
 from ftkit.errors import NotRepeatedError
+from ftkit.paths import is_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

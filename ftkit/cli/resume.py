@@ -20,8 +20,8 @@ from ftkit.cli.arguments import (
 )
 from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.terminal.console import Terminal
-from ftkit.config.paths import is_address
 from ftkit.errors import ConfigError, Problem, plural
+from ftkit.paths import is_address
 
 if TYPE_CHECKING:
     from pathlib import Path

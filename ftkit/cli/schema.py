@@ -11,7 +11,7 @@ from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Terminal
 
 if TYPE_CHECKING:
-    from ftkit.config.strict import Spec
+    from ftkit.spec import Spec
 
 
 @click.command(
@@ -30,7 +30,7 @@ def command(kind: str) -> None:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image import ImageSpec
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.config.strict import Spec
+    from ftkit.spec import Spec
 
     for spec in _subclasses(Spec):
         spec.model_rebuild()  # pydantic 2.12 writes a default only if the validator of its class is built

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ftkit.config.model import ModelPlan
-from ftkit.config.paths import fixed_folder, is_address, is_path
 from ftkit.config.sources import HubSource
-from ftkit.config.strict import (
+from ftkit.models.spec import ModelPlan
+from ftkit.paths import fixed_folder, is_address, is_path
+from ftkit.spec import (
     WHOLE_NUMBER,
     Name,
     NonNegativeInt,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ftkit import assets
 from ftkit.config.layers import Layers
-from ftkit.config.paths import absolute_path
 from ftkit.errors import NotFoundError
+from ftkit.paths import absolute_path
 
 PROJECT_FILE = "ftkit.yaml"
 ROOT = Path("/")

@@ -4,7 +4,6 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ftkit.config.paths import is_path
 from ftkit.config.sources import (
     FilesSource,
     FormatString,
@@ -17,7 +16,8 @@ from ftkit.config.sources import (
     is_inline_template,
     variables_of,
 )
-from ftkit.config.strict import NonNegativeInt, Spec
+from ftkit.paths import is_path
+from ftkit.spec import NonNegativeInt, Spec
 
 
 class AutoFormat(Spec):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ftkit.config.strict import WHOLE_NUMBER, NonNegativeFloat, OneLine, PositiveInt, Spec
+from ftkit.spec import WHOLE_NUMBER, NonNegativeFloat, OneLine, PositiveInt, Spec
 
 MetricName = Literal["sql", "calls", "verdict", "exact_match", "repetition"]
 SCORES: dict[MetricName, tuple[str, ...]] = {

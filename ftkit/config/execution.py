@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
+from ftkit.models.parameters import count_model, count_parameters
+
 if TYPE_CHECKING:
-    from ftkit.config.adapters import LoraSpec
-    from ftkit.config.model import ExpertMatrix
-    from ftkit.config.training import Quantization
+    from ftkit.config.training import Quantization, TrainingSpec
+    from ftkit.models.spec import ArchitectureSpec, ExpertMatrix
 
 GIB: Final = 2**30
 USABLE_MEMORY: Final = 0.95
@@ -47,28 +49,6 @@ class ParameterCounts:
     total: int
     trained: int
     quantized: int = 0
-
-
-def adapter_size(lora: LoraSpec, num_inputs: int, num_outputs: int) -> int:
-    """Count the parameters of the adapter of one projection."""
-    return lora.rank * (num_inputs + num_outputs) + (num_outputs if lora.use_dora else 0)
-
-
-def expert_adapter_size(lora: LoraSpec, matrix: ExpertMatrix) -> int:
-    """Count the parameters of the adapters of one matrix of all experts of a layer; 0 if it is no target."""
-    rank = matrix.num_ranks(lora.targets) * lora.rank
-    return matrix.experts * rank * (matrix.inputs + matrix.outputs)
-
-
-ROWWISE: Final = frozenset({"o_proj", "down_proj"})
-"""Linear layers whose inputs tensor parallelism divides; of the others it divides the outputs."""
-
-
-def whole_adapter_size(lora: LoraSpec, name: str, num_inputs: int, num_outputs: int) -> int:
-    """Count the parameters of the adapter of one projection that tensor parallelism leaves whole on each GPU."""
-    if name in ROWWISE:
-        return num_outputs * (lora.rank + lora.use_dora)
-    return lora.rank * num_inputs
 
 
 NF4_BLOCK = 64
@@ -117,3 +97,32 @@ def nf4_parts(num_weights: int) -> tuple[int, int, int, int]:
     blocks = -(-num_weights // NF4_BLOCK)
     nested = -(-blocks // NF4_NESTED_BLOCK)
     return blocks * NF4_BLOCK // 2, nested * NF4_NESTED_BLOCK, -(-4 * nested // 16) * 16, 16
+
+
+def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Count the copies of parameters of adapters that tensor parallelism does not divide, without the first of each."""
+    adapters, copies = training.adapters, training.tensor_parallel - 1
+    if adapters is None or not copies:
+        return 0
+    return copies * sum(
+        linear.count * whole_adapter_size(adapters, linear.name, linear.inputs, linear.outputs)
+        for linear in count_model(shape).linears
+        if linear.name in adapters.targets
+    )
+
+
+def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers and, in 8 bits, of experts."""
+    counts, kind = count_model(shape), training.quantization
+    linears = (each.count * each.size for each in counts.linears if is_quantized(kind, each.inputs, each.outputs))
+    experts = (each.count * each.size for each in counts.expert_matrices if are_quantized(kind, each))
+    return sum(linears) + sum(experts)
+
+
+def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
+    """Count the parameters of a model as a method trains it."""
+    base = count_parameters(shape)
+    if training.adapters is None:
+        return ParameterCounts(total=base, trained=base)
+    adapters = count_adapter_parameters(shape, training.adapters)
+    return ParameterCounts(base + adapters, adapters, count_quantized_parameters(shape, training))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from ftkit.config.image_reference import Digest, parse_reference
-from ftkit.config.model import ModelType
-from ftkit.config.strict import Name, OneLine, Spec, VariableName
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import read_small
+from ftkit.models.spec import ModelType
+from ftkit.spec import Name, OneLine, Spec, VariableName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from pydantic_core import core_schema
 
-from ftkit.config.paths import absolute_path, is_path
 from ftkit.errors import ConfigError, Problem
+from ftkit.paths import absolute_path, is_path
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler

@@ -16,15 +16,16 @@ from ftkit.config.context import list_images, list_names, search_folders
 from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
 from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
-from ftkit.config.model_config import read_shape, read_shipped
-from ftkit.config.paths import absolute_path, is_address, is_file, is_path, path_problem
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
+from ftkit.config.shipped_models import read_shipped
 from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source, is_inline_template
-from ftkit.config.strict import RUN
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_small
+from ftkit.models.config_json import read_shape
+from ftkit.paths import absolute_path, is_address, is_file, is_path, path_problem
+from ftkit.spec import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, Union
 from pydantic import BaseModel, ValidationError
 
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.strict import attribute_docstrings
 from ftkit.errors import ConfigError, Problem, plural
+from ftkit.spec import attribute_docstrings
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ftkit.config.data import DataSpec
 from ftkit.config.evaluation import EvaluationSpec
-from ftkit.config.model import ModelPlan, ModelSpec
 from ftkit.config.resources import ResourcesSpec
-from ftkit.config.strict import Name, NonNegativeInt, OneLine, PositiveInt, Spec
 from ftkit.config.training import TrainingSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import PrerequisiteError
+from ftkit.models.spec import ModelPlan, ModelSpec
+from ftkit.spec import Name, NonNegativeInt, OneLine, PositiveInt, Spec
 
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 

@@ -11,10 +11,10 @@ from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import read_settings_layers, settings_files, workspace_folder
 from ftkit.config.image_reference import AnyImage
 from ftkit.config.layers import Layers
-from ftkit.config.model import ModelPlan
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.strict import Name, Spec
+from ftkit.models.spec import ModelPlan
+from ftkit.spec import Name, Spec
 
 if TYPE_CHECKING:
     from ftkit.config.context import Context

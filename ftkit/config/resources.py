@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ftkit.config.strict import WHOLE_NUMBER, PositiveInt, Spec, TimeLimit
+from ftkit.spec import WHOLE_NUMBER, PositiveInt, Spec, TimeLimit
 
 
 class ResourcesSpec(Spec):

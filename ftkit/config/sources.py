@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ftkit.config.strict import (
+from ftkit.spec import (
     HUB_ID,
     NUMBER,
     WHOLE_NUMBER,

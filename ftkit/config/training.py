@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ftkit.config.adapters import LoraSpec
-from ftkit.config.strict import (
+from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
+from ftkit.spec import (
     NUMBER,
     WHOLE_NUMBER,
     Float,
@@ -32,8 +32,6 @@ OnNonfinite = Literal["stop", "skip"]
 Precision = Literal["bf16", "fp32"]
 TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ALL_PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
 LONGEST_SEQUENCE = 2**24

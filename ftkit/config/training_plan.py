@@ -2,9 +2,9 @@
 
 from functools import lru_cache
 
-from ftkit.config.strict import PositiveInt
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingSpec
 from ftkit.errors import plural
+from ftkit.spec import PositiveInt
 
 
 class TrainingPlan(TrainingSpec):

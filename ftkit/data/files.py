@@ -15,7 +15,6 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ftkit.config.paths import is_address, is_pattern
 from ftkit.data.file_kinds import START_BYTES, check_kind
 from ftkit.data.readers import (
     COMPRESSIONS,
@@ -28,6 +27,7 @@ from ftkit.data.readers import (
     suffix_of,
 )
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
+from ftkit.paths import is_address, is_pattern
 from ftkit.runs.storage.drivers import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:

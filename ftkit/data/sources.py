@@ -15,11 +15,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ftkit.config.paths import is_address
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import count_rows, find_files, read_file
 from ftkit.data.readers import RawRow, without_nulls
 from ftkit.errors import DataError, one_line, plural
+from ftkit.paths import is_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

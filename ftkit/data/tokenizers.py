@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ftkit.config.paths import is_path
 from ftkit.data.chat_templates import (
     PROCESSOR_TEMPLATE,
     TEMPLATES,
@@ -24,14 +23,15 @@ from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
 from ftkit.files import load_json, read_small
-from ftkit.model_folder import CONFIG_FILE, GENERATION_FILE, read_end_tokens
+from ftkit.models.folder import CONFIG_FILE, GENERATION_FILE, read_end_tokens
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.config.model import ModelSpec
+    from ftkit.models.spec import ModelSpec
 
 PAD = "<pad>"
 

@@ -13,7 +13,7 @@ from ftkit.evaluate.load import tokenizer_of
 from ftkit.evaluate.source import TrainedStep, find_base
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes
 from ftkit.files import atomic_folder
-from ftkit.model_folder import EXPORT_RECORD, check_folder
+from ftkit.models.folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage

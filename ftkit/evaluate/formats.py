@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import safe_open
 
 from ftkit import process
-from ftkit.config.model_config import text_part
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import find_base
 from ftkit.files import atomic_file, read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.config_json import text_part
+from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLLM_LORA_RANKS, read_model_config
+from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ftkit.config.model import ArchitectureSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
 
 Format = Literal["hf", "gguf", "vllm-lora"]

@@ -22,7 +22,7 @@ from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
 from ftkit.evaluate.devices import place
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
-from ftkit.model_folder import ADAPTER_CONFIG, read_generation_config
+from ftkit.models.folder import ADAPTER_CONFIG, read_generation_config
 from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES

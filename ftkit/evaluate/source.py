@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model import ModelSpec
-from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
+from ftkit.models.folder import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_RECORD
+from ftkit.models.spec import ModelSpec
+from ftkit.paths import is_path
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.runs.checkpoints import choose_step

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.model_folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
+from ftkit.models.folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

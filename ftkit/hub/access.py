@@ -9,10 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model_config import find_contradictions
-from ftkit.config.paths import is_path
 from ftkit.config.sources import HubSource
-from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.hub.client import (
     MODEL_CACHE,
@@ -25,7 +22,8 @@ from ftkit.hub.client import (
     read_token,
     repository_of,
 )
-from ftkit.model_folder import (
+from ftkit.models.config_json import find_contradictions
+from ftkit.models.folder import (
     CONFIG_FILE,
     SMALL_FILES,
     UNREADABLE,
@@ -36,12 +34,14 @@ from ftkit.model_folder import (
     read_model_config,
     weight_files,
 )
+from ftkit.models.weight_files import check_tensors
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.config.model import ModelSpec
     from ftkit.config.sources import Source
+    from ftkit.models.spec import ModelSpec
 
 
 CARD = "README.md"

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ftkit.config.paths import is_path
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.model_folder import CONFIG_FILE, missing_files
+from ftkit.models.folder import CONFIG_FILE, missing_files
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from huggingface_hub.errors import HfHubHTTPError
 
-    from ftkit.config.model import ModelSpec
+    from ftkit.models.spec import ModelSpec
 
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import process
 from ftkit.config.context import cache_folder
-from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
-from ftkit.config.model_config import check_dequantizable, check_dtype, shipped_config, text_part
-from ftkit.config.paths import is_path
-from ftkit.config.strict import RUN
+from ftkit.config.shipped_models import shipped_config
 from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
-from ftkit.families import FAMILIES, family_of
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
-from ftkit.model_folder import check_folder, holds_adapters, read_model_config
+from ftkit.models.config_json import check_dequantizable, check_dtype, text_part
+from ftkit.models.families import FAMILIES, family_of
+from ftkit.models.folder import check_folder, holds_adapters, read_model_config
+from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
+from ftkit.paths import is_path
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
+from ftkit.spec import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.config.model import ModelPlan
+    from ftkit.models.spec import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 PROGRAM = ("-m", "ftkit.train", "--count")

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.config.paths import fixed_folder, is_address, is_path, is_pattern
 from ftkit.config.sources import HubSource
 from ftkit.errors import NotFoundError, PrerequisiteError, UnreachableError
+from ftkit.paths import fixed_folder, is_address, is_path, is_pattern
 
 if TYPE_CHECKING:
     import os

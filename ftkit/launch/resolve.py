@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ModelPlan
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.models.spec import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")

@@ -18,7 +18,6 @@ from ftkit.config.load import load_image
 from ftkit.config.problems import validate
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.resources import ResourcesSpec
-from ftkit.config.strict import Spec
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
@@ -27,6 +26,7 @@ from ftkit.planning.job import JobPlan
 from ftkit.planning.job_checks import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config, placed, plan_script
+from ftkit.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from ftkit.launch.evaluation import check_on_slurm, write_and_submit
 from ftkit.launch.render import SideJob, render_side_job
 from ftkit.launch.resolve import resolve_image_link
 from ftkit.launch.slurm import SlurmScheduler
-from ftkit.model_folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
+from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.setup import GPUS

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
-from ftkit.config.strict import RUN
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
-from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters, stored_names
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters, stored_names
+from ftkit.models.parameters import count_model
+from ftkit.models.spec import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import MARKER, choose_step
 from ftkit.runs.find import find_run
+from ftkit.spec import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ftkit.config.adapters import LoraSpec
     from ftkit.config.recipe import RecipePlan
+    from ftkit.models.adapters import LoraSpec
 
 _LORA_KEYS = {"rank": "r", "alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Keys of `training.lora`, and their names in peft."""

@@ -10,8 +10,8 @@ from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.execution import are_quantized
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem, plural
-from ftkit.families import MEASURED, UNPACKED, WITHOUT_OUT_PROJ_ADAPTERS
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.families import MEASURED, UNPACKED, WITHOUT_OUT_PROJ_ADAPTERS
+from ftkit.models.parameters import count_model
 from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
 from ftkit.planning.fp8_checks import check_fp8
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ArchitecturePlan, CountSource, ModelPlan
     from ftkit.config.request import RunRequest
+    from ftkit.models.spec import ArchitecturePlan, CountSource, ModelPlan
 
 
 def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run

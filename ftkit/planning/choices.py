@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, get_args
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import plural
+from ftkit.models.parameters import count_model
 from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.estimates.step_time import predict_step_time
 from ftkit.planning.setup import GPUS, Setup
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ftkit.config.cluster import GpuModel
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import TrainingSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.setup import Gpu
 
 _ENGINES: tuple[EngineName, ...] = get_args(EngineName)

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS
 from ftkit.errors import Problem
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.parameters import count_model
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.model import ArchitecturePlan
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.models.spec import ArchitecturePlan
 
 
 def check_fp8(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:

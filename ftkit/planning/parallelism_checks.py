@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import Problem
-from ftkit.families import MEASURED
+from ftkit.models.families import MEASURED
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image import ImageSpec
-    from ftkit.config.model import ArchitecturePlan
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import TrainingSpec
+    from ftkit.models.spec import ArchitecturePlan
 
 
 _FLASH4 = "flash-attn-4"

@@ -9,11 +9,14 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from ftkit.config.execution import method_counts
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
-from ftkit.config.model import ArchitecturePlan, ModelPlan
-from ftkit.config.model_config import resolve_shape
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, Problem, one_line, plural
+from ftkit.models.adapters import default_targets
+from ftkit.models.config_json import resolve_shape
+from ftkit.models.parameters import count_by_config, count_model
+from ftkit.models.spec import ArchitecturePlan, ModelPlan
 from ftkit.planning.checks import find_notes, find_problems
 from ftkit.planning.choices import (
     choose_engine,
@@ -24,7 +27,6 @@ from ftkit.planning.choices import (
 from ftkit.planning.estimates.host_memory import predict_host_memory
 from ftkit.planning.estimates.linear_attention import has_linear_attention
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_by_config, count_model, default_targets, method_counts
 from ftkit.planning.estimates.step_time import PADDING, predict_step_time
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
@@ -41,10 +43,10 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
-    from ftkit.config.model import ModelCounts, ModelSpec
     from ftkit.config.recipe import RecipeSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
+    from ftkit.models.spec import ModelCounts, ModelSpec
     from ftkit.planning.estimates.memory import MemoryPlan
     from ftkit.planning.setup import Setup
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.execution import USABLE_MEMORY
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import EngineName
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.problems import validate
-from ftkit.config.strict import OneLine, PositiveFloat, PositiveInt, Spec
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json, write_json
+from ftkit.spec import OneLine, PositiveFloat, PositiveInt, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

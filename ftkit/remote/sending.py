@@ -21,10 +21,10 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from ftkit import assets, process
 from ftkit.config.context import PROJECT_FILE, list_names, search_folders
 from ftkit.config.load import Loaded, read_cluster, read_recipe
-from ftkit.config.paths import absolute_path, fixed_folder, is_address, is_path
 from ftkit.config.sources import HubSource
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
+from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
 from ftkit.remote.login import Login, SentFile
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ruamel.yaml import YAML
 
-from ftkit.config.model import ArchitectureSpec, ModelSpec
-from ftkit.config.paths import is_path
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
 from ftkit.files import read_json_if_valid, read_small
+from ftkit.models.spec import ArchitectureSpec, ModelSpec
+from ftkit.paths import is_path
 from ftkit.runs.loss_curve import loss_curve
 from ftkit.runs.metrics_file import read_outline
 from ftkit.runs.records import EvaluationRecord

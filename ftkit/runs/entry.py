@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.config.image_reference import image_file
-from ftkit.config.strict import Name
 from ftkit.files import DamagedFileError, PrivateFileError, read_json
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.records import Count
 from ftkit.runs.submission import SchedulerName, SubmittedRun
+from ftkit.spec import Name
 
 if TYPE_CHECKING:
     from pathlib import Path

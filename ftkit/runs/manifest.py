@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import ftkit
 from ftkit.checkout import own_checkout, read_changes, read_commit
-from ftkit.config.paths import is_path
 from ftkit.errors import TrainingError, redact_command
 from ftkit.files import read_json_if_valid, write_json
+from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.runs.ends import find_end

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.paths import is_address
 from ftkit.errors import NotFoundError, plural
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
+from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.bundle import is_bundle, unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run

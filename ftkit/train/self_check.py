@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.execution import method_counts
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.families import MEASURED
-from ftkit.planning.estimates.parameters import method_counts
+from ftkit.models.families import MEASURED
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding

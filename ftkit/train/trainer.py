@@ -16,11 +16,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ftkit.config.execution import ParameterCounts
+from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
-from ftkit.planning.estimates.parameters import method_counts
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState

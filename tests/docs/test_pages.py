@@ -13,7 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 from waiting import PATIENCE_SECONDS
 
-from ftkit.families import FAMILIES, MEASURED
+from ftkit.models.families import FAMILIES, MEASURED
 
 CHECKOUT = Path(__file__).parents[2]
 REFERENCE = CHECKOUT / "docs" / "reference"

@@ -22,11 +22,11 @@ from bitsandbytes import functional as bitsandbytes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.adapters import LoraSpec
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
+from ftkit.models.adapters import LoraSpec
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits

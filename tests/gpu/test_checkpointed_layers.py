@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import register_kernel

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import PrerequisiteError
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

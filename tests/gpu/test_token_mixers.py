@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

@@ -10,7 +10,7 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.config.model_config import CONFIG_KEYS
+from ftkit.models.config_json import CONFIG_KEYS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,7 +19,6 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.config.strict import RUN
 from ftkit.data.prepare import prepare
 from ftkit.data.weights import export_weights
 from ftkit.launch.model import resolve_model
@@ -29,6 +28,7 @@ from ftkit.planning.planner import plan_run
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import MemoryRecord, Record, StepRecord
 from ftkit.runs.summary import first_error
+from ftkit.spec import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

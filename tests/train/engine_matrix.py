@@ -23,21 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.adapters import LoraSpec
-from ftkit.config.model import ArchitectureSpec
-from ftkit.config.training import (
-    ALL_PROJECTIONS,
-    ActivationCheckpointing,
-    EngineName,
-    Method,
-    Offload,
-    Precision,
-    TrainingPrecision,
-)
+from ftkit.config.execution import count_repeated_parameters, method_counts
+from ftkit.config.training import ActivationCheckpointing, EngineName, Method, Offload, Precision, TrainingPrecision
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED
-from ftkit.families import MEASURED
-from ftkit.planning.estimates.parameters import count_repeated_parameters, method_counts
+from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
+from ftkit.models.families import MEASURED
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ftkit.config.execution import ParameterCounts
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method
 from ftkit.config.training_plan import TrainingPlan
-from ftkit.families import MEASURED, MeasuredFamily, family_of
+from ftkit.models.families import MEASURED, MeasuredFamily, family_of
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

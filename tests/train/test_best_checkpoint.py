@@ -17,7 +17,7 @@ from ftkit.config.evaluation import BestSpec
 from ftkit.errors import DataError
 from ftkit.evaluate.load import load_model
 from ftkit.evaluate.source import find_target
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord

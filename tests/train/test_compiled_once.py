@@ -19,10 +19,10 @@ from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
 from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

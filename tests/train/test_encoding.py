@@ -14,7 +14,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from ftkit.config.data import DataSpec
-from ftkit.config.model import ModelSpec
 from ftkit.data import rendering
 from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_tokens, shorten
@@ -29,6 +28,7 @@ from ftkit.data.tokenizers import (
     load_tokenizer,
 )
 from ftkit.errors import DataError
+from ftkit.models.spec import ModelSpec
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.model import ArchitectureSpec
+from ftkit.config.execution import method_counts
 from ftkit.config.training import Method
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import TrainingError
-from ftkit.families import MEASURED
-from ftkit.planning.estimates.parameters import method_counts
+from ftkit.models.families import MEASURED
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch

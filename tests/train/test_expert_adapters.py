@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from validation_loss import validation_loss
 
-from ftkit.config.adapters import LoraSpec
+from ftkit.config.execution import method_counts
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate import verify_export
 from ftkit.evaluate.formats import check_format
 from ftkit.launch.trained_model import check_adapter
-from ftkit.planning.estimates.parameters import method_counts
+from ftkit.models.adapters import LoraSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.model.adapted_linear import TokenKeys, token_keys

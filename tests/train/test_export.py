@@ -20,7 +20,7 @@ from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.runs.checkpoints import SavedFile
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate.formats import CONVERTER, check_gguf_model, find_converter, verify_vllm_lora, write_gguf
 from ftkit.files import read_json
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 
 if TYPE_CHECKING:
     from pathlib import Path

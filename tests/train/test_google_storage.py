@@ -17,7 +17,7 @@ from object_storage import BUCKET, gcs_server
 
 from ftkit.data.files import find_files, read_file, stamp
 from ftkit.errors import NotFoundError, PrerequisiteError
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import find_damage, read_marker
 from ftkit.runs.storage.store import Store

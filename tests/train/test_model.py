@@ -15,16 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
-from ftkit.config.execution import ParameterCounts
-from ftkit.config.model import ArchitectureSpec, ModelSpec
+from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
-from ftkit.families import MEASURED
-from ftkit.planning.estimates.parameters import count_parameters, method_counts
+from ftkit.models.families import MEASURED
+from ftkit.models.parameters import count_parameters
+from ftkit.models.spec import ArchitectureSpec, ModelSpec
 from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch

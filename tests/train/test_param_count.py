@@ -14,18 +14,19 @@ from family_matrix import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit import assets
-from ftkit.config.adapters import LoraSpec
-from ftkit.config.execution import adapter_size
-from ftkit.config.model import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
-from ftkit.config.model_config import CONFIG_KEYS, fill_config, read_shipped
+from ftkit.config.execution import method_counts
+from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training_plan import TrainingPlan
-from ftkit.config.weight_files import check_tensors
 from ftkit.errors import ConfigError, NotFoundError
-from ftkit.families import FAMILIES, MEASURED
 from ftkit.files import parse_json
 from ftkit.launch.model import CountedModel, resolve_model
-from ftkit.model_folder import read_model_config
-from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
+from ftkit.models.adapters import LoraSpec, adapter_size
+from ftkit.models.config_json import CONFIG_KEYS, fill_config
+from ftkit.models.families import FAMILIES, MEASURED
+from ftkit.models.folder import read_model_config
+from ftkit.models.parameters import count_by_config, count_model
+from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
+from ftkit.models.weight_files import check_tensors
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
 from ftkit.runs.records import StartRecord, VerificationRecord

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftkit.config.model import ModelSpec
-from ftkit.config.model_config import resolve_shape
 from ftkit.errors import ConfigError, TrainingError
+from ftkit.models.config_json import resolve_shape
+from ftkit.models.spec import ModelSpec
 from ftkit.train.model.build import build_empty, check_positions, read_config
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import TrainingError
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.runs.records import StepRecord
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.recorder import scalars_of

@@ -15,7 +15,7 @@ from ftkit.cli.main import main
 from ftkit.data.prepare import prepare
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import write_json
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.checkpoints import find_damage, read_marker

@@ -5,7 +5,7 @@ import sys
 
 from waiting import PATIENCE_SECONDS
 
-from ftkit.families import MEASURED
+from ftkit.models.families import MEASURED
 
 
 def test_the_self_check_trains_a_model_of_each_family() -> None:

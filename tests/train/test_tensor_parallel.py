@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from ftkit.errors import TrainingError
-from ftkit.model_folder import ADAPTER_FILE
+from ftkit.models.folder import ADAPTER_FILE
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import read_state, saved_sizes
 from ftkit.train.components.adamw8bit import _codes

@@ -25,7 +25,7 @@ from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
 from ftkit.evaluate.vllm import load_with_vllm
 from ftkit.launch.serving import serve_command
-from ftkit.model_folder import ADAPTER_FILE
+from ftkit.models.folder import ADAPTER_FILE
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.config.model import ArchitectureSpec
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model

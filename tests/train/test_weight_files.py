@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ftkit.config.adapters import LoraSpec
 from ftkit.errors import TrainingError
+from ftkit.models.adapters import LoraSpec
 from ftkit.train.checkpoint.weight_files import write_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors
 from ftkit.train.model.weight_conversion import LazyTensors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.config.model import ArchitectureSpec
+from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.model import local_shard
 from ftkit.train.model.load_targets import LoadTarget
 from ftkit.train.model.local_shard import LocalShard

@@ -15,9 +15,10 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
-from ftkit.config.model_config import read_shape, read_shipped
 from ftkit.config.request import RunRequest
+from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training_plan import TrainingPlan
+from ftkit.models.config_json import read_shape
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
@@ -27,7 +28,7 @@ from ftkit.runs.submission import Submission, SubmittedRun, write_submission
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.runs.records import Record
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})

@@ -10,14 +10,14 @@ from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.sources import GeneratedSource
 from ftkit.errors import plural
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.config.model import ModelPlan
     from ftkit.launch.preflight import Findings
+    from ftkit.models.spec import ModelPlan
     from ftkit.planning.estimates.memory import Moment
     from ftkit.planning.job import CodePlan, JobPlan
     from ftkit.planning.plan import RunPlan

@@ -1,19 +1,19 @@
 """Count the activations that decoder layers save for the backward pass.
 
 They were measured on the real layers: the tensors that autograd saves, with the layer compiled (torch.compile
-recomputes element-wise operations between matmuls) and eager. The multiples are in `ftkit.families`.
+recomputes element-wise operations between matmuls) and eager. The multiples are in `ftkit.models.families`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ftkit.families import SavedTensors, family_of
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.families import SavedTensors, family_of
+from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from ftkit.config.adapters import LoraSpec
-    from ftkit.config.model import ArchitectureSpec
+    from ftkit.models.adapters import LoraSpec
+    from ftkit.models.spec import ArchitectureSpec
 
 
 def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:

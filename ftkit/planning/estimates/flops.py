@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.config.model import AttentionLayers
-from ftkit.planning.estimates.parameters import count_active_adapter_parameters, count_model
+from ftkit.models.adapters import count_active_adapter_parameters
+from ftkit.models.parameters import count_model
+from ftkit.models.spec import AttentionLayers
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import TrainingSpec
+    from ftkit.models.spec import ArchitectureSpec
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from math import ceil, log2
 from typing import TYPE_CHECKING, Final
 
 from ftkit.config.execution import GIB
+from ftkit.models.parameters import count_model
 from ftkit.planning.estimates.memory import FP32, Sizes
-from ftkit.planning.estimates.parameters import count_model
 
 if TYPE_CHECKING:
     from ftkit.planning.setup import Setup

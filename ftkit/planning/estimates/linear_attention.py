@@ -12,7 +12,7 @@ from ftkit.config.training import RECOMPUTES_LAYERS
 from ftkit.planning.estimates.flops import attention_layers
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ArchitectureSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.setup import Gpu, Setup
 
 CHUNK: Final = 64

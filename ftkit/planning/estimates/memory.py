@@ -16,20 +16,22 @@ from ftkit.config.execution import (
     ZERO3_BUCKET,
     ZERO3_LIVE_WEIGHTS,
     are_quantized,
+    count_repeated_parameters,
     is_gathered_in_fp8,
     is_quantized,
     logits_rows,
+    method_counts,
     quantized_bytes,
 )
-from ftkit.families import SavedTensors, family_of
+from ftkit.models.families import SavedTensors, family_of
+from ftkit.models.parameters import count_model
 from ftkit.planning.estimates.activations import count_numbers, layer_bytes, selective_numbers
 from ftkit.planning.estimates.linear_attention import delta_rule_bytes
-from ftkit.planning.estimates.parameters import count_model, count_repeated_parameters, method_counts
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.setup import Setup
 
 FP32 = 4

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import ceil, log
 from typing import TYPE_CHECKING, Final, Literal
 
-from ftkit.config.execution import is_quantized
-from ftkit.families import family_of
+from ftkit.config.execution import count_repeated_parameters, is_quantized, method_counts
+from ftkit.models.adapters import count_active_adapter_parameters
+from ftkit.models.families import family_of
+from ftkit.models.parameters import count_model, count_parameters
 from ftkit.planning.estimates.activations import layer_bytes
 from ftkit.planning.estimates.flops import document_flops, token_flops
 from ftkit.planning.estimates.linear_attention import delta_rule_seconds
@@ -25,17 +27,10 @@ from ftkit.planning.estimates.memory import (
     reduce_width,
     saved_by_quantization,
 )
-from ftkit.planning.estimates.parameters import (
-    count_active_adapter_parameters,
-    count_model,
-    count_parameters,
-    count_repeated_parameters,
-    method_counts,
-)
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.setup import Gpu, Setup
 
 

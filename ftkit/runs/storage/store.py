@@ -13,9 +13,9 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ftkit.config.paths import is_address
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
 from ftkit.files import open_regular
+from ftkit.paths import is_address
 from ftkit.runs.storage.drivers import ADVICE, open_driver
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
 from ftkit.files import atomic_folder, file_lock_if_supported, read_json_if_valid, write_file, write_json
-from ftkit.model_folder import EXPORT_RECORD
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, read_marker

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ftkit.data.encoding import find_end_tokens
 from ftkit.data.tasks.metrics import Completion
 from ftkit.files import write_json
-from ftkit.model_folder import GENERATION_FILE, read_end_tokens, read_generation_config
+from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

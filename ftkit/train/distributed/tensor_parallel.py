@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import AttentionInterface
 
-from ftkit.config.execution import ROWWISE, indivisible_sizes
+from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import TrainingError
-from ftkit.families import MEASURED
+from ftkit.models.adapters import ROWWISE
+from ftkit.models.families import MEASURED
 from ftkit.train.distributed.divided_adapters import ColwiseAdapter, RowwiseAdapter
 from ftkit.train.model.attention import masked_attention, refuse_changed_scores, register_kernel
 from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig
 
-    from ftkit.config.adapters import LoraSpec
+    from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import AdaptedLinear
     from ftkit.train.model.attention import Kernel
 

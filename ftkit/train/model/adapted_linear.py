@@ -23,7 +23,7 @@ from ftkit.train.model.linears import is_transposed, opaque_zero
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ftkit.config.adapters import LoraSpec
+    from ftkit.models.adapters import LoraSpec
 
 
 ADAPTER = "default"

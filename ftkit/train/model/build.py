@@ -13,17 +13,11 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from ftkit.config.model import ArchitectureSpec
-from ftkit.config.model_config import (
-    CONFIG_KEYS,
-    find_contradictions,
-    text_part,
-    unquantized_fix,
-    why_not_dequantizable,
-)
 from ftkit.errors import TrainingError, one_line
-from ftkit.families import family_of
-from ftkit.model_folder import CONFIG_FILE, read_model_config, read_model_type
+from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
+from ftkit.models.families import family_of
+from ftkit.models.folder import CONFIG_FILE, read_model_config, read_model_type
+from ftkit.models.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from ftkit.config.execution import is_quantized
-from ftkit.config.model import ExpertMatrix
 from ftkit.errors import TrainingError
+from ftkit.models.spec import ExpertMatrix
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import Fp8Experts
 from ftkit.train.private_apis.transformers import (
@@ -32,8 +32,8 @@ from ftkit.train.private_apis.transformers import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
+    from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Dropout, TokenKeys
 
 _NDIM = 3

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
-from ftkit.model_folder import ADAPTER_FILE, check_adapters
+from ftkit.models.folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.build import find_decoder_layers
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ftkit.config.adapters import LoraSpec
     from ftkit.config.training import Quantization
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.linears import WeightLayout
     from ftkit.train.model.peft_names import TextPlace
 

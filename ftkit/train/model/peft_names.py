@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftkit.errors import one_line
-from ftkit.model_folder import WRAPPED
+from ftkit.models.folder import WRAPPED
 from ftkit.train.model.build import auto_class_of, find_decoder
 from ftkit.train.model.expert_adapters import expert_matrices, experts_in_layers, matrix_names
 from ftkit.train.model.linears import linears_in_layers
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-    from ftkit.config.adapters import LoraSpec
+    from ftkit.models.adapters import LoraSpec
 
 
 _NAME = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")

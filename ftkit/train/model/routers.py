@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ftkit.config.experts import read_experts
 from ftkit.errors import TrainingError
+from ftkit.models.parameters import read_experts
 from ftkit.runs.records import RouterStats
 from ftkit.train.model.build import find_decoder, find_decoder_layers
 from ftkit.train.model.lora import is_adapter

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ftkit.config.paths import is_path
 from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.hub.access import download_weights
-from ftkit.model_folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_index, text_name, weight_files
+from ftkit.models.folder import WEIGHTS_FILE, WEIGHTS_INDEX, check_folder, read_index, text_name, weight_files
+from ftkit.paths import is_path
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.load_targets import LoadTarget, load_targets
 from ftkit.train.model.local_shard import rows_per_read
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ftkit.config.model import ArchitectureSpec, ModelSpec
+    from ftkit.models.spec import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)

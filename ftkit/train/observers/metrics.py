@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ftkit.config.recipe import RecipePlan
+from ftkit.models.parameters import count_model
 from ftkit.planning.estimates.flops import token_flops
-from ftkit.planning.estimates.parameters import count_model
 from ftkit.planning.setup import gpu_of_device
 from ftkit.runs.records import StepRecord
 from ftkit.train.components.batches import StepBatch
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import TrainingSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.observers.observer import StepOutcome

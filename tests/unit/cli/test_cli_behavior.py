@@ -116,7 +116,7 @@ def test_no_command_imports_heavy_modules_before_it_runs() -> None:
 
 def test_importing_the_specs_builds_no_validator() -> None:
     code = (
-        "import ftkit.planning.planner; from ftkit.config.strict import Spec\n"
+        "import ftkit.planning.planner; from ftkit.spec import Spec\n"
         "def below(spec): return [one for child in spec.__subclasses__() for one in (child, *below(child))]\n"
         "print([spec.__name__ for spec in below(Spec) if spec.__pydantic_complete__])"
     )

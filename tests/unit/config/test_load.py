@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster, load_image, load_recipe
-from ftkit.config.paths import absolute_path, is_path
 from ftkit.config.request import load_settings
-from ftkit.config.strict import Spec
 from ftkit.errors import ConfigError, NotFoundError
+from ftkit.paths import absolute_path, is_path
+from ftkit.spec import Spec
 
 if TYPE_CHECKING:
     from ftkit.config.sources import FilesSource

@@ -12,15 +12,15 @@ from ftkit import assets
 from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
 from ftkit.config.load import load_cluster, load_image, load_recipe
-from ftkit.config.model_config import read_shipped, shipped_config
 from ftkit.config.request import RunRequest
-from ftkit.planning.estimates.parameters import count_by_config
+from ftkit.config.shipped_models import read_shipped, shipped_config
+from ftkit.models.parameters import count_by_config
 from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.setup import GPUS
 
 if TYPE_CHECKING:
-    from ftkit.config.model import ModelPlan
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.models.spec import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from ftkit.config.model import ModelSpec
 from ftkit.data.staging import MAX_COPYING_NODES, stage_weights
+from ftkit.models.spec import ModelSpec
 
 
 @dataclass

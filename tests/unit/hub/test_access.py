@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import pytest
 
-from ftkit.config.model import ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.config.sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.store import PreparedData
@@ -24,7 +23,8 @@ from ftkit.hub.access import check_data, find_commit
 from ftkit.hub.client import read_token
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
-from ftkit.model_folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.models.folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.models.spec import ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_from_json, plan_to_json
 from ftkit.runs.manifest import build_manifest

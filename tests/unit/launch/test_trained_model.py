@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ftkit.config.adapters import LoraSpec
-from ftkit.config.model import ModelSpec
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.launch.trained_model import check_adapter, continue_adapters
-from ftkit.model_folder import ADAPTER_CONFIG, ADAPTER_FILE
+from ftkit.models.adapters import LoraSpec
+from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE
+from ftkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

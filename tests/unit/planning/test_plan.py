@@ -15,13 +15,13 @@ from ftkit.config.execution import FP8_MULTIPLE
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe
-from ftkit.config.model import Linear
-from ftkit.config.model_config import shipped_config
 from ftkit.config.request import Origins, RunRequest
-from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.config.shipped_models import shipped_config
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
-from ftkit.planning.estimates.parameters import count_model
+from ftkit.models.adapters import ALL_PROJECTIONS
+from ftkit.models.parameters import count_model
+from ftkit.models.spec import Linear
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import (
     PREPARATION_VERSION,

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.config.execution import GIB
+from ftkit.models.parameters import count_parameters
 from ftkit.planning.estimates.host_memory import PROCESS_GIB, predict_host_memory
-from ftkit.planning.estimates.parameters import count_parameters
 from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training import EngineName
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

@@ -12,8 +12,8 @@ from ftkit.planning.setup import GPUS, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from ftkit.config.execution import GIB
 from ftkit.config.training import ActivationCheckpointing
+from ftkit.models.parameters import count_model, count_parameters
 from ftkit.planning.estimates.memory import CPU_LIBRARIES_GIB, predict_memory
-from ftkit.planning.estimates.parameters import count_model, count_parameters
 from ftkit.planning.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

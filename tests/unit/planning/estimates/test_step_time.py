@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.models.adapters import ALL_PROJECTIONS
+from ftkit.models.parameters import count_parameters
 from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
-from ftkit.planning.estimates.parameters import count_parameters
 from ftkit.planning.estimates.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
 from ftkit.planning.setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.training_plan import TrainingPlan
+    from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

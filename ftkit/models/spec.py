@@ -6,9 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ftkit.config.rope_scaling import RopeScalingSpec
-from ftkit.config.strict import (
+from ftkit.models.families import MEASURED
+from ftkit.spec import (
     LARGEST_COUNT,
+    NUMBER,
     RUN,
     WHOLE_NUMBER,
     HubIdOrFolder,
@@ -18,10 +19,49 @@ from ftkit.config.strict import (
     Spec,
     Weights,
 )
-from ftkit.families import MEASURED
 
 ModelType = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """Hugging Face's name of an architecture."""
+
+
+class RopeScalingSpec(Spec):
+    """Rotary positions beyond those that the weights were trained on, as in transformers' `rope_parameters`."""
+
+    rope_type: Literal["dynamic", "linear", "llama3", "yarn"]
+    """Scaling of the frequencies. `linear` (Chen et al. 2023), `dynamic`, `yarn` (Peng et al. 2023), `llama3`."""
+    factor: Annotated[float, Field(gt=1), NUMBER]
+    """Factor by which the number of positions grows."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Number of positions that the weights were trained on. That of config.json if null."""
+    beta_fast: PositiveFloat | None = None
+    """With `yarn`: number of rotations above which frequencies are kept. 32 if null."""
+    beta_slow: PositiveFloat | None = None
+    """With `yarn`: number of rotations below which frequencies are interpolated. 1 if null."""
+    low_freq_factor: PositiveFloat | None = None
+    """Required by `llama3`: number of rotations below which frequencies are divided by `factor`."""
+    high_freq_factor: PositiveFloat | None = None
+    """Required by `llama3`: number of rotations above which frequencies are kept."""
+
+    @model_validator(mode="after")
+    def _fields_belong_to_the_type(self) -> Self:
+        fields = {"yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
+        for owner, names in fields.items():
+            for name in names:
+                if owner != self.rope_type and getattr(self, name) is not None:
+                    raise ValueError(f"{name} has no effect with rope_type '{self.rope_type}': leave it out")
+                if owner == self.rope_type == "llama3" and getattr(self, name) is None:
+                    raise ValueError(f"rope_type 'llama3' needs {name}")
+        return self
+
+    def of_weights(self, positions: int) -> Self:
+        """Fill in the number of positions that the weights were trained on."""
+        original = self.original_max_position_embeddings or positions
+        return self.model_copy(update={"original_max_position_embeddings": original})
+
+    @property
+    def positions(self) -> int:
+        """Number of scaled positions, once those of the weights are filled in."""
+        return int(self.factor * (self.original_max_position_embeddings or 0))
 
 
 class ArchitectureFields(Spec):
@@ -123,13 +163,8 @@ class Linear:
 class ExpertMatrix:
     """A matrix that each routed expert has; transformers 5 stacks those of a layer in one parameter.
 
-    Attributes:
-        name: name of the parameter, and a target of adapters.
-        parts: names of the matrices that it is joined from, such as `gate_proj` and `up_proj`: targets too.
-        experts: experts of a layer.
-        inputs: columns of an expert's matrix.
-        outputs: its rows.
-        count: layers that have it.
+    `name` is its parameter's, and `parts` are the names of the matrices joined in it, such as `gate_proj` and `up_proj`:
+    targets of adapters, like `name`. An expert's matrix has `inputs` columns and `outputs` rows; `count` layers have it.
     """
 
     name: str

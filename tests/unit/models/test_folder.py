@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from ftkit.errors import NotFoundError
-from ftkit.model_folder import (
+from ftkit.models.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     CONFIG_FILE,

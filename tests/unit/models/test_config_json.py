@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.model import ArchitectureFields
-from ftkit.config.model_config import (
+from ftkit.errors import ConfigError
+from ftkit.models.config_json import (
     check_dtype,
     find_contradictions,
     read_shape,
@@ -15,12 +15,12 @@ from ftkit.config.model_config import (
     unquantized_fix,
     why_not_dequantizable,
 )
-from ftkit.errors import ConfigError
+from ftkit.models.spec import ArchitectureFields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.model import ArchitectureSpec
+    from ftkit.models.spec import ArchitectureSpec
 
 # As published, with the key names of the transformers version that saved them.
 LLAMA = {

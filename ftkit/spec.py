@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
-from ftkit.config.paths import is_path
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.model import ArchitecturePlan
 from ftkit.errors import NotFoundError, plural
-from ftkit.families import family_of
-from ftkit.model_folder import CONFIG_FILE, UNREADABLE, read_stored_shapes, text_name
+from ftkit.models.families import family_of
+from ftkit.models.folder import CONFIG_FILE, UNREADABLE, read_stored_shapes, text_name
+from ftkit.models.spec import ArchitecturePlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from ftkit.config.model import ArchitectureFields, ModelCounts
+    from ftkit.models.spec import ArchitectureFields, ModelCounts
 
 _LAYER = re.compile(r"((model|transformer|gpt_neox|backbone)\.)?(layers|h|blocks)\.(\d+)\.")
 """Prefix of the tensors of a decoder layer."""

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ftkit.config.model import ModelSpec
-from ftkit.config.weight_files import check_tensors
 from ftkit.errors import NotFoundError
-from ftkit.planning.estimates.parameters import count_by_config
+from ftkit.models.parameters import count_by_config
+from ftkit.models.spec import ModelSpec
+from ftkit.models.weight_files import check_tensors
 from ftkit.planning.planner import plan_model
 
 if TYPE_CHECKING:

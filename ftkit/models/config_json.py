@@ -1,30 +1,25 @@
 """A model's config.json: the shape in it, and whether a recipe contradicts it.
 
 Weights are trained with their own configuration. Keys that a published file leaves out have the defaults of the
-family's class in transformers (`ftkit.families`). ftkit ships configurations of published models, so that their recipes
-are planned without a network: a file has the text part of a config.json, and under `models` the hub ids with it.
+family's class in transformers (`ftkit.models.families`).
 """
 
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ftkit import assets
-from ftkit.config.model import ArchitectureFields, ArchitectureSpec
-from ftkit.config.paths import is_path
-from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError, Problem
-from ftkit.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
+from ftkit.models.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
+from ftkit.models.spec import ArchitectureFields, ArchitectureSpec
+from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
-    from ftkit.config.model import ModelSpec
+    from ftkit.models.spec import ModelSpec
 
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -346,24 +341,3 @@ def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, 
 
 def _in_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def shipped_config(weights: str) -> dict[str, Any] | None:
-    """Return the shipped configuration of a hub model; None if there is none."""
-    for path in sorted(assets.ARCHITECTURES.glob("*.yaml")):
-        if weights in path.read_text(encoding="utf-8"):  # parsing all files would take longer than planning
-            config, models = read_shipped(path)
-            if weights in models:
-                return config
-    return None
-
-
-def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read a shipped file: return the configuration, and the hub ids of the models that have it."""
-    config = dict(_shipped_values(path))
-    return config, tuple(config.pop("models", ()))
-
-
-@cache
-def _shipped_values(path: Path) -> Mapping[str, Any]:
-    return read_yaml(path).values

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.execution import GIB
-from ftkit.config.experts import read_experts
-from ftkit.config.model import ArchitecturePlan, ArchitectureSpec, ModelPlan
-from ftkit.config.model_config import read_shape
+from ftkit.config.execution import GIB, method_counts
+from ftkit.models.config_json import read_shape
+from ftkit.models.parameters import count_by_config, count_model, read_experts
+from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.estimates.flops import token_flops
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import count_by_config, count_model, method_counts
 from ftkit.planning.plan import plan_from_json, plan_to_json
 from ftkit.planning.planner import plan_for_counts
 from ftkit.planning.setup import GPUS, Setup

@@ -94,7 +94,7 @@ class Family:
     """Facts about a family.
 
     Attributes:
-        has_formula: whether `ftkit.planning.estimates.parameters` counts its parameters exactly.
+        has_formula: whether `ftkit.models.parameters` counts its parameters exactly.
         defaults: defaults of its configuration class in transformers, for keys that config.json lacks.
         full_attention_every: interval of layers with full attention if config.json has no `layer_types`; 0 if all have
             it.

@@ -1,8 +1,8 @@
-"""Count a model's parameters, and those that a method trains, by formula from its configuration.
+"""Count a model's parameters by formula, from its configuration.
 
-The counts are exact for the Hugging Face implementations of families with a formula in `ftkit.families`; tests compare
-them with the real classes. For other families they are estimates, unless the parameters of the class were counted
-(`ftkit.train.param_count`).
+The counts are exact for the Hugging Face implementations of families with a formula in `ftkit.models.families`; tests
+compare them with the real classes. For other families they are estimates, unless the parameters of the class were
+counted (`ftkit.train.param_count`).
 """
 
 from __future__ import annotations
@@ -12,28 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.execution import (
-    ParameterCounts,
-    adapter_size,
-    are_quantized,
-    expert_adapter_size,
-    is_quantized,
-    whole_adapter_size,
-)
-from ftkit.config.experts import has_routed_experts, read_experts
-from ftkit.config.model import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
-from ftkit.config.model_config import FULL, LINEAR, WINDOWED, fill_config
-from ftkit.config.training import ALL_PROJECTIONS
-from ftkit.families import FAMILIES, WITHOUT_OUT_PROJ_ADAPTERS, family_of
+from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
+from ftkit.models.families import FAMILIES, family_of
+from ftkit.models.spec import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.config.adapters import LoraSpec
-    from ftkit.config.experts import Experts
-    from ftkit.config.model import ArchitectureSpec, CountSource
-    from ftkit.config.training import TrainingSpec
-    from ftkit.families import Family
+    from ftkit.models.families import Family
+    from ftkit.models.spec import ArchitectureSpec, CountSource
 
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:
@@ -83,95 +70,64 @@ def count_parameters(shape: ArchitectureSpec) -> int:
     return count_model(shape).total
 
 
-# --- Of a method ---------------------------------------------------------------------------------
-
-_EXPERT_NAMES = frozenset(
-    {
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "gate_up_proj",
-        "w1",
-        "w2",
-        "w3",
-        "shared_expert_gate",
-        "gate",
-        "router",
-        "proj",
-    }
-)
-"""Names of routers, and of linear layers that experts may also have: peft matches targets by name."""
+# --- Experts --------------------------------------------------------------------------------------
 
 
-def default_targets(shape: ArchitectureSpec) -> tuple[str, ...]:
-    """Return the linear layers of a model that get an adapter if the recipe sets no targets."""
-    counts = count_model(shape)
-    names = tuple(dict.fromkeys(linear.name for linear in counts.linears))
-    if shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
-        names = tuple(name for name in names if name != "out_proj")
-    if counts.experts_per_token:
-        return tuple(name for name in names if name not in _EXPERT_NAMES)
-    if not counts.is_exact or {*ALL_PROJECTIONS} <= {*names}:
-        return ALL_PROJECTIONS
-    return names
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a decoder layer, and which layers have them.
 
-
-def count_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of all adapters: two narrow matrices per projection, and DoRA's magnitudes.
-
-    Of experts, each has its own.
+    Attributes:
+        num: routed experts.
+        per_token: experts that a token is routed to.
+        width: intermediate size of each.
+        shared_width: total intermediate size of the shared experts, which every token passes through.
+        num_dense_layers: decoder layers without experts.
     """
-    counts = count_model(shape)
-    adapters = sum(
-        linear.count * adapter_size(lora, linear.inputs, linear.outputs)
-        for linear in counts.linears
-        if linear.name in lora.targets
-    )
-    adapters += sum(matrix.count * expert_adapter_size(lora, matrix) for matrix in counts.expert_matrices)
-    # For families with other projections, an estimate.
-    known = {linear.name for linear in counts.linears}
-    known |= {name for matrix in counts.expert_matrices for name in (matrix.name, *matrix.parts)}
-    unknown = set() if counts.is_exact else set(lora.targets) - known
-    return adapters + len(unknown) * shape.num_hidden_layers * adapter_size(lora, shape.hidden_size, shape.hidden_size)
+
+    num: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    num_dense_layers: int = 0
 
 
-def count_active_adapter_parameters(shape: ArchitectureSpec, lora: LoraSpec) -> int:
-    """Count the parameters of the adapters that a token goes through: of experts, those that it is routed to."""
-    counts = count_model(shape)
-    idle = (
-        matrix.count * expert_adapter_size(lora, matrix) // matrix.experts * (matrix.experts - counts.experts_per_token)
-        for matrix in counts.expert_matrices
-    )
-    return count_adapter_parameters(shape, lora) - sum(idle)
+_NUM = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTH = (
+    "shared_expert_intermediate_size", "shared_experts_intermediate_size", "moe_shared_expert_intermediate_size",
+    "share_expert_dim", "shared_intermediate_size",
+)  # fmt: skip
+_EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period", "moe_layer_interval")
 
 
-def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the copies of parameters of adapters that tensor parallelism does not divide, without the first of each."""
-    adapters, copies = training.adapters, training.tensor_parallel - 1
-    if adapters is None or not copies:
-        return 0
-    return copies * sum(
-        linear.count * whole_adapter_size(adapters, linear.name, linear.inputs, linear.outputs)
-        for linear in count_model(shape).linears
-        if linear.name in adapters.targets
-    )
+def read_experts(config: Mapping[str, Any]) -> Experts | None:
+    """Return the experts in a Hugging Face configuration, under any of the known keys; None if it has none.
+
+    Missing keys are assumed to have the values that need the most memory.
+    """
+    num = _first(config, _NUM)
+    if num is None or num <= 1 or config.get("is_moe") is False or config.get("enable_moe_block") is False:
+        return None
+    width = _first(config, _WIDTH) or 0
+    shared = _first(config, _SHARED_WIDTH) or (_first(config, _NUM_SHARED) or 0) * width
+    layers = _first(config, ("num_hidden_layers",)) or 0
+    dense = sum(not has_routed_experts(config, index) for index in range(layers))
+    return Experts(num, _first(config, _PER_TOKEN) or num, width, shared, dense)
 
 
-def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
-    """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers and, in 8 bits, of experts."""
-    counts, kind = count_model(shape), training.quantization
-    linears = (each.count * each.size for each in counts.linears if is_quantized(kind, each.inputs, each.outputs))
-    experts = (each.count * each.size for each in counts.expert_matrices if are_quantized(kind, each))
-    return sum(linears) + sum(experts)
+def has_routed_experts(config: Mapping[str, Any], index: int) -> bool:
+    """Return whether a decoder layer of a mixture has routed experts, by its index."""
+    first = _first(config, ("first_k_dense_replace",)) or 0
+    every, dense = _first(config, _EVERY) or 1, config.get("mlp_only_layers") or ()
+    return index >= first and (index + 1 - first) % every == 0 and not (isinstance(dense, list) and index in dense)
 
 
-def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
-    """Count the parameters of a model as a method trains it."""
-    base = count_parameters(shape)
-    if training.adapters is None:
-        return ParameterCounts(total=base, trained=base)
-    adapters = count_adapter_parameters(shape, training.adapters)
-    return ParameterCounts(base + adapters, adapters, count_quantized_parameters(shape, training))
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 # --- The formula ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
-from ftkit.model_layouts import adapters_in_bin, incomplete, model_and_adapters, not_a_folder
+from ftkit.models.layouts import adapters_in_bin, incomplete, model_and_adapters, not_a_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

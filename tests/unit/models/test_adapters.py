@@ -5,28 +5,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit import assets
-from ftkit.config.adapters import LoraSpec
 from ftkit.config.context import Context
-from ftkit.config.execution import GIB, nf4_parts
+from ftkit.config.execution import GIB, method_counts, nf4_parts
 from ftkit.config.load import load_recipe
-from ftkit.config.model_config import read_shape, read_shipped
-from ftkit.config.training import ALL_PROJECTIONS
+from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import ConfigError
+from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec, count_active_adapter_parameters, count_adapter_parameters
+from ftkit.models.config_json import read_shape
+from ftkit.models.parameters import count_parameters
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.parameters import (
-    count_active_adapter_parameters,
-    count_adapter_parameters,
-    count_parameters,
-    method_counts,
-)
 from ftkit.planning.setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
-    from ftkit.config.model import ArchitectureSpec
     from ftkit.config.recipe import RecipeSpec
+    from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.choices import EnginePlan
     from ftkit.planning.setup import Gpu
 

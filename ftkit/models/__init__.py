@@ -1,0 +1,1 @@
+"""What is known of models without torch: families, shapes, folders, weight files, parameters."""
