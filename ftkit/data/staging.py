@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
 from ftkit.hub.client import find_folder
-from ftkit.models.folder import SMALL_FILES, UNREADABLE, weight_files
+from ftkit.models.folder import SMALL_FILES
+from ftkit.models.weight_files import UNREADABLE, weight_files
 from ftkit.paths import is_path
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import SavedFile

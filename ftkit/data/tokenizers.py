@@ -23,7 +23,8 @@ from ftkit.data.imports import import_transformers
 from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
 from ftkit.errors import DataError, one_line
 from ftkit.files import load_json, read_small
-from ftkit.models.folder import CONFIG_FILE, GENERATION_FILE, read_end_tokens
+from ftkit.models.folder import GENERATION_FILE, read_end_tokens
+from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingE
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
-from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD, count_stored_values, stored_dtypes
+from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
+from ftkit.models.weight_files import count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes

@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.models.folder import ADAPTER_CONFIG, CONFIG_FILE, VLLM_LORA_RANKS
+from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
+from ftkit.models.weight_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -23,18 +23,8 @@ from ftkit.hub.client import (
     repository_of,
 )
 from ftkit.models.config_json import find_contradictions
-from ftkit.models.folder import (
-    CONFIG_FILE,
-    SMALL_FILES,
-    UNREADABLE,
-    WEIGHTS_FILE,
-    WEIGHTS_INDEX,
-    check_folder,
-    missing_files,
-    read_model_config,
-    weight_files,
-)
-from ftkit.models.weight_files import check_tensors
+from ftkit.models.folder import SMALL_FILES, check_folder, missing_files, read_model_config
+from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, check_tensors, weight_files
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:

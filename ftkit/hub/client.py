@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
-from ftkit.models.folder import CONFIG_FILE, missing_files
+from ftkit.models.folder import missing_files
+from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import DataError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
-from ftkit.models.folder import CONFIG_FILE, read_end_tokens
+from ftkit.models.folder import read_end_tokens
+from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import DocumentFit
 

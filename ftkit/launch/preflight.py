@@ -33,7 +33,8 @@ from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.client import TOKENIZER_FILE, find_tokenizer
 from ftkit.launch.first_rows import read_available, with_formats
 from ftkit.launch.preparation import data_files, local_paths, stat_path
-from ftkit.models.folder import CONFIG_FILE, read_end_tokens
+from ftkit.models.folder import read_end_tokens
+from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.planning.layout import Workspace
 from ftkit.planning.memory_checks import CERTAINLY_TOO_LARGE, check_host_memory
 from ftkit.planning.setup import GPUS

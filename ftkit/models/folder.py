@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
+import shlex
 import socket
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.errors import NotFoundError
-from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
-from ftkit.models.layouts import adapters_in_bin, incomplete, model_and_adapters, not_a_folder
+from ftkit.files import MAX_JSON_BYTES, load_json, read_small
+from ftkit.models.weight_files import (
+    CONFIG_FILE,
+    UNREADABLE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX,
+    is_complete,
+    read_index,
+    stored_tensors,
+    tensors_of_model,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Patterns of a model's other files: configurations, chat templates, and vocabularies in all forms."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,17 +42,9 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`, which reserves memory for adapters of that rank."""
 EXPORT_RECORD = "ftkit-export.json"
 """File of ftkit in an export, with the digests of its weights."""
-LENGTH_BYTES = 8
-"""Bytes of the little-endian length before the header of a safetensors file."""
-_MAX_HEADER_BYTES = 100_000_000
-"""Limit of the format."""
-_MAX_NAME = 255
-"""Longest name of a file, in bytes."""
 _TIED = "tie_word_embeddings"
 _EMBEDDING, _PROJECTION = "embed_tokens.weight", "lm_head.weight"
 """Suffixes of the names of the two tables that may be tied."""
-_COMPARE_CHUNK_BYTES = 2**24
-"""Number of bytes that are compared at a time."""
 
 
 def check_folder(folder: Path) -> None:
@@ -57,7 +54,7 @@ def check_folder(folder: Path) -> None:
         NotFoundError: it is missing, incomplete, or in another format.
     """
     if folder.is_file():
-        raise not_a_folder(folder)
+        raise _not_a_folder(folder)
     if not folder.is_dir():
         raise NotFoundError(
             f"model.weights: there is no folder {folder} on {socket.gethostname()}",
@@ -65,9 +62,9 @@ def check_folder(folder: Path) -> None:
             fix="give the right path: model.weights=PATH",
         )
     if missing := missing_files(folder):
-        raise incomplete(folder, missing)
+        raise _incomplete(folder, missing)
     if (folder / ADAPTER_CONFIG).is_file():
-        raise model_and_adapters(folder)
+        raise _model_and_adapters(folder)
     read_model_type(folder)
     _check_complete(folder, weight_files(folder))
     _check_tensors(folder)
@@ -81,7 +78,7 @@ def check_adapters(folder: Path) -> None:
     """
     if not (folder / ADAPTER_FILE).is_file():
         if (folder / "adapter_model.bin").is_file():
-            raise adapters_in_bin(folder)
+            raise _adapters_in_bin(folder)
         raise NotFoundError(
             f"model.weights: {folder} has no {ADAPTER_FILE}",
             meaning="a copy was interrupted, or the training that writes it",
@@ -91,7 +88,7 @@ def check_adapters(folder: Path) -> None:
 
 
 def _check_complete(folder: Path, files: Sequence[str]) -> None:
-    if damaged := [file for file in files if not _is_complete(folder / file)]:
+    if damaged := [file for file in files if not is_complete(folder / file)]:
         raise NotFoundError(
             f"model.weights: {folder} has an incomplete {' and an incomplete '.join(damaged)}",
             meaning="a copy was interrupted, it contains only a Git LFS pointer, or this user has no read permission",
@@ -101,7 +98,7 @@ def _check_complete(folder: Path, files: Sequence[str]) -> None:
 
 def _check_tensors(folder: Path) -> None:
     """Check that the files have the tensors that the index lists, in dtypes that need no unknown scales."""
-    stored = {file: _stored_tensors(folder / file) for file in weight_files(folder)}
+    stored = {file: stored_tensors(folder / file) for file in weight_files(folder)}
     if not (folder / WEIGHTS_FILE).is_file():
         lacking = [name for name, file in read_index(folder).items() if name not in stored[file]]
         if lacking:
@@ -143,144 +140,6 @@ def missing_files(folder: Path) -> list[str]:
         return [*missing, f"readable {WEIGHTS_INDEX}"]
 
 
-def count_stored_values(folder: Path) -> list[int]:
-    """Return the number of values of each tensor in a model's weight files; damaged files raise any exception."""
-    return [math.prod(shape) for shape in read_stored_shapes(folder).values()]
-
-
-def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a model's weight files, from their headers; damaged files raise any error."""
-    return {name: tensor.kind[1] for name, tensor in _tensors_of_model(folder).items()}
-
-
-WRAPPED = "model.language_model."
-"""Prefix of the text model in most multimodal models' classes."""
-
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.",  # in files on the hub
-    "language_model.lm_head.": "lm_head.",
-    WRAPPED: "model.",  # in the class, and in files of some versions of transformers
-    "model.text_model.": "model.",  # in Idefics 2 and 3, and SmolVLM
-}
-
-
-def text_name(stored: str) -> str:
-    """Return the text model's name of a tensor in the files; other tensors keep their name."""
-    for prefix, own in _TEXT_PREFIXES.items():
-        if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
-    return stored
-
-
-def stored_names(file: Path) -> set[str]:
-    """Return the names of the tensors in a file of safetensors; empty if the file is missing or damaged."""
-    try:
-        return {*_stored_tensors(file)}
-    except UNREADABLE:
-        return set()
-
-
-def stored_dtypes(file: Path) -> set[str]:
-    """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
-    try:
-        return {tensor.kind[0] for tensor in _stored_tensors(file).values()}
-    except UNREADABLE:
-        return set()
-
-
-def weight_files(folder: Path) -> list[str]:
-    """Return the files with a model's weights: one, or those in the index; a damaged index raises any error.
-
-    As in transformers, an index beside the one file has no effect: programs that save into a folder may leave it there.
-    """
-    if (folder / WEIGHTS_FILE).is_file() or not (folder / WEIGHTS_INDEX).is_file():
-        return [WEIGHTS_FILE]
-    return sorted(set(read_index(folder).values()))
-
-
-def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor, from the index; a damaged one raises one of `UNREADABLE`.
-
-    Raises:
-        NotFoundError: it lists a file outside the folder, or one that can't exist.
-    """
-    places: dict[str, str] = load_json(read_small(folder / WEIGHTS_INDEX, MAX_JSON_BYTES))["weight_map"]
-    for file in set(places.values()):
-        parts = Path(file).parts
-        if Path(file).is_absolute() or ".." in parts or "\0" in file or any(len(part) > _MAX_NAME for part in parts):
-            raise NotFoundError(
-                f"model.weights: {folder / WEIGHTS_INDEX} lists {file[:80]!r}, which is no file of this folder",
-                meaning="the index was damaged or edited; ftkit reads only files within a model's folder",
-                fix="copy or download the model again",
-            )
-    return places
-
-
-def _is_complete(path: Path) -> bool:
-    """Return whether a safetensors file is as long as its header says: the header's length, the header, the tensors."""
-    try:
-        end = max((tensor.end for tensor in _stored_tensors(path).values()), default=None)
-        if end is None:
-            with open_regular(path) as file:
-                end = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
-        return path.stat().st_size == end
-    except UNREADABLE:
-        return False
-
-
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
-"""Exceptions that damaged safetensors files, and damaged indexes, raise."""
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    """Where a tensor is in a file of safetensors: bytes `begin` to `end`."""
-
-    path: Path
-    kind: tuple[str, tuple[int, ...]]
-    begin: int
-    end: int
-
-    def equals(self, other: _StoredTensor) -> bool:
-        """Compare dtype, shape and bytes."""
-        if self.kind != other.kind:
-            return False
-        with self.path.open("rb") as one, other.path.open("rb") as two:
-            one.seek(self.begin)
-            two.seek(other.begin)
-            for done in range(0, self.end - self.begin, _COMPARE_CHUNK_BYTES):
-                size = min(_COMPARE_CHUNK_BYTES, self.end - self.begin - done)
-                if one.read(size) != two.read(size):
-                    return False
-        return True
-
-
-def _tensors_of_model(folder: Path) -> dict[str, _StoredTensor]:
-    return {name: tensor for file in weight_files(folder) for name, tensor in _stored_tensors(folder / file).items()}
-
-
-def _stored_tensors(path: Path) -> Mapping[str, _StoredTensor]:
-    """Return the tensors of a file of safetensors, from its header, which is read again only if the file changed."""
-    seen = path.stat()
-    return _read_header(path, (seen.st_ino, seen.st_size, seen.st_mtime_ns))
-
-
-@lru_cache(maxsize=256)  # files of the largest models
-def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, _StoredTensor]:
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = load_json(file.read(min(length, _MAX_HEADER_BYTES)))
-    header.pop("__metadata__", None)
-    return {
-        name: _StoredTensor(
-            path,
-            (entry["dtype"], tuple(entry["shape"])),
-            *(LENGTH_BYTES + length + offset for offset in entry["data_offsets"]),
-        )
-        for name, entry in header.items()
-    }
-
-
 def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     """Return whether the output projection is tied to the embedding, from the files; None if unknown.
 
@@ -290,7 +149,7 @@ def _is_tied(folder: Path, config: Mapping[str, Any]) -> bool | None:
     text = config.get("text_config")
     declared = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
     try:
-        tensors = _tensors_of_model(folder)
+        tensors = tensors_of_model(folder)
     except UNREADABLE:
         return None  # not downloaded yet; or damaged, which is refused elsewhere
     embeddings, projections = (
@@ -385,3 +244,109 @@ def _read_json(path: Path) -> Any:
             meaning="a copy was interrupted, or the file was edited manually",
             fix="copy or download it again: it must be a JSON object",
         ) from error
+
+
+# --- Errors about other layouts, with how to get Hugging Face's --------------------------------------
+
+_CONFIG_FILES: Final = ("config.json", "adapter_config.json")
+_GGUF_FIX: Final = (
+    "give the model that it was made of, in safetensors: its hub id, or its folder; training.method=qlora trains on it "
+    "in 4 bits"
+)
+_MAX_SHOWN: Final = 3
+
+
+def _not_a_folder(file: Path) -> NotFoundError:
+    """Return the error that a model is a file."""
+    if file.suffix.lower() == ".gguf":
+        return _gguf(file)
+    has_config = any((file.parent / name).is_file() for name in _CONFIG_FILES)
+    return NotFoundError(
+        f"model.weights: {file} is a file",
+        meaning="a model is a folder in Hugging Face's layout: config.json, tokenizer, and weights as safetensors",
+        fix=f"give the folder: model.weights={file.parent}" if has_config else "give a folder that has these files",
+    )
+
+
+def _incomplete(folder: Path, missing: Sequence[str]) -> NotFoundError:
+    """Return the error that a folder lacks files, from the files that it has instead."""
+    has_config = (folder / "config.json").is_file()
+    if any(folder.glob("pytorch_model*.bin")) and has_config:
+        return NotFoundError(
+            f"model.weights: {folder} has its weights only as pytorch_model.bin",
+            meaning="ftkit reads safetensors, from which each process loads its part, and which can't run code",
+            fix="convert them: python -c 'from transformers import AutoModelForCausalLM as M; "
+            f'M.from_pretrained("{folder}", dtype="auto").save_pretrained("{folder}")\'',
+        )
+    if merge := _merge_command(folder):
+        return NotFoundError(
+            f"model.weights: {folder} is a checkpoint whose weights are in the shards of a trainer",
+            meaning="ftkit reads whole tensors from safetensors",
+            fix=f"merge the shards on a machine that you trust them on: {merge}",
+        )
+    if gguf := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return _gguf(gguf)
+    if not has_config and (below := _models_below(folder)):
+        shown = ", ".join(below[-_MAX_SHOWN:])
+        return NotFoundError(
+            f"model.weights: {folder} has no model, but {'folders with models' if below[1:] else 'a folder with one'}: "
+            f"{shown}{' and others' if len(below) > _MAX_SHOWN else ''}",
+            meaning="it is the output folder of a trainer, or a folder of several models",
+            fix=f"give one of them: model.weights={folder / below[-1]}",
+        )
+    return NotFoundError(
+        f"model.weights: {folder} has no {' and no '.join(missing)}",
+        meaning="its weights have another format, or a copy was interrupted",
+        fix="give a folder in Hugging Face's layout, with weights as safetensors",
+    )
+
+
+def _model_and_adapters(folder: Path) -> NotFoundError:
+    """Return the error that a folder has the weights of a model, and adapters as well."""
+    return NotFoundError(
+        f"model.weights: {folder} has a model, and adapters as well (adapter_config.json)",
+        meaning="transformers would load the adapters on their own base model, and not this model",
+        fix="move the adapters to a folder of their own, and give one of the two folders",
+    )
+
+
+def _adapters_in_bin(folder: Path) -> NotFoundError:
+    """Return the error that adapters are in a file of pickles."""
+    convert = (
+        "import torch, safetensors.torch as s; "
+        f's.save_file(torch.load("{folder}/adapter_model.bin", weights_only=True), '
+        f'"{folder}/adapter_model.safetensors")'
+    )
+    return NotFoundError(
+        f"model.weights: {folder} has its adapters only as adapter_model.bin",
+        meaning="ftkit reads safetensors, which can't run code",
+        fix=f"convert them: python -c {shlex.quote(convert)}",
+    )
+
+
+def _gguf(file: Path) -> NotFoundError:
+    return NotFoundError(
+        f"model.weights: {file} is a model in GGUF, llama.cpp's format",
+        meaning="its weights are usually quantized for inference; fine-tuning starts from weights in bf16 or fp32",
+        fix=_GGUF_FIX,
+    )
+
+
+def _models_below(folder: Path) -> list[str]:
+    """Return the folders below that have a model or adapters, the newest checkpoint last."""
+    found = {path.parent for name in _CONFIG_FILES for path in folder.glob(f"*/{name}")}
+    return [path.name for path in sorted(found, key=_checkpoint_number)]
+
+
+def _checkpoint_number(path: Path) -> tuple[int, str]:
+    number = path.name.rpartition("-")[2]
+    return (int(number) if number.isdecimal() else -1, path.name)
+
+
+def _merge_command(folder: Path) -> str | None:
+    """Return the command that merges the shards of accelerate's FSDP or DeepSpeed's ZeRO; None if there are none."""
+    if shards := next(folder.glob("pytorch_model_fsdp_*/.metadata"), None):
+        return shlex.join(["accelerate", "merge-weights", str(shards.parent), str(folder)])
+    if (script := folder / "zero_to_fp32.py").is_file():
+        return shlex.join(["python", str(script), str(folder), str(folder), "--safe_serialization"])
+    return None

@@ -163,8 +163,8 @@ class Linear:
 class ExpertMatrix:
     """A matrix that each routed expert has; transformers 5 stacks those of a layer in one parameter.
 
-    `name` is its parameter's, and `parts` are the names of the matrices joined in it, such as `gate_proj` and `up_proj`:
-    targets of adapters, like `name`. An expert's matrix has `inputs` columns and `outputs` rows; `count` layers have it.
+    `parts` are the names of the matrices that it is joined from, such as `gate_proj` and `up_proj`. They are targets of
+    adapters, and so is `name`. An expert's matrix has `inputs` columns and `outputs` rows; `count` layers have it.
     """
 
     name: str

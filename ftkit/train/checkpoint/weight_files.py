@@ -17,7 +17,7 @@ import torch
 
 from ftkit.errors import TrainingError
 from ftkit.files import sync, write_json
-from ftkit.models.folder import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.runs.checkpoints import SavedFile
 
 if TYPE_CHECKING:

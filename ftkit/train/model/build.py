@@ -16,8 +16,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from ftkit.errors import TrainingError, one_line
 from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
 from ftkit.models.families import family_of
-from ftkit.models.folder import CONFIG_FILE, read_model_config, read_model_type
+from ftkit.models.folder import read_model_config, read_model_type
 from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.weight_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ftkit.errors import TrainingError
-from ftkit.models.folder import text_name
+from ftkit.models.weight_files import text_name
 from ftkit.train.private_apis.transformers import WeightConversions, revert_weight_conversion
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ftkit.hub.access import check_data, find_commit
 from ftkit.hub.client import read_token
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
-from ftkit.models.folder import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.models.spec import ArchitectureSpec, ModelPlan, ModelSpec
+from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_from_json, plan_to_json
 from ftkit.runs.manifest import build_manifest

@@ -13,16 +13,12 @@ from ftkit.errors import NotFoundError
 from ftkit.models.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    WEIGHTS_INDEX,
     check_adapters,
     check_folder,
     holds_adapters,
     read_model_config,
-    read_stored_shapes,
-    stored_dtypes,
 )
+from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, read_stored_shapes, stored_dtypes
 
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
