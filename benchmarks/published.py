@@ -13,8 +13,8 @@ from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.models.config_json import read_shape
 from ftkit.planning.choices import with_sharding
-from ftkit.planning.estimates.step_time import predict_step_time
-from ftkit.planning.setup import GPUS, Gpu, Setup
+from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.training_setup import GPUS, Gpu, Setup
 
 # FlashAttention-2, which most of them used, reaches 0.30 of the peak on Hopper (measured on H200) and 0.60 on A100 (Dao
 # 2023). It replaces flex, which ftkit would use there.

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.execution import GIB
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.checkpoint.saving import Checkpointer, state_bytes
 from ftkit.train.components.batches import to_micro_batch

@@ -42,7 +42,7 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import FirstStepRecord, StepRecord
 from ftkit.train.observers.metrics import count_flops

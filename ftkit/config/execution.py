@@ -9,10 +9,14 @@ from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
 from ftkit.models.parameters import count_model, count_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ftkit.config.training import Quantization, TrainingSpec
     from ftkit.models.spec import ArchitectureSpec, ExpertMatrix
 
 GIB: Final = 2**30
+FP32: Final = 4
+"""Bytes per fp32 number."""
 USABLE_MEMORY: Final = 0.95
 """Fraction of a GPU's memory for tensors; the CUDA context, NCCL and fragmentation take the rest."""
 
@@ -111,12 +115,29 @@ def count_repeated_parameters(shape: ArchitectureSpec, training: TrainingSpec) -
     )
 
 
+def _quantized_matrices(shape: ArchitectureSpec, training: TrainingSpec) -> Iterator[tuple[int, int, int]]:
+    """Yield number, inputs and outputs of the frozen matrices that are stored in 4 or 8 bits."""
+    counts, kind = count_model(shape), training.quantization
+    for linear in counts.linears:
+        if is_quantized(kind, linear.inputs, linear.outputs):
+            yield linear.count, linear.inputs, linear.outputs
+    for matrix in counts.expert_matrices:
+        if are_quantized(kind, matrix):
+            yield matrix.count * matrix.experts, matrix.inputs, matrix.outputs
+
+
 def count_quantized_parameters(shape: ArchitectureSpec, training: TrainingSpec) -> int:
     """Count the frozen weights that are stored in 4 or 8 bits: those of linear layers and, in 8 bits, of experts."""
-    counts, kind = count_model(shape), training.quantization
-    linears = (each.count * each.size for each in counts.linears if is_quantized(kind, each.inputs, each.outputs))
-    experts = (each.count * each.size for each in counts.expert_matrices if are_quantized(kind, each))
-    return sum(linears) + sum(experts)
+    return sum(num * inputs * outputs for num, inputs, outputs in _quantized_matrices(shape, training))
+
+
+def saved_by_quantization(shape: ArchitectureSpec, training: TrainingSpec) -> int:
+    """Return the bytes that quantized matrices save compared with the compute dtype."""
+    kind, width = training.quantization, training.compute_bytes
+    return sum(
+        num * (width * inputs * outputs - quantized_bytes(kind, inputs, outputs))
+        for num, inputs, outputs in _quantized_matrices(shape, training)
+    )
 
 
 def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:

@@ -200,6 +200,16 @@ class TrainingSpec(Spec):
         return "fp32" if self.precision == "fp32" else "bf16"
 
     @property
+    def compute_bytes(self) -> int:
+        """Bytes per number in the compute dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per number in the dtype in which gradients are reduced."""
+        return 2 if self.reduce_precision == "bf16" else 4
+
+    @property
     def sends_fp8(self) -> bool:
         """Whether trained matrices that are sharded are all-gathered in FP8."""
         return self.fp8_all_gather and self.precision == "fp8" and self.offload != "all"

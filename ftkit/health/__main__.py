@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 from ftkit.config.cluster import GpuModel
 from ftkit.errors import UnfitMachineError, one_line
 from ftkit.health.node import NodeJob, as_json, check_node
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.health.measure import MeasuredDevice

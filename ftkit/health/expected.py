@@ -1,6 +1,6 @@
 """Expected performance of GPUs and networks, and thresholds for faults.
 
-Peaks are from the vendors' data sheets (`ftkit.planning.setup`). The fractions are what large matmuls and NCCL's
+Peaks are from the vendors' data sheets (`GPUS`). The fractions are what large matmuls and NCCL's
 collectives reach on healthy nodes, minus a margin: cuBLAS reaches 65 to 75% of the dense bf16 peak of an H100 or H200
 with matrices of 8,192 x 8,192, and half of an L4's, because of its 72 W limit. nccl-tests' all-reduce reaches 75% or
 more of NVLink's one-way bandwidth between the GPUs of a node, and of the network's bandwidth between nodes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -35,7 +35,7 @@ from ftkit.health.measure import (
     free_port,
 )
 from ftkit.health.nvml import open_nvml
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

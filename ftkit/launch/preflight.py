@@ -36,9 +36,8 @@ from ftkit.launch.preparation import data_files, local_paths, stat_path
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.planning.layout import Workspace
-from ftkit.planning.memory_checks import CERTAINLY_TOO_LARGE, check_host_memory
-from ftkit.planning.setup import GPUS
-from ftkit.planning.suggestions import suggest_changes
+from ftkit.planning.suggestions import CERTAINLY_TOO_LARGE, check_host_memory, suggest_changes
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

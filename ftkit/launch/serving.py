@@ -20,7 +20,7 @@ from ftkit.launch.slurm import SlurmScheduler
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.errors import Problem, plural
 from ftkit.models.families import MEASURED, UNPACKED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
-from ftkit.planning.estimates.step_time import PADDING
 from ftkit.planning.evaluation_checks import check_evaluation
 from ftkit.planning.fp8_checks import check_fp8
 from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit, image_origin
 from ftkit.planning.parallelism_checks import check_context_parallel, check_shard_degree, check_tensor_parallel
+from ftkit.planning.step_time import PADDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

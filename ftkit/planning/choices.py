@@ -11,10 +11,9 @@ from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, En
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
-from ftkit.planning.estimates.host_memory import predict_host_memory
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import predict_step_time
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.fit import fit
+from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.training import TrainingSpec
     from ftkit.models.spec import ArchitectureSpec
-    from ftkit.planning.setup import Gpu
+    from ftkit.planning.training_setup import Gpu
 
 _ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _SHARDED: dict[Method, str] = {
@@ -84,7 +83,7 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     if only:
         return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
-    needed = {name: predict_memory(replace(setup, engine=name)).total for name in _ENGINES}
+    needed = {name: fit(replace(setup, engine=name)).memory.total for name in _ENGINES}
     if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
         return EnginePlan(
             "zero3",
@@ -111,10 +110,10 @@ def with_sharding(setup: Setup) -> Setup:
     possible = list(_shardings(setup))
     if setup.gpu is None or len(possible) == 1:
         return possible[0]
-    sizes = [predict_memory(each).total for each in possible]
-    fitting = [each for each, size in zip(possible, sizes, strict=True) if size <= SPARE * setup.gpu.usable_gib]
+    fits = [fit(each) for each in possible]
+    fitting = [each.setup for each in fits if each.on_gpu(SPARE * setup.gpu.usable_gib)]
     if not fitting:
-        return possible[sizes.index(min(sizes))]
+        return min(fits, key=lambda each: each.memory.total).setup
     best, *others = fitting
     for each in others:
         fastest, seconds = (predict_step_time(one, setup.gpu).step_seconds for one in (best, each))
@@ -143,11 +142,11 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
     defers = {"every_micro_batch": (False,), "last_micro_batch": (True,), "auto": (False, True)[: 1 + has_network]}
     if whole.num_micro_batches == 1:
         defers = dict.fromkeys(defers, (False,))
-    for num, does_defer, does_keep in product(
+    for num, deferred, kept in product(
         replicas, defers[training.sync_gradients], keeps[training.reshard_after_forward]
     ):
         yield replace(
-            whole, num_shards=num_processes // num, num_replicas=num, keeps_weights=does_keep, defers_sync=does_defer
+            whole, num_shards=num_processes // num, num_replicas=num, keeps_weights=kept, defers_sync=deferred
         )
 
 
@@ -244,7 +243,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
 def predict_option(setup: Setup, gpu: Gpu) -> Option:
     """Return a setup's settings with their predictions, after choosing its sharding."""
     setup = with_sharding(setup)
-    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, predict_memory(setup).total)
+    return Option(setup.training, predict_step_time(setup, gpu).step_seconds, fit(setup).memory.total)
 
 
 def possible_options(
@@ -278,7 +277,7 @@ def possible_options(
             option = predict_option(most, gpu)
             yield option
             on_gpu = whole.with_training(offloaded_layers=numbers[0])
-            least_gib = option.total_gib if on_gpu == most else predict_memory(with_sharding(on_gpu)).total
+            least_gib = option.total_gib if on_gpu == most else fit(with_sharding(on_gpu)).memory.total
             fits_on_gpu[mode] = least_gib <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
@@ -312,9 +311,8 @@ def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
 
 def fits_host(setup: Setup, gpu: Gpu) -> bool:
     """Return whether nodes have memory to spare for what is predicted to be offloaded."""
-    memory = predict_host_memory(setup)
     node_gib = setup.node_memory_gib or gpu.memory_gib * setup.num_processes / setup.num_nodes
-    return memory is None or memory.total <= HOST_ROOM * node_gib
+    return fit(setup).on_host(HOST_ROOM * node_gib)
 
 
 def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
@@ -331,7 +329,7 @@ def with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
     resharded = replace(setup, gpu=None)  # without spare memory, layers are resharded
 
     def fits(num: int) -> bool:
-        return predict_memory(with_sharding(resharded.with_training(checkpointed_layers=num))).total <= room_gib
+        return fit(with_sharding(resharded.with_training(checkpointed_layers=num))).on_gpu(room_gib)
 
     num_layers = setup.shape.num_hidden_layers
     fewest = 1 + bisect_left(range(1, num_layers), True, key=fits)  # noqa: FBT003 - what is searched for

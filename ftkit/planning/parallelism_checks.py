@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.execution import indivisible_sizes
 from ftkit.errors import Problem
 from ftkit.models.families import MEASURED
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,12 +13,12 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.errors import UnusableFileError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
-from ftkit.planning.estimates.host_memory import HostMemoryPlan
-from ftkit.planning.estimates.memory import MemoryPlan
-from ftkit.planning.estimates.step_time import StepTimePlan
+from ftkit.planning.fit import HostMemoryPlan
+from ftkit.planning.fit.memory import MemoryPlan
 from ftkit.planning.job import JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.step_time import StepTimePlan
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile

@@ -24,16 +24,15 @@ from ftkit.planning.choices import (
     least_memory,
     with_sharding,
 )
-from ftkit.planning.estimates.host_memory import predict_host_memory
-from ftkit.planning.estimates.linear_attention import has_linear_attention
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import PADDING, predict_step_time
+from ftkit.planning.fit import fit
+from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
 from ftkit.planning.parallelism_checks import why_undivided
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
-from ftkit.planning.setup import GPUS
+from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
     from ftkit.models.spec import ModelCounts, ModelSpec
-    from ftkit.planning.estimates.memory import MemoryPlan
-    from ftkit.planning.setup import Setup
+    from ftkit.planning.fit.memory import MemoryPlan
+    from ftkit.planning.training_setup import Setup
 
 
 def plan_run(
@@ -81,7 +80,7 @@ def plan_run(
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
     fill, num_steps = _fill_ratio(chosen, request), count_steps(chosen, request.num_packs)
-    planned, memory = RecipePlan.of(recipe, model, chosen), predict_memory(setup)
+    planned, predicted = RecipePlan.of(recipe, model, chosen), fit(setup)
     return RunPlan(
         **job,
         ftkit_version=ftkit_version,
@@ -89,7 +88,7 @@ def plan_run(
         recipe=planned,
         engine=engine.of(setup),
         batch=_batch(setup),
-        memory=memory,
+        memory=predicted.memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
         num_parameters=count_model(shape).total,
         num_trained=method_counts(shape, chosen).trained,
@@ -98,13 +97,13 @@ def plan_run(
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
             *_notes_on_packs(chosen, request.num_packs),
-            *_notes(setup, cluster, memory, can_divide_packs=can_divide),
+            *_notes(setup, cluster, predicted.memory, can_divide_packs=can_divide),
             *_notes_on_fp8(setup, trained_in),
             *_notes_on_linear_attention(setup, trained_in, padding),
             *find_notes(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
-        host_memory=predict_host_memory(setup),
+        host_memory=predicted.host_memory,
     )
 
 
@@ -146,8 +145,8 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
         plan,
         recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), training),
         engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
-        memory=predict_memory(setup),
-        host_memory=predict_host_memory(setup),
+        memory=fit(setup).memory,
+        host_memory=fit(setup).host_memory,
         num_parameters=counts.total,
         num_trained=method_counts(counted, training).trained,
     )
@@ -309,7 +308,7 @@ def _notes_on_linear_attention(setup: Setup, image: ImageSpec | None, padding: f
 
 def _describe_prediction(setup: Setup, has_kernel: bool, padding: float) -> str:  # noqa: FBT001
     setup = replace(setup, has_linear_kernel=has_kernel)
-    text = f"{predict_memory(setup).total:.1f} GiB"
+    text = f"{fit(setup).memory.total:.1f} GiB"
     if setup.gpu is None:
         return text
     speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes

@@ -8,6 +8,7 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.cluster import ClusterProfile
+from ftkit.errors import MemoryExhaustedError
 from ftkit.planning.choices import (
     MODES,
     MOST_TOKENS,
@@ -23,20 +24,24 @@ from ftkit.planning.choices import (
     predict_option,
     with_sharding,
 )
-from ftkit.planning.estimates.host_memory import predict_host_memory
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.setup import Setup
+from ftkit.planning.fit import fit
+from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.config.training_plan import TrainingPlan
-    from ftkit.planning.setup import Gpu
+    from ftkit.planning.fit import Fit
+    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.training_setup import Gpu
 
 NUM_SUGGESTIONS = 3
 SHORTEST = 512
 """Minimum tokens of a pack in suggestions: shorter packs are not useful."""
+
+CERTAINLY_TOO_LARGE = 2.0
+"""A run is refused if its predicted memory exceeds this multiple of the available memory."""
 
 Change = dict[str, Any]
 """Fields of `training`, or `num_nodes`, with their new values."""
@@ -65,17 +70,51 @@ def suggest_changes(
         can_divide_packs: whether documents are packed, and attention has a kernel that can divide them.
     """
     run = _Run(setup, cluster, can_divide_packs)
-    found = _mildest_changes(run.knobs(), lambda change: run.predict(change) <= room_gib)
-    return [Suggestion(_format_override(change), run.predict(change)) for change in found]
+    found = _mildest_changes(run.knobs(), lambda change: run.fit(change).on_gpu(room_gib))
+    return [Suggestion(_format_override(change), run.fit(change).memory.total) for change in found]
 
 
 def suggest_less_host_memory(setup: Setup, cluster: ClusterProfile, node_gib: float) -> list[str]:
     """Return the overrides that would fit the memory of a node, and still the GPU if its memory is known."""
     run, room_gib = _Run(setup, cluster), math.inf if setup.gpu is None else setup.gpu.usable_gib
-    found = _mildest_changes(
-        run.host_knobs(), lambda change: run.host_gib(change) <= node_gib and run.predict(change) <= room_gib
-    )
+
+    def fits(change: Change) -> bool:
+        found = run.fit(change)
+        return found.on_host(node_gib) and found.on_gpu(room_gib)
+
+    found = _mildest_changes(run.host_knobs(), fits)
     return [_format_override(change) for change in found]
+
+
+def check_host_memory(plan: RunPlan, node_gib: float | None, owner: str) -> list[str]:
+    """Check that a node has room for what the run offloads.
+
+    Args:
+        plan: the plan, with its predicted host memory.
+        node_gib: memory of the node, in GiB; None if unknown.
+        owner: description of the node, for messages.
+
+    Returns:
+        A warning if it probably has no room.
+
+    Raises:
+        MemoryExhaustedError: it has less than half of the predicted memory.
+    """
+    memory = plan.host_memory
+    if memory is None or node_gib is None or memory.total <= node_gib:
+        return []
+    training = plan.recipe.training
+    keys = ["training.activation_offload"] if training.activation_offload else []
+    keys += [f"training.offload={training.offload}"] if training.offload != "none" else []
+    what = (
+        f"with {' and '.join(keys)}, the run is predicted to need about {memory.total:,.0f} GiB of host memory per "
+        f"node, {owner} has {node_gib:,.0f} GiB"
+    )
+    fitting = suggest_less_host_memory(plan.setup, plan.cluster, node_gib)
+    fix = f"would fit: {'; '.join(fitting)}" if fitting else "use nodes with more memory, or a shorter sequence_length"
+    if memory.total > CERTAINLY_TOO_LARGE * node_gib:
+        raise MemoryExhaustedError(what, meaning="the kernel would end the job's processes without a message", fix=fix)
+    return [f"{what}: the kernel may end the job's processes without a message; {fix}"]
 
 
 def _mildest_changes(choices: Iterable[list[Change]], fits: Callable[[Change], bool]) -> list[Change]:
@@ -131,9 +170,12 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
     now = predict_option(setup, gpu).step_seconds
     best = _fastest(setup, gpu)
     offloading = setup.with_training(activation_offload=True)
-    # Where nothing is recomputed, copies have nothing to save.
-    does_recompute = best is not None and best.training.activation_checkpointing != "none"
-    if best is not None and does_recompute and not setup.training.activation_offload and setup.engine == "fsdp2":
+    if (
+        best is not None
+        and best.training.activation_checkpointing != "none"  # else copies have nothing to save
+        and not setup.training.activation_offload
+        and setup.engine == "fsdp2"
+    ):
         other = _fastest(offloading, gpu)
         if other is not None and other.step_seconds * WORTHWHILE < best.step_seconds:
             best = other if fits_host(replace(setup, training=other.training), gpu) else best
@@ -164,21 +206,13 @@ class _Run:
     def training(self) -> TrainingPlan:
         return self.setup.training
 
-    def predict(self, change: Change) -> float:
-        """Return the GiB of a process after a change."""
-        return predict_memory(self._changed(change)).total
-
-    def host_gib(self, change: Change) -> float:
-        """Return the GiB of host memory of a node after a change; 0 if nothing is offloaded then."""
-        memory = predict_host_memory(self._changed(change))
-        return 0.0 if memory is None else memory.total
-
-    def _changed(self, change: Change) -> Setup:
+    def fit(self, change: Change) -> Fit:
+        """Return the predictions after a change."""
         fields, setup = dict(change), replace(self.setup, gpu=None)  # without spare memory, layers are resharded
         num_nodes = fields.pop("num_nodes", setup.num_nodes)
         num_processes = num_nodes * setup.num_processes // setup.num_nodes
         whole = replace(setup, num_nodes=num_nodes, num_shards=num_processes, num_replicas=1)
-        return with_sharding(whole.with_training(**fields))
+        return fit(with_sharding(whole.with_training(**fields)))
 
     def knobs(self) -> Iterator[list[Change]]:
         """Yield the knobs, cheapest first: for each, its possible changes, mildest first."""
@@ -213,7 +247,7 @@ class _Run:
 
     def _fits_host(self, change: Change) -> bool:
         node_gib = self.cluster.memory_per_node_gib
-        return self.cluster.device != "cpu" and (node_gib is None or self.host_gib(change) <= node_gib)
+        return self.cluster.device != "cpu" and (node_gib is None or self.fit(change).on_host(node_gib))
 
     def _checkpointing(self) -> list[Change]:
         """Return the changes to stronger modes, each in a quarter, half, three quarters or all of the layers."""
@@ -257,12 +291,12 @@ class _Run:
         """
         training = self.training
         stays = training.optimizer == "adamw" and training.offload == "none"
-        does_round = stays and self.setup.engine == "fsdp2" and training.adapters is None
+        has_8_bits = stays and self.setup.engine == "fsdp2" and training.adapters is None
         stronger = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[training.offload]
         if training.tensor_parallel > 1:  # incompatible with offload
             stronger = ()
         whole: Change = {} if training.optimizer == "adamw" else {"optimizer": "adamw"}
-        return ([{"optimizer": "adamw8bit"}] if does_round else []) + [
+        return ([{"optimizer": "adamw8bit"}] if has_8_bits else []) + [
             whole | {"offload": value} for value in stronger if self._fits_host(whole | {"offload": value})
         ]
 

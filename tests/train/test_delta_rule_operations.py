@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ftkit.planning.estimates.linear_attention import CHUNK, count_operations
+from ftkit.planning.flops import CHUNK, count_operations
 from ftkit.train.model import packed_mixers
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 

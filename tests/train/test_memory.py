@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ftkit.cli.page.report import read_report
 from ftkit.errors import MemoryExhaustedError, TrainingError
-from ftkit.planning.estimates.host_memory import HostMemoryPlan
+from ftkit.planning.fit import HostMemoryPlan
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.history import read_history
 from ftkit.runs.metrics_file import read_records

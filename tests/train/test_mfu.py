@@ -12,7 +12,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.config.training_plan import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.store import DocumentBatch, PackStore, PackWriter
-from ftkit.planning.estimates.flops import mean_visible_keys, token_flops
+from ftkit.planning.flops import mean_visible_keys, token_flops
 from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.runs.checkpoints import TrainState

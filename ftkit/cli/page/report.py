@@ -12,7 +12,7 @@ from ftkit.errors import plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import PlanError, RunPlan
 from ftkit.planning.script import ScriptPlan, read_job_plan
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests

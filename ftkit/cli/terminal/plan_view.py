@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.launch.preflight import Findings
     from ftkit.models.spec import ModelPlan
-    from ftkit.planning.estimates.memory import Moment
+    from ftkit.planning.fit.memory import Moment
     from ftkit.planning.job import CodePlan, JobPlan
     from ftkit.planning.plan import RunPlan
 

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
-from ftkit.planning.memory_checks import check_host_memory
-from ftkit.planning.suggestions import suggest_changes
+from ftkit.planning.suggestions import check_host_memory, suggest_changes
 from ftkit.runs.records import FirstStepRecord, MemoryRecord
 from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes, total_bytes
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ftkit.config.recipe import RecipePlan
 from ftkit.models.parameters import count_model
-from ftkit.planning.estimates.flops import token_flops
-from ftkit.planning.setup import gpu_of_device
+from ftkit.planning.flops import token_flops
+from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses

@@ -9,7 +9,7 @@ from ftkit.config.cluster import ClusterProfile
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.errors import ConfigError
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 FIELD = ClusterProfile.model_fields["gpu"]
 GPU = TypeAdapter[str](FIELD.rebuild_annotation())

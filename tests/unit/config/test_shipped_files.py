@@ -16,7 +16,7 @@ from ftkit.config.request import RunRequest
 from ftkit.config.shipped_models import read_shipped, shipped_config
 from ftkit.models.parameters import count_by_config
 from ftkit.planning.planner import plan_model, plan_run
-from ftkit.planning.setup import GPUS
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec

@@ -15,15 +15,15 @@ from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec, count_active_adapte
 from ftkit.models.config_json import read_shape
 from ftkit.models.parameters import count_parameters
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.fit.memory import predict_memory
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.recipe import RecipeSpec
     from ftkit.models.spec import ArchitectureSpec
     from ftkit.planning.choices import EnginePlan
-    from ftkit.planning.setup import Gpu
+    from ftkit.planning.training_setup import Gpu
 
 
 def architecture(name: str) -> ArchitectureSpec:

@@ -10,11 +10,11 @@ from ftkit.models.config_json import read_shape
 from ftkit.models.parameters import count_by_config, count_model, read_experts
 from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.planning.choices import with_sharding
-from ftkit.planning.estimates.flops import token_flops
-from ftkit.planning.estimates.memory import predict_memory
+from ftkit.planning.fit.memory import predict_memory
+from ftkit.planning.flops import token_flops
 from ftkit.planning.plan import plan_from_json, plan_to_json
 from ftkit.planning.planner import plan_for_counts
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,11 +26,12 @@ from ftkit.planning.choices import (
     least_memory,
     with_sharding,
 )
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import predict_step_time
+from ftkit.planning.fit import fit
+from ftkit.planning.fit.memory import predict_memory
 from ftkit.planning.planner import plan_model, plan_run
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.step_time import predict_step_time
 from ftkit.planning.suggestions import NUM_SUGGESTIONS, suggest_changes, suggest_faster
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile, GpuModel
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from ftkit.config.training import EngineName
     from ftkit.config.training_plan import TrainingPlan
     from ftkit.planning.choices import ExecutionPlan
-    from ftkit.planning.setup import Gpu
     from ftkit.planning.suggestions import Suggestion
+    from ftkit.planning.training_setup import Gpu
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("slurm", NOWHERE)
@@ -457,9 +458,9 @@ def test_a_run_that_nothing_makes_fit_is_rejected_without_trying_every_combinati
 
     def count(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
-        return predict_memory(*arguments, **options)
+        return fit(*arguments, **options)
 
-    monkeypatch.setattr("ftkit.planning.suggestions.predict_memory", count)
+    monkeypatch.setattr("ftkit.planning.suggestions.fit", count)
     spec = recipe(
         "training.micro_batch_size=55440", "training.global_batch_size=887040", "training.sequence_length=16777216",
         "model.architecture.max_position_embeddings=16777216", "training.reshard_after_forward=never",

@@ -13,10 +13,9 @@ from ftkit.config.image_reference import ImageFile
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.errors import MemoryExhaustedError
-from ftkit.planning.memory_checks import check_host_memory
 from ftkit.planning.plan import RunPlan, plan_from_json, plan_to_json
 from ftkit.planning.planner import plan_run
-from ftkit.planning.suggestions import suggest_changes
+from ftkit.planning.suggestions import check_host_memory, suggest_changes
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})
 CLUSTER = load_cluster("a3-ultragpu-8g", NOWHERE)

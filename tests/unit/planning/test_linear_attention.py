@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.planning.estimates.linear_attention import EFFICIENCY, count_operations, delta_rule_seconds
-from ftkit.planning.estimates.memory import predict_memory
-from ftkit.planning.estimates.step_time import predict_step_time
-from ftkit.planning.setup import GPUS, Setup
+from ftkit.planning.fit.memory import predict_memory
+from ftkit.planning.flops import EFFICIENCY, count_operations, delta_rule_seconds
+from ftkit.planning.step_time import predict_step_time
+from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

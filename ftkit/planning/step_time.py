@@ -2,8 +2,8 @@
 
 Four resources can limit a step: the GPU with its arithmetic and memory, the network, host memory, and the host that
 launches kernels. The efficiencies were fitted to runs on H200; for other GPUs, they are scaled by published
-measurements of single matmuls and of attention (`ftkit.planning.setup`). docs/reference/benchmarks.md has the runs, and
-compares the predictions with published results for H100, B200 and A100, to which nothing was fitted.
+measurements of single matmuls and of attention (`ftkit.planning.training_setup`). docs/reference/benchmarks.md has the
+runs, and compares the predictions with published results for H100, B200 and A100, to which nothing was fitted.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from dataclasses import dataclass
 from math import ceil, log
 from typing import TYPE_CHECKING, Final, Literal
 
-from ftkit.config.execution import count_repeated_parameters, is_quantized, method_counts
+from ftkit.config.execution import FP32, count_repeated_parameters, is_quantized, method_counts, saved_by_quantization
 from ftkit.models.adapters import count_active_adapter_parameters
 from ftkit.models.families import family_of
 from ftkit.models.parameters import count_model, count_parameters
-from ftkit.planning.estimates.activations import layer_bytes
-from ftkit.planning.estimates.flops import document_flops, token_flops
-from ftkit.planning.estimates.linear_attention import delta_rule_seconds
-from ftkit.planning.estimates.memory import (
-    FP32,
-    Sizes,
-    compute_width,
-    count_gathered_in_fp8,
-    reduce_width,
-    saved_by_quantization,
-)
+from ftkit.planning.fit.activations import Activations, layer_bytes
+from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
 
 if TYPE_CHECKING:
     from ftkit.config.training_plan import TrainingPlan
     from ftkit.models.spec import ArchitectureSpec
-    from ftkit.planning.setup import Gpu, Setup
+    from ftkit.planning.training_setup import Gpu, Setup
 
 
 MATRIX_EFFICIENCY = 0.785
@@ -182,7 +173,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     matrices += 2 * (fully + partly) * _recomputed_weights(setup)
     matrices *= _fp8_time(shape, training) + _expert_time(shape)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
-    saved = layer_bytes(shape, compute_width(training), compiled=compiled)
+    saved = layer_bytes(shape, training.compute_bytes, compiled=compiled)
     passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * _checkpointed_share(setup))
     moved: float = shape.num_hidden_layers * saved * passes
     moved += EXPERT_ADAPTER_PASSES * _expert_adapter_bytes(shape, training)
@@ -220,7 +211,7 @@ def _weights_bytes(setup: Setup, *, is_last: bool) -> float:
     around, layers = _parts_of_weights(setup)
     is_added = setup.defers_sync and not is_last
     moved = (ACCUMULATE_BYTES if is_added else CAST_BYTES) * (around + layers) * counts.trained
-    moved -= FP8_GATHER_BYTES * count_gathered_in_fp8(setup)
+    moved -= FP8_GATHER_BYTES * setup.num_gathered_in_fp8
     if setup.training.quantization == "nf4":  # checkpointing doubles it, as was measured for Gemma 3 12B QLoRA
         moved += DEQUANTIZE_BYTES * (1 + _checkpointed_share(setup)) * counts.quantized
     else:
@@ -269,7 +260,7 @@ def _expert_adapter_bytes(shape: ArchitectureSpec, training: TrainingPlan) -> fl
     counts, adapters = count_model(shape), training.adapters
     adapted = [each for each in counts.expert_matrices if adapters is not None and each.num_ranks(adapters.targets)]
     numbers = sum(each.count * (each.inputs + each.outputs) for each in adapted)
-    return compute_width(training) * counts.experts_per_token * numbers
+    return training.compute_bytes * counts.experts_per_token * numbers
 
 
 def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float, float]:
@@ -280,7 +271,7 @@ def _collective_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> tuple[float
     gradients in the last micro-batch: each shard passes every link twice, to be summed and to be distributed.
     """
     nodes = max(1, setup.num_nodes // setup.num_replicas)  # of a replica
-    gradients = reduce_width(setup.training) * method_counts(setup.shape, setup.training).trained
+    gradients = setup.training.reduce_bytes * method_counts(setup.shape, setup.training).trained
     carried = _gathered_bytes(setup, is_last=is_last) + (gradients if is_last or not setup.defers_sync else 0)
     around, layers = _parts_of_weights(setup)
     received = (1 - 1 / setup.num_shards) * around + (1 - 1 / setup.num_layer_shards) * layers
@@ -305,8 +296,8 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
     times = 2
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0
-    whole = compute_width(setup.training) * count_parameters(setup.shape)
-    saved = saved_by_quantization(setup.shape, setup.training) + count_gathered_in_fp8(setup)
+    whole = setup.training.compute_bytes * count_parameters(setup.shape)
+    saved = saved_by_quantization(setup.shape, setup.training) + setup.num_gathered_in_fp8
     return times * (whole - saved)
 
 
@@ -320,7 +311,7 @@ def _exchange_seconds(setup: Setup, gpu: Gpu) -> float:
     heads = 2 * shape.num_attention_heads + 2 * max(shape.num_key_value_heads, training.gpus_per_pack)
     numbers = heads * shape.head_dim * (size - 1) / size + 4 * (training.tensor_parallel - 1) * shape.hidden_size
     passes = 2 + _checkpointed_share(setup)
-    moved = shape.num_hidden_layers * passes * setup.tokens * numbers * compute_width(training)
+    moved = shape.num_hidden_layers * passes * setup.tokens * numbers * training.compute_bytes
     # Gradients of adapters that are not divided are summed, in fp32.
     moved += 2 * FP32 * count_repeated_parameters(shape, training) / training.tensor_parallel
     return moved / (NETWORK_EFFICIENCY * gpu.link_bandwidth)
@@ -333,9 +324,9 @@ def _offload_seconds(setup: Setup, gpu_seconds: float) -> float:
     """
     shape, training, state = setup.shape, setup.training, 0
     if training.offload == "all":
-        state = 2 * compute_width(training) * count_parameters(shape)
-        state += reduce_width(training) * method_counts(shape, training).trained
-    out = Sizes(setup).offloaded_activations() / HOST_BANDWIDTH if training.activation_offload else 0.0
+        state = 2 * training.compute_bytes * count_parameters(shape)
+        state += training.reduce_bytes * method_counts(shape, training).trained
+    out = Activations(setup).offloaded / HOST_BANDWIDTH if training.activation_offload else 0.0
     forward = gpu_seconds * FORWARD_SHARE[training.adapters is not None]
     back = out if out <= forward else max(out, gpu_seconds - forward)
     return state / HOST_BANDWIDTH + out + back

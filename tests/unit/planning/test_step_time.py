@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.parameters import count_parameters
-from ftkit.planning.estimates.flops import attention_layers, mean_visible_keys, token_flops
-from ftkit.planning.estimates.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
-from ftkit.planning.setup import GPUS, Setup, gpu_of_device
+from ftkit.planning.flops import attention_layers, mean_visible_keys, token_flops
+from ftkit.planning.step_time import FORWARD_SHARE, _offload_seconds, predict_step_time
+from ftkit.planning.training_setup import GPUS, Setup, gpu_of_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

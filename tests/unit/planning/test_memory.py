@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ftkit.config.execution import GIB
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.models.parameters import count_model, count_parameters
-from ftkit.planning.estimates.memory import CPU_LIBRARIES_GIB, predict_memory
-from ftkit.planning.setup import Setup
+from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB, predict_memory
+from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,1 +1,0 @@
-"""Predict parameters, memory, FLOPs and step time from the configuration."""

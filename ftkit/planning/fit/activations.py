@@ -1,0 +1,171 @@
+"""Count the activations that decoder layers save for the backward pass.
+
+They were measured on the real layers: the tensors that autograd saves, with the layer compiled (torch.compile
+recomputes element-wise operations between matmuls) and eager. The multiples are in `ftkit.models.families`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ftkit.config.execution import FP32
+from ftkit.models.families import SavedTensors, family_of
+from ftkit.models.parameters import count_model
+
+if TYPE_CHECKING:
+    from ftkit.config.training import ActivationCheckpointing
+    from ftkit.models.adapters import LoraSpec
+    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.planning.training_setup import Setup
+
+
+class Activations:
+    """Bytes of the activations of a micro-batch on one process."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._shape, self._training = setup, setup.shape, setup.training
+        self._bytes_per_number = setup.training.compute_bytes * setup.tokens
+        self._compiled = setup.engine == "fsdp2" and setup.training.compile != "none" and setup.device == "cuda"
+        self._counts, self._savings = count_model(setup.shape), family_of(setup.shape.family).savings
+        self._recomputes_inputs = setup.training.adapters is not None or setup.training.trains_in_fp8
+        self._has_fused_feed_forward = self._compiled and not self._counts.experts_per_token
+        num_layers = setup.shape.num_hidden_layers
+        self.modes = setup.training.checkpointing_of_layers(num_layers, setup.engine)
+        self._is_offloaded = setup.training.offloaded_of_layers(num_layers, setup.engine)
+
+    @cached_property
+    def layer(self) -> float:
+        """Those of a layer when its backward pass begins, recomputed or not."""
+        shape, training, setup = self._shape, self._training, self._setup
+        width, adapters = training.compute_bytes, training.adapters
+        size: float = layer_bytes(shape, width, compiled=self._compiled, adapters=adapters)
+        if self._recomputes_inputs and self._has_fused_feed_forward:
+            size -= width * _count_numbers(self._savings.recomputed_inputs, shape)
+        if training.context_parallel > 1:  # attention's output, before its heads are exchanged for tokens
+            size += width * shape.num_attention_heads * shape.head_dim
+        # All-gathered tokens of the other GPUs: inputs of attention and feed-forward layer, and an output to be summed.
+        size += 3 * (training.tensor_parallel - 1) * width * shape.hidden_size
+        return setup.tokens * size
+
+    def in_backward(self, mode: ActivationCheckpointing) -> float:
+        """Return those of a layer, and their gradients, at the peak of its backward pass.
+
+        That is in the feed-forward layer, besides the gradient of the layer's output. A compiled kernel reads gate, up,
+        and the gradient of their product, and writes the gradients of both. One of these takes the place of `up`, which
+        makes four wide tensors, unless the kernel also recomputes the product: then Inductor reuses none of six (seen
+        in its code). What `except_attention` recomputes for attention comes later.
+        """
+        size = self.layer + self.hidden
+        if not self._has_fused_feed_forward:
+            return size + self.hidden
+        saved, recomputed = self._savings.compiled, self._savings.recomputed_inputs
+        wide = 6 if self._recomputes_inputs or mode in {"selective", "except_attention"} else 4
+        wide -= saved.intermediate - (recomputed.intermediate if self._recomputes_inputs else 0)
+        size += self._bytes_per_number * wide * self._counts.feed_forward
+        if mode == "except_attention":
+            later = SavedTensors(0 if self._savings.norms_follow else 1, saved.queries - 1, saved.keys)
+            size -= self._bytes_per_number * _count_numbers(later, self._shape)
+        return size
+
+    @property
+    def hidden(self) -> float:
+        """The residual stream between two layers."""
+        return self._bytes_per_number * self._shape.hidden_size
+
+    @property
+    def mask(self) -> float:
+        """The mask of attention without a kernel for packs."""
+        training = self._training
+        has_mask = self._setup.device == "cpu" or training.attention in {"sdpa", "eager"}
+        return has_mask * training.micro_batch_size * training.sequence_length**2
+
+    def saved(self, layers: int) -> float:
+        """Return what the first `layers` layers save for their backward pass."""
+        moved = self._offloaded_by_layer[:layers]
+        saved = sum(self._saved_in_layer[mode] for mode in self.modes[:layers])
+        return saved - sum(moved) + max(moved, default=0)  # those of one offloaded layer are being copied
+
+    @property
+    def offloaded(self) -> float:
+        """Those of all layers that are copied to host memory."""
+        return sum(self._offloaded_by_layer)
+
+    @cached_property
+    def _saved_in_layer(self) -> dict[ActivationCheckpointing, float]:
+        """What a layer with each mode saves for its backward pass."""
+        return {mode: self._saved_with(mode) for mode in set(self.modes)}
+
+    def _saved_with(self, mode: ActivationCheckpointing) -> float:
+        shape = self._shape
+        if mode == "none":
+            return self.layer
+        if mode == "selective":
+            return self._bytes_per_number * _count_selective(shape, self._training.adapters)
+        if mode == "full":
+            return self.hidden
+        output_and_log_sum_exp = shape.head_dim * self._training.compute_bytes + FP32
+        return self.hidden + self._setup.tokens * shape.num_attention_heads * output_and_log_sum_exp
+
+    @cached_property
+    def _offloaded_by_layer(self) -> list[float]:
+        """What each layer copies to host memory: if it is not compiled, only its input."""
+        return [
+            is_offloaded * (self._saved_in_layer[mode] if self._compiled else self.hidden)
+            for mode, is_offloaded in zip(self.modes, self._is_offloaded, strict=True)
+        ]
+
+
+def layer_bytes(shape: ArchitectureSpec, width: int, *, compiled: bool, adapters: LoraSpec | None = None) -> int:
+    """Return the bytes that a layer saves per token for the backward pass; `width` is that of the compute dtype."""
+    savings = family_of(shape.family).savings
+    size = width * _count_numbers(savings.compiled if compiled else savings.eager, shape)
+    if not compiled:
+        size += FP32 * _count_numbers(savings.eager_fp32, shape)
+    return size + width * _count_of_experts(shape, adapters)
+
+
+def _count_selective(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
+    """Count the elements that a layer saves per token with selective checkpointing.
+
+    These are its input and the outputs of its matmuls and of its attention. An output that is added to the residual
+    stream is saved only if a norm follows it; otherwise the stream between attention and feed-forward is.
+    """
+    saved = SavedTensors(3 if family_of(shape.family).savings.norms_follow else 2, 2, 2, 2)
+    of_experts = count_model(shape).experts_per_token * shape.hidden_size + _rank_of_experts(shape, adapters)
+    return of_experts + _count_numbers(saved, shape)
+
+
+def _rank_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
+    """Return the total rank of the adapters of a token's experts: the width of the products with `lora_A`."""
+    if adapters is None:
+        return 0
+    counts = count_model(shape)
+    ranks = sum(each.num_ranks(adapters.targets) for each in counts.expert_matrices)
+    return counts.experts_per_token * ranks * adapters.rank
+
+
+def _count_of_experts(shape: ArchitectureSpec, adapters: LoraSpec | None) -> int:
+    """Count the elements that routed experts save per token, in addition to a dense layer of their total width.
+
+    These are each expert's copy of the token, and its output, which is multiplied by the router's weight. Frozen
+    experts don't save the inputs of their matmuls, because no weight gradient needs them, unless they have adapters;
+    neither does a frozen router.
+    """
+    counts = count_model(shape)
+    copies = counts.experts_per_token * shape.hidden_size
+    if not copies or adapters is None:
+        return 2 * copies
+    adapted = {each.name: each.inputs for each in counts.expert_matrices if each.num_ranks(adapters.targets)}
+    inputs = counts.experts_per_token * sum(adapted.values())
+    return copies - shape.hidden_size - counts.feed_forward + inputs + _rank_of_experts(shape, adapters)
+
+
+def _count_numbers(saved: SavedTensors, shape: ArchitectureSpec) -> int:
+    """Count the elements per token of tensors of a layer."""
+    return (
+        saved.hidden * shape.hidden_size
+        + saved.queries * shape.num_attention_heads * shape.head_dim
+        + saved.keys * shape.num_key_value_heads * shape.head_dim
+        + saved.intermediate * count_model(shape).feed_forward
+    )
