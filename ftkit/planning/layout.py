@@ -15,16 +15,25 @@ SCRIPT_CODE: Final = "script"
 """Name of the copy of a script's folder, in the run's `code`."""
 
 
+class FilePath:
+    """The path of a file or folder within the root of a layout: an attribute of the layout."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __get__(self, layout: DataLayout | Workspace | RunLayout, owner: type) -> Path:
+        """Return the path in this layout."""
+        return layout.root / self._place
+
+
 @dataclass(frozen=True)
 class DataLayout:
     """The folder of prepared data."""
 
     root: Path
 
-    @property
-    def manifest(self) -> Path:
-        """The manifest, written last: trainer, planner and job script treat the data as prepared if it exists."""
-        return self.root / "manifest.json"
+    manifest = FilePath("manifest.json")
+    """The manifest, written last: trainer, planner and job script treat the data as prepared if it exists."""
 
     @property
     def is_prepared(self) -> bool:
@@ -38,25 +47,14 @@ class Workspace:
 
     root: Path
 
-    @property
-    def runs(self) -> Path:
-        """One folder for each run."""
-        return self.root / "runs"
-
-    @property
-    def data(self) -> Path:
-        """Tokenized and packed data, one folder for each fingerprint."""
-        return self.root / "data"
-
-    @property
-    def images(self) -> Path:
-        """Imported images, named by digest, with readable links."""
-        return self.root / "images"
-
-    @property
-    def hub_home(self) -> Path:
-        """Jobs' downloads from the Hugging Face hub, unless HF_HOME is set."""
-        return self.root / "huggingface"
+    runs = FilePath("runs")
+    """One folder for each run."""
+    data = FilePath("data")
+    """Tokenized and packed data, one folder for each fingerprint."""
+    images = FilePath("images")
+    """Imported images, named by digest, with readable links."""
+    hub_home = FilePath("huggingface")
+    """Jobs' downloads from the Hugging Face hub, unless HF_HOME is set."""
 
     def image_file(self, image: NamedImage, image_format: ImageFormat) -> Path:
         """Return the path of an imported image's file, or of the link to it."""
@@ -69,65 +67,34 @@ class RunLayout:
 
     root: Path
 
-    @property
-    def plan(self) -> Path:
-        """The plan: the only contract between submitting and training."""
-        return self.root / "plan.json"
-
-    @property
-    def script(self) -> Path:
-        """The job script as it was submitted."""
-        return self.root / "job.sbatch"
-
-    @property
-    def preparation_script(self) -> Path:
-        """The script of the job that prepares data and weights, if one was needed."""
-        return self.root / "prepare.sbatch"
-
-    @property
-    def submission(self) -> Path:
-        """The scheduler of the job, and its id there."""
-        return self.root / "submission.json"
-
-    @property
-    def manifest(self) -> Path:
-        """The inputs of the run, with which it can be repeated elsewhere."""
-        return self.root / "manifest.json"
-
-    @property
-    def code_changes(self) -> Path:
-        """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
-        return self.root / "code.diff"
-
-    @property
-    def code(self) -> Path:
-        """The run's copies of the user's code: a folder for each."""
-        return self.root / "code"
+    plan = FilePath("plan.json")
+    """The plan: the only contract between submitting and training."""
+    script = FilePath("job.sbatch")
+    """The job script as it was submitted."""
+    preparation_script = FilePath("prepare.sbatch")
+    """The script of the job that prepares data and weights, if one was needed."""
+    submission = FilePath("submission.json")
+    """The scheduler of the job, and its id there."""
+    manifest = FilePath("manifest.json")
+    """The inputs of the run, with which it can be repeated elsewhere."""
+    code_changes = FilePath("code.diff")
+    """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
+    code = FilePath("code")
+    """The run's copies of the user's code: a folder for each."""
 
     @property
     def is_script(self) -> bool:
         """Whether the run's job starts a user's script."""
         return (self.code / SCRIPT_CODE).is_dir()
 
-    @property
-    def accelerate_config(self) -> Path:
-        """The script's configuration for accelerate, if it has one."""
-        return self.root / "accelerate.json"
-
-    @property
-    def original(self) -> Path:
-        """The data of the run that this one repeats, as far as a comparison needs it."""
-        return self.root / "original.json"
-
-    @property
-    def logs(self) -> Path:
-        """The job's log and one log for each rank."""
-        return self.root / "logs"
-
-    @property
-    def job_log(self) -> Path:
-        """The output of the job script and of its processes."""
-        return self.logs / "job.log"
+    accelerate_config = FilePath("accelerate.json")
+    """The script's configuration for accelerate, if it has one."""
+    original = FilePath("original.json")
+    """The data of the run that this one repeats, as far as a comparison needs it."""
+    logs = FilePath("logs")
+    """The job's log and one log for each rank."""
+    job_log = FilePath("logs/job.log")
+    """The output of the job script and of its processes."""
 
     def rank_log(self, rank: int) -> Path:
         """Return the log of one rank."""
@@ -153,60 +120,28 @@ class RunLayout:
         """Return the file to which a hanging rank writes torch's flight recorder, with its last collectives."""
         return self.logs / f"collectives-{rank:05d}.pickle"
 
-    @property
-    def metrics(self) -> Path:
-        """The records of the run, one JSON object per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The HTML report about the run."""
-        return self.root / "report.html"
-
-    @property
-    def evaluations(self) -> Path:
-        """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def evaluation_script(self) -> Path:
-        """The script of the job that evaluates checkpoints during training, if requested."""
-        return self.root / "evaluate.sbatch"
-
-    @property
-    def serving_script(self) -> Path:
-        """The script of the job that serves the trained model, if requested."""
-        return self.root / "serve.sbatch"
-
-    @property
-    def preflight(self) -> Path:
-        """The results of the checks before training: a folder for each start of a job, with files for each node."""
-        return self.root / "preflight"
-
-    @property
-    def gpu_samples(self) -> Path:
-        """Samples of the GPUs' load: a file for each node."""
-        return self.root / "gpus"
-
-    @property
-    def excluded_nodes(self) -> Path:
-        """The excluded nodes, one per line: time, job, node and reason, separated by tabs."""
-        return self.root / "excluded-nodes.tsv"
-
-    @property
-    def stragglers(self) -> Path:
-        """The slow node that the next requeue excludes, and the reason, separated by a tab."""
-        return self.root / "stragglers.tsv"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files, if the recipe asks for TensorBoard."""
-        return self.root / "tensorboard"
-
-    @property
-    def profile(self) -> Path:
-        """Traces and snapshots of the profiler, if the recipe asks for them."""
-        return self.root / "profile"
+    metrics = FilePath("metrics.jsonl")
+    """The records of the run, one JSON object per line."""
+    report = FilePath("report.html")
+    """The HTML report about the run."""
+    evaluations = FilePath("evaluations.jsonl")
+    """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
+    evaluation_script = FilePath("evaluate.sbatch")
+    """The script of the job that evaluates checkpoints during training, if requested."""
+    serving_script = FilePath("serve.sbatch")
+    """The script of the job that serves the trained model, if requested."""
+    preflight = FilePath("preflight")
+    """The results of the checks before training: a folder for each start of a job, with files for each node."""
+    gpu_samples = FilePath("gpus")
+    """Samples of the GPUs' load: a file for each node."""
+    excluded_nodes = FilePath("excluded-nodes.tsv")
+    """The excluded nodes, one per line: time, job, node and reason, separated by tabs."""
+    stragglers = FilePath("stragglers.tsv")
+    """The slow node that the next requeue excludes, and the reason, separated by a tab."""
+    tensorboard = FilePath("tensorboard")
+    """Event files, if the recipe asks for TensorBoard."""
+    profile = FilePath("profile")
+    """Traces and snapshots of the profiler, if the recipe asks for them."""
 
     def profile_trace(self, rank: int, cycle: int) -> Path:
         """Return the Chrome trace of one rank in one cycle of the profiler."""
@@ -216,10 +151,8 @@ class RunLayout:
         """Return the snapshot of one GPU's memory."""
         return self.profile / f"rank-{rank}.memory.pickle"
 
-    @property
-    def checkpoints(self) -> Path:
-        """One folder for each complete checkpoint."""
-        return self.root / "checkpoints"
+    checkpoints = FilePath("checkpoints")
+    """One folder for each complete checkpoint."""
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint that was written after `step` steps."""
@@ -238,69 +171,40 @@ class RunLayout:
         named = [(re.fullmatch(r"step-(\d{1,18})", folder.name), folder) for folder in folders]
         return sorted((int(match[1]), folder) for match, folder in named if match)
 
-    @property
-    def export(self) -> Path:
-        """The trained model in Hugging Face's layout."""
-        return self.root / "export"
-
-    @property
-    def exports(self) -> Path:
-        """The exports of `ftkit export`: a folder for each checkpoint and format."""
-        return self.root / "exports"
-
-    @property
-    def stop_request(self) -> Path:
-        """A file whose existence asks the trainer to write a checkpoint and stop."""
-        return self.root / "stop-requested"
+    export = FilePath("export")
+    """The trained model in Hugging Face's layout."""
+    exports = FilePath("exports")
+    """The exports of `ftkit export`: a folder for each checkpoint and format."""
+    stop_request = FilePath("stop-requested")
+    """A file whose existence asks the trainer to write a checkpoint and stop."""
 
     def job_stop_request(self, job_id: str) -> Path:
         """Return the stop request for the trainer of one job (a Slurm job or a process)."""
         return self.root / f"{self.stop_request.name}-{job_id}"
 
-    @property
-    def no_restart(self) -> Path:
-        """Prefix of the name of a file that a rank writes if its failure would repeat."""
-        return self.root / "no-restart"
+    no_restart = FilePath("no-restart")
+    """Prefix of the name of a file that a rank writes if its failure would repeat."""
 
     def job_no_restart(self, job_id: str) -> Path:
         """Return the file that a rank of one job (a Slurm job or a process) writes if its failure would repeat."""
         return self.root / f"{self.no_restart.name}-{job_id}"
 
-    @property
-    def leases(self) -> Path:
-        """The lease of the process that trains here: `ftkit.runs.lease`."""
-        return self.root / "leases"
+    leases = FilePath("leases")
+    """The lease of the process that trains here: `ftkit.runs.lease`."""
 
     def job_exit_code(self, job_id: str) -> Path:
         """Return the file to which the script of one job (a Slurm job or a process) writes its exit code."""
         return self.root / f"exit-code-{job_id}"
 
-    @property
-    def disk_full(self) -> Path:
-        """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
-        return self.root / "disk-full"
-
-    @property
-    def sync(self) -> Path:
-        """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
-        return self.root / "sync.json"
-
-    @property
-    def sync_log(self) -> Path:
-        """The output of the process that copies the run while it trains."""
-        return self.logs / "sync.log"
-
-    @property
-    def state(self) -> Path:
-        """The final state of the run, written by the first command that observed it."""
-        return self.root / "state.json"
-
-    @property
-    def canceled(self) -> Path:
-        """A file that marks a run that the user canceled."""
-        return self.root / "canceled"
-
-    @property
-    def end_reason(self) -> Path:
-        """A text file with why the last start ended, if its ranks could not tell; the next start records it."""
-        return self.root / "end-reason"
+    disk_full = FilePath("disk-full")
+    """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
+    sync = FilePath("sync.json")
+    """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
+    sync_log = FilePath("logs/sync.log")
+    """The output of the process that copies the run while it trains."""
+    state = FilePath("state.json")
+    """The final state of the run, written by the first command that observed it."""
+    canceled = FilePath("canceled")
+    """A file that marks a run that the user canceled."""
+    end_reason = FilePath("end-reason")
+    """A text file with why the last start ended, if its ranks could not tell; the next start records it."""
