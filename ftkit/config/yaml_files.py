@@ -1,28 +1,22 @@
 """Read YAML into plain values, each with its line; any other bytes raise a ConfigError.
 
-ruamel parses the syntax. Scalars (YAML 1.2's core schema), anchors and merge keys are resolved here, because ruamel's
-loaders have no limits: an alias bomb or a thousand brackets would keep them busy for hours.
+ruamel composes the nodes, with limits: an alias bomb or a thousand brackets would keep it busy for hours. Scalars are
+those of YAML 1.2's core schema, in which a date is text.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    MappingEndEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-)
+from ruamel.yaml.events import AliasEvent, ScalarEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from ftkit.config.layers import COMMAND_LINE, Layers
@@ -30,7 +24,6 @@ from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.files import check_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from ftkit.config.layers import KeyPath
@@ -40,12 +33,13 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 5_000
-"""Maximum keys, items and values of a file, aliases included."""
+"""Maximum items and values of a file, aliases included."""
 MAX_DIGITS: Final = 18
 """Maximum digits of an integer: those of 64 bits."""
 _LONGEST_SHOWN: Final = 200
 
 _STRING_TAGS: Final = ("!", "tag:yaml.org,2002:str")
+_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 _WORDS: Final = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -90,13 +84,13 @@ def parse_bytes(data: bytes, where: str) -> Layers:
 
 def parse_yaml(text: str, where: str) -> Layers:
     """Parse YAML as `read_yaml` does; `where` is its name in messages."""
-    top = _Composer(where).compose(text)
-    if top is None or (isinstance(top, _Scalar) and top.value is None):
+    top, expansion = _compose(text, where), _Expansion(where)
+    values = None if top is None else expansion.plain(top, ())
+    if top is None or values is None:
         return Layers({}, {(): f"{where}:1"})
-    if not isinstance(top, _Mapping):
-        raise _error(where, top.line, "the file must have 'key: value' lines at the top level.")
-    expansion = _Expansion(where)
-    return Layers(expansion.plain(top, ()), expansion.origins)
+    if not isinstance(values, dict):
+        raise _error(where, top.start_mark.line + 1, "the file must have 'key: value' lines at the top level.")
+    return Layers(values, expansion.origins)
 
 
 def parse_override(text: str) -> Layers:
@@ -125,7 +119,7 @@ def parse_override(text: str) -> Layers:
 def _typed_value(value: str, where: str) -> Any:
     bare = value.strip()
     if bare.startswith(("[", "{", "'", '"')):
-        node = _Composer(where).compose(bare)
+        node = _compose(bare, where)
         return None if node is None else _Expansion(where).plain(node, ())
     text = value if "\n" in value else bare
     _check_text(text, where, None)
@@ -159,154 +153,63 @@ def _check_text(text: str, where: str, line: int | None) -> None:
 # --- Nodes ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Scalar:
-    line: int
-    value: Any
+class _LimitedComposer(Composer):
+    """ruamel's composer of nodes, with limits. An alias is the same node again, which `_Expansion` follows."""
 
+    where = ""
+    line = 1
+    num_values = nesting = 0
 
-@dataclass(frozen=True)
-class _Sequence:
-    line: int
-    items: list[_Node]
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """Keys with their lines and values; `merged` are the mappings of its `<<`, the first one winning."""
-
-    line: int
-    entries: dict[str, tuple[int, _Node]]
-    merged: list[_Mapping]
-
-
-_Node = _Scalar | _Sequence | _Mapping
-
-
-class _Composer:
-    """Builds nodes from events. An alias is the same node again, which `_Expansion` follows."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._anchors: dict[str, _Node | None] = {}
-        self._num_values = 0
-        self._depth = 0
-        self._line = 1
-
-    def compose(self, text: str) -> _Node | None:
-        """Return the document; None if the text has none.
-
-        Raises:
-            ConfigError: the text is not YAML, has several documents, or exceeds the limits.
-        """
-        events = self._events(text)
-        documents = [self._node(next(events), events) for event in events if self._begins_document(event)]
-        return documents[0] if documents else None
-
-    def _events(self, text: str) -> Iterator[Any]:
-        try:
-            for event in YAML(typ="safe", pure=True).parse(StringIO(text)):
-                self._line = event.start_mark.line + 1
-                yield event
-        except MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            self._line = mark.line + 1 if mark else self._line
-            raise self._not_yaml(one_line(error.problem or str(error))) from error
-        except ReaderError as error:
-            self._line = text.count("\n", 0, error.position) + 1
-            raise self._not_yaml("it can't contain control characters") from error
-        except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-            # Errors that ruamel does not expect: an escape beyond Unicode makes chr() raise an OverflowError.
-            raise self._not_yaml(one_line(error)) from error
-
-    def _not_yaml(self, reason: str) -> ConfigError:
-        return _error(
-            self._where, self._line, f"not valid YAML: {reason[:_LONGEST_SHOWN]}.", "Check indentation and quotes."
-        )
-
-    def _begins_document(self, event: Any) -> bool:
-        begins = isinstance(event, DocumentStartEvent)
-        if begins and self._num_values:
-            self._fail("a second document begins here.", "Remove everything after '---'.")
-        return begins
-
-    def _node(self, event: Any, events: Iterator[Any]) -> _Node:
-        """Build the node that begins with `event`."""
-        line = self._line
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            self._fail(f"the file has more than {MAX_VALUES} values.", "Is it the right one?")
-        if isinstance(event, AliasEvent):
-            return self._aliased(event.anchor)
-        if event.anchor is not None:
-            self._anchors[event.anchor] = None
-        node: _Node
-        if isinstance(event, ScalarEvent):
-            node = _Scalar(line, self._scalar_value(event))
-        else:
-            if event.tag is not None:
-                self._fail(f"the tag {event.tag!r} has no meaning here.", "Leave it out.")
-            self._depth += 1
-            if self._depth > MAX_DEPTH:
-                self._fail(f"lists and mappings are nested more than {MAX_DEPTH} deep.", "Check the brackets.")
-            node = self._sequence(events) if isinstance(event, SequenceStartEvent) else self._mapping(events)
-            self._depth -= 1
-        if event.anchor is not None:
-            self._anchors[event.anchor] = node
+    def compose_node(self, parent: Node | None, index: object) -> Node | None:
+        """Compose the next node, unless it exceeds a limit, or has a tag."""
+        event = self.parser.peek_event()
+        self.line = event.start_mark.line + 1
+        is_key = index is None and isinstance(parent, MappingNode)
+        self.num_values += not is_key
+        self.nesting += 1
+        if self.num_values > MAX_VALUES:
+            raise _error(self.where, self.line, f"the file has more than {MAX_VALUES} values.", "Is it the right one?")
+        if self.nesting > MAX_DEPTH + 1:
+            reason = f"lists and mappings are nested more than {MAX_DEPTH} deep."
+            raise _error(self.where, self.line, reason, "Check the brackets.")
+        tag = None if isinstance(event, AliasEvent) else event.tag
+        if tag is not None and not (tag in _STRING_TAGS and isinstance(event, ScalarEvent)):
+            reason = f"the tag {str(tag)!r} has no meaning here."
+            raise _error(self.where, self.line, reason, "Leave it out; put text in quotes.")
+        node: Node | None = super().compose_node(parent, index)
+        self.nesting -= 1
+        if isinstance(node, ScalarNode) and tag is not None:
+            node.style = "'"  # like text in quotes
         return node
 
-    def _aliased(self, name: str) -> _Node:
-        node = self._anchors.get(name)
-        if node is None:
-            reason = "refers to itself" if name in self._anchors else "has no anchor above it"
-            self._fail(f"the alias '*{name[:_LONGEST_SHOWN]}' {reason}.", "Put text that begins with '*' in quotes.")
-        return node
 
-    def _scalar_value(self, event: Any) -> Any:
-        _check_text(event.value, self._where, self._line)
-        if event.tag in _STRING_TAGS or (event.tag is None and event.style):
-            return str(event.value)
-        if event.tag is not None:
-            self._fail(f"the tag {event.tag!r} has no meaning here.", "Leave it out; put text in quotes.")
-        return _scalar(event.value, self._where, self._line)
+def _compose(text: str, where: str) -> Node | None:
+    """Return the node of the document; None if the text has none.
 
-    def _sequence(self, events: Iterator[Any]) -> _Sequence:
-        line, items = self._line, []
-        while not isinstance(event := next(events), SequenceEndEvent):
-            items.append(self._node(event, events))
-        return _Sequence(line, items)
+    Raises:
+        ConfigError: the text is not YAML, has several documents, or exceeds the limits.
+    """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _LimitedComposer
+    composer: _LimitedComposer = yaml.composer
+    composer.where, composer.warn_double_anchors = where, False
+    try:
+        node: Node | None = yaml.compose(StringIO(text))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _not_yaml(where, mark.line + 1 if mark else composer.line, error.problem or str(error)) from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _not_yaml(where, line, "it can't contain control characters") from error
+    except (YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        # Errors that ruamel does not expect: an escape beyond Unicode makes chr() raise an OverflowError.
+        raise _not_yaml(where, composer.line, str(error)) from error
+    return node
 
-    def _mapping(self, events: Iterator[Any]) -> _Mapping:
-        mapping = _Mapping(self._line, {}, [])
-        while not isinstance(event := next(events), MappingEndEvent):
-            line, is_merge = self._line, isinstance(event, ScalarEvent) and not event.style and event.value == "<<"
-            key = "" if is_merge else self._key(event)
-            if key in mapping.entries:
-                self._fail(f"'{key}' is given twice, here and on line {mapping.entries[key][0]}.", "Keep one of them.")
-            value = self._node(next(events), events)
-            if is_merge:
-                mapping.merged.extend(self._mappings(value))
-            else:
-                mapping.entries[key] = (line, value)
-        return mapping
 
-    def _key(self, event: Any) -> str:
-        if not isinstance(event, ScalarEvent) or event.tag is not None or event.anchor is not None:
-            self._fail("a key must be a word.", "Write 'key: value'; put text that begins with [ or { in quotes.")
-        key = str(event.value)
-        if not key or not key.isprintable() or len(key) > _LONGEST_SHOWN:
-            self._fail(f"{key[:_LONGEST_SHOWN]!r} can't be a key.", "A key is a short word.")
-        return key
-
-    def _mappings(self, value: _Node) -> list[_Mapping]:
-        found = value.items if isinstance(value, _Sequence) else [value]
-        mappings = [node for node in found if isinstance(node, _Mapping)]
-        if len(mappings) < len(found):
-            self._fail("'<<' takes an alias of a mapping, or a list of these.", "Example: <<: *defaults")
-        return mappings
-
-    def _fail(self, message: str, fix: str) -> NoReturn:
-        raise _error(self._where, self._line, message, fix)
+def _not_yaml(where: str, line: int, reason: str) -> ConfigError:
+    reason = one_line(reason)[:_LONGEST_SHOWN]
+    return _error(where, line, f"not valid YAML: {reason}.", "Check indentation and quotes.")
 
 
 class _Expansion:
@@ -317,7 +220,7 @@ class _Expansion:
         self._num_values = 0
         self.origins: dict[KeyPath, str] = {}
 
-    def plain(self, node: _Node, path: KeyPath, depth: int = 0) -> Any:
+    def plain(self, node: Node, path: KeyPath, depth: int = 0) -> Any:
         """Return the value of a node.
 
         Args:
@@ -326,37 +229,60 @@ class _Expansion:
             depth: number of lists and mappings around it.
 
         Raises:
-            ConfigError: its aliases exceed the limits.
+            ConfigError: it has keys twice or keys that are no words, or its aliases exceed the limits.
         """
         self._count(node, 1, depth)
-        if isinstance(node, _Scalar):
-            return node.value
-        if isinstance(node, _Sequence):
-            return [self.plain(item, path, depth + 1) for item in node.items]
-        self.origins.setdefault(path, f"{self._where}:{node.line}")
+        if isinstance(node, ScalarNode):
+            line = node.start_mark.line + 1
+            _check_text(node.value, self._where, line)
+            return str(node.value) if node.style else _scalar(node.value, self._where, line)
+        if isinstance(node, SequenceNode):
+            return [self.plain(item, path, depth + 1) for item in node.value]
+        self.origins.setdefault(path, self._place(node))
         result = {}
-        for key, (line, value) in self._entries(node, depth).items():
-            self.origins[*path, key] = f"{self._where}:{line}"
+        for key, (key_node, value) in self._entries(node, depth).items():
+            self.origins[*path, key] = self._place(key_node)
             result[key] = self.plain(value, (*path, key), depth + 1)
         return result
 
-    def _entries(self, node: _Mapping, depth: int) -> dict[str, tuple[int, _Node]]:
-        """Return a mapping's own entries, and merged entries for other keys."""
-        if not node.merged:
-            return node.entries
-        merged: dict[str, tuple[int, _Node]] = {}
-        for other in reversed(node.merged):
-            self._count(other, 1 + len(other.entries), depth)
-            merged |= self._entries(other, depth + 1)
-        return merged | node.entries
+    def _entries(self, mapping: Node, depth: int) -> dict[str, tuple[Node, Node]]:
+        """Return a mapping's own entries, and entries for other keys of the mappings of its `<<`, the first winning."""
+        entries: dict[str, tuple[Node, Node]] = {}
+        merged: dict[str, tuple[Node, Node]] = {}
+        for key_node, value in mapping.value:
+            if key_node.tag == _MERGE_TAG:
+                for other in value.value if isinstance(value, SequenceNode) else [value]:
+                    if not isinstance(other, MappingNode):
+                        self._fail(key_node, "'<<' takes an alias of a mapping, or a list.", "Example: <<: *defaults")
+                    self._count(other, 1 + len(other.value), depth)
+                    merged = self._entries(other, depth + 1) | merged
+                continue
+            key = self._key(key_node)
+            if key in entries:
+                first = entries[key][0].start_mark.line + 1
+                self._fail(key_node, f"'{key}' is given twice, here and on line {first}.", "Keep one of them.")
+            entries[key] = (key_node, value)
+        return merged | entries
 
-    def _count(self, node: _Node, num_values: int, depth: int) -> None:
+    def _key(self, node: Node) -> str:
+        if not isinstance(node, ScalarNode) or node.anchor is not None:
+            self._fail(node, "a key must be a word.", "Write 'key: value'; put text that begins with [ or { in quotes.")
+        key = str(node.value)
+        if not key or not key.isprintable() or len(key) > _LONGEST_SHOWN:
+            self._fail(node, f"{key[:_LONGEST_SHOWN]!r} can't be a key.", "A key is a short word.")
+        return key
+
+    def _count(self, node: Node, num_values: int, depth: int) -> None:
         self._num_values += num_values
         if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
-            raise _error(
-                self._where, node.line, f"aliases expand to more than {MAX_VALUES} values here, or nest too deeply.",
-                "Write the values out.",
-            )  # fmt: skip
+            reason = f"aliases expand to more than {MAX_VALUES} values here, or nest too deeply."
+            self._fail(node, reason, "Write the values out.")
+
+    def _place(self, node: Node) -> str:
+        return f"{self._where}:{node.start_mark.line + 1}"
+
+    def _fail(self, node: Node, message: str, fix: str) -> NoReturn:
+        raise _error(self._where, node.start_mark.line + 1, message, fix)
 
 
 def _error(where: str, line: int | None, message: str, fix: str = "") -> ConfigError:
