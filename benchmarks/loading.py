@@ -24,7 +24,7 @@ import torch
 from recording import add_record_option, record_repeats
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.models.adapters import LoraSpec
 from ftkit.planning.job import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

@@ -10,7 +10,7 @@ from typing import Any
 
 from ftkit import assets
 from ftkit.config.shipped_models import read_shipped
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.models.config_json import read_shape
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.step_time import predict_step_time

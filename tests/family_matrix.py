@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ftkit.config.data import DataSpec
 from ftkit.config.evaluation import EvaluationSpec
 from ftkit.config.resources import ResourcesSpec
-from ftkit.config.training import TrainingSpec
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
 from ftkit.models.spec import ModelPlan, ModelSpec
 from ftkit.spec import Name, NonNegativeInt, OneLine, PositiveInt, Spec

@@ -1,10 +1,12 @@
-"""Training settings."""
+"""Training settings, and the same with all `auto` values resolved."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ftkit.errors import plural
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.spec import (
     NUMBER,
@@ -20,12 +22,10 @@ from ftkit.spec import (
 
 EngineName = Literal["fsdp2", "zero3"]
 ActivationCheckpointing = Literal["none", "selective", "except_attention", "full"]
-ActivationCheckpointingChoice = Literal["auto", "none", "selective", "except_attention", "full"]
 RECOMPUTES_LAYERS: tuple[ActivationCheckpointing, ...] = ("except_attention", "full")
 """Modes that recompute whole layers."""
 Auto = Literal["auto"]
 AttentionChoice = Literal["auto", "flash4", "flex", "sdpa", "eager"]
-EngineChoice = Literal["auto", "fsdp2", "zero3"]
 Method = Literal["full", "lora", "qlora"]
 Offload = Literal["none", "optimizer", "all"]
 OnNonfinite = Literal["stop", "skip"]
@@ -33,24 +33,24 @@ Precision = Literal["bf16", "fp32"]
 TrainingPrecision = Literal["bf16", "fp32", "fp8"]
 Quantization = Literal["none", "nf4", "fp8"]
 
-LARGEST_MICRO_BATCH = LARGEST_SHARD_DEGREE = 2**16
-LONGEST_SEQUENCE = 2**24
-"""Bounds far beyond what fits in memory. They limit the search for settings that fit, which tries all divisors of the
-micro-batch and all halvings of the sequence length."""
+LARGEST_GROUP, LONGEST_SEQUENCE = 2**16, 2**24
+"""Bounds beyond what fits in memory. They limit the search for settings that fit: all divisors, all halvings."""
 
 
-def _check_micro_batch_size(value: object) -> object:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_MICRO_BATCH
-    if is_number or value == "auto":
-        return value
-    raise ValueError(f"a micro-batch is 1 to {LARGEST_MICRO_BATCH:,} packs, or 'auto'")
+def _number_or_auto(least: int, most: int, what: str) -> BeforeValidator:
+    """Accept a whole number within bounds, or `auto`."""
+
+    def check(value: object) -> object:
+        is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        if is_number or value == "auto":
+            return value
+        raise ValueError(f"{what.format(most)}, or 'auto'")
+
+    return BeforeValidator(check)
 
 
-def _check_shard_degree(value: object) -> object:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and 1 < value <= LARGEST_SHARD_DEGREE
-    if is_number or value == "auto":
-        return value
-    raise ValueError(f"a copy of the model is sharded over 2 to {LARGEST_SHARD_DEGREE:,} GPUs, or 'auto'")
+_MICRO_BATCH = _number_or_auto(1, LARGEST_GROUP, "a micro-batch is 1 to {:,} packs")
+_SHARD_DEGREE = _number_or_auto(2, LARGEST_GROUP, "a copy of the model is sharded over 2 to {:,} GPUs")
 
 
 class TrainingSpec(Spec):
@@ -68,7 +68,7 @@ class TrainingSpec(Spec):
     """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
     (llama, qwen3, gemma3_text, olmo3; methods full and lora, engine fsdp2). It must divide the attention heads, the
     key-value heads, and the intermediate size."""
-    engine: EngineChoice = "auto"
+    engine: Literal["auto", "fsdp2", "zero3"] = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
     """State kept in host memory: none, optimizer states, or also parameters and gradients."""
@@ -84,7 +84,10 @@ class TrainingSpec(Spec):
     and multiply in FP8 (Ada, Hopper and newer GPUs), with half the memory of bf16; `auto`: that of `precision`."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE), WHOLE_NUMBER]
     """Tokens per pack."""
-    micro_batch_size: Annotated[PositiveInt | Auto, BeforeValidator(_check_micro_batch_size)] = "auto"
+    micro_batch_size: Annotated[
+        PositiveInt | Auto,
+        _MICRO_BATCH,
+    ] = "auto"
     """Packs that one process computes at a time; `auto`: the number predicted to be the fastest on the cluster's GPUs
     with memory to spare. It changes only speed and memory: the optimizer sees `global_batch_size`."""
     global_batch_size: PositiveInt
@@ -120,7 +123,7 @@ class TrainingSpec(Spec):
     `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""
     compile: Literal["auto", "layers", "none"] = "auto"
     """`layers`: compile each decoder layer, which fuses element-wise operations; `auto`: on GPUs, with engine fsdp2."""
-    activation_checkpointing: ActivationCheckpointingChoice = "auto"
+    activation_checkpointing: Literal["auto", "none", "selective", "except_attention", "full"] = "auto"
     """Activations that the backward pass recomputes: nothing (`none`); the cheap operations between matmuls and
     attention (`selective`, with engine fsdp2), for little time; decoder layers except attention, whose output is saved
     (`except_attention`, with engine fsdp2), for long sequences, which spend most of their time there; or whole decoder
@@ -142,7 +145,7 @@ class TrainingSpec(Spec):
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
     `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
     memory to spare."""
-    shard_degree: Annotated[PositiveInt | Auto, BeforeValidator(_check_shard_degree)] = "auto"
+    shard_degree: Annotated[PositiveInt | Auto, _SHARD_DEGREE] = "auto"
     """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
     and sum their gradients once a step (hybrid sharding, HSDP), for less traffic between nodes and more memory.
     `auto`: all GPUs, or those of one node or of a few if the network is predicted to slow steps down otherwise."""
@@ -258,141 +261,140 @@ class TrainingSpec(Spec):
     @classmethod
     def _checkpointing_is_a_word(cls, value: object) -> object:
         if isinstance(value, bool):
-            allowed = ", ".join(get_args(ActivationCheckpointingChoice))
+            allowed = ", ".join(("auto", *get_args(ActivationCheckpointing)))
             raise ValueError(f"set '{'full' if value else 'none'}': it is one of {allowed}")  # noqa: TRY004
         return value
 
     @model_validator(mode="after")
-    def _adapters_belong_to_a_method(self) -> Self:
+    def _settings_agree(self) -> Self:
+        for conflict in (*self._conflicts_of_method(), *self._conflicts_of_memory(), *self._conflicts_of_groups()):
+            raise ValueError(conflict)
+        return self
+
+    def _conflicts_of_method(self) -> Iterator[str]:
+        """Yield the reasons why settings of the optimization contradict each other."""
         if self.method == "full" and self.lora is not None:
-            raise ValueError("lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _fp8_belongs_to_a_method(self) -> Self:
+            yield "lora has no effect with method 'full': set method to 'lora' or 'qlora', or remove it"
         if self.trains_in_fp8 and self.method != "full":
-            raise ValueError(
-                f"precision '{self.precision}' trains all weights; with method '{self.method}' "
-                + ("set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already")
-            )
+            fix = "set base_precision to 'fp8' instead" if self.method == "lora" else "weights are in 4 bits already"
+            yield f"precision '{self.precision}' trains all weights; with method '{self.method}' {fix}"
         if self.base_precision == "fp8" and self.method != "lora":
-            raise ValueError(f"base_precision is for method 'lora'; with method '{self.method}' omit it")
+            yield f"base_precision is for method 'lora'; with method '{self.method}' omit it"
         if self.base_precision == "fp8" and self.precision == "fp32":
-            raise ValueError(
-                "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
-            )
-        return self
+            yield "base_precision 'fp8' returns bf16 from its matmuls: it is incompatible with precision 'fp32'"
+        if self.precision == "fp32" and self.reduce_precision == "bf16":
+            yield "reduce_precision 'bf16' would round the gradients of precision 'fp32'"
+        if (self.max_steps is None) == (self.num_epochs is None):
+            yield "give exactly one of max_steps and num_epochs"
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield f"betas must be in [0, 1), got {list(self.betas)}"
 
-    @model_validator(mode="after")
-    def _only_checkpointed_layers_are_offloaded(self) -> Self:
-        if self.activation_offload and self.activation_checkpointing == "none":
-            raise ValueError("activation_offload has no effect with activation_checkpointing 'none'")
-        if self.activation_offload and self.activation_checkpointing == "selective" and self.compile == "none":
-            raise ValueError(
-                "activation_offload with activation_checkpointing 'selective' needs compiled layers: remove compile "
-                "'none', or set activation_checkpointing to 'full'"
-            )
+    def _conflicts_of_memory(self) -> Iterator[str]:
+        """Yield the reasons why settings of checkpointing and offload contradict each other."""
+        mode = self.activation_checkpointing
+        if self.activation_offload and mode == "none":
+            yield "activation_offload has no effect with activation_checkpointing 'none'"
+        if self.activation_offload and mode == "selective" and self.compile == "none":
+            yield "activation_offload with activation_checkpointing 'selective' needs compiled layers: omit compile"
         if self.offloaded_layers is not None and not self.activation_offload:
-            raise ValueError("offloaded_layers has no effect without activation_offload: set it to true")
-        return self
-
-    @model_validator(mode="after")
-    def _attention_is_an_operator(self) -> Self:
-        if self.activation_checkpointing == "except_attention" and self.attention == "eager":
-            raise ValueError(
-                "activation_checkpointing 'except_attention' saves the output of an attention kernel, which attention "
-                "'eager' does not have"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _some_layers_have_a_mode(self) -> Self:
-        if self.checkpointed_layers is not None and self.activation_checkpointing in {"none", "auto"}:
-            raise ValueError(
+            yield "offloaded_layers has no effect without activation_offload: set it to true"
+        if mode == "except_attention" and self.attention == "eager":
+            yield "activation_checkpointing 'except_attention' saves a kernel's output: attention 'eager' has no kernel"
+        if self.checkpointed_layers is not None and mode in {"none", "auto"}:
+            yield (
                 "checkpointed_layers is the number of layers with activation_checkpointing 'selective', "
                 "'except_attention' or 'full': set one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _packs_are_divided_evenly(self) -> Self:
-        if self.sequence_length % self.gpus_per_pack:
-            sizes = {"context_parallel": self.context_parallel, "tensor_parallel": self.tensor_parallel}
-            among = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-            raise ValueError(f"sequence_length {self.sequence_length} can't be divided evenly among {among} GPUs")
-        if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
-            raise ValueError(f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'")
-        return self
-
-    @model_validator(mode="after")
-    def _layers_are_divided_as_fsdp2_shards_them(self) -> Self:
-        if self.tensor_parallel == 1:
-            return self
-        unsupported = {
-            "method": self.method == "qlora",
-            "base_precision": self.base_precision == "fp8",
-            "precision": self.trains_in_fp8,
-            "offload": self.offload != "none",
-            "shard_degree": self.shard_degree != "auto",
-            "collectives": self.collectives == "copy_engine",
-            "attention": self.attention in {"flex", "eager"},
-        }
-        if wrong := next((key for key, is_so in unsupported.items() if is_so), None):
-            reason = " (quantized matrices can't be divided by rows or columns)" if self.quantization != "none" else ""
-            raise ValueError(
-                f"tensor_parallel does not support {wrong} '{getattr(self, wrong)}' yet{reason}: leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _8_bit_states_stay(self) -> Self:
         if self.optimizer == "adamw8bit" and self.offload != "none":
-            raise ValueError(
-                f"optimizer 'adamw8bit' keeps its states on the GPU: it is incompatible with offload '{self.offload}'"
-            )
-        return self
+            yield f"optimizer 'adamw8bit' keeps its states on the GPU: it is incompatible with offload '{self.offload}'"
 
-    @model_validator(mode="after")
-    def _copy_engines_copy_between_devices(self) -> Self:
+    def _conflicts_of_groups(self) -> Iterator[str]:
+        """Yield the reasons why settings of parallelism contradict others."""
+        if self.sequence_length % self.gpus_per_pack:
+            sizes = {key: getattr(self, key) for key in ("context_parallel", "tensor_parallel")}
+            among = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+            yield f"sequence_length {self.sequence_length} can't be divided evenly among {among} GPUs"
+        if self.context_parallel > 1 and self.attention in {"flex", "eager"}:
+            yield f"context_parallel needs attention 'auto', 'flash4' or 'sdpa', not '{self.attention}'"
+        undivided = {
+            "method": ("qlora",), "base_precision": ("fp8",), "precision": ("fp8",), "offload": ("optimizer", "all"),
+            "collectives": ("copy_engine",), "attention": ("flex", "eager"),
+        }  # fmt: skip
+        wrong = [key for key, values in undivided.items() if getattr(self, key) in values]
+        wrong += ["shard_degree"] if self.shard_degree != "auto" else []
+        if wrong and self.tensor_parallel > 1:
+            reason = " (quantized matrices can't be divided by rows or columns)" if self.quantization != "none" else ""
+            value = getattr(self, wrong[0])
+            yield f"tensor_parallel does not support {wrong[0]} '{value}' yet{reason}: leave one of them out"
         if self.collectives == "copy_engine" and self.offload == "all":
-            raise ValueError("collectives 'copy_engine' is incompatible with offload 'all': weights are in host memory")
-        return self
-
-    @model_validator(mode="after")
-    def _sums_of_micro_batches_stay_in_fp32(self) -> Self:
+            yield "collectives 'copy_engine' is incompatible with offload 'all': weights are in host memory"
         if self.sync_gradients != "last_micro_batch":
-            return self
+            return
+        late = "sync_gradients 'last_micro_batch' is incompatible with"
         if self.collectives == "copy_engine":
-            raise ValueError(
-                "sync_gradients 'last_micro_batch' is incompatible with collectives 'copy_engine', which would sum the "
-                "gradients of micro-batches in the precision of training"
-            )
+            yield f"{late} collectives 'copy_engine', which would sum micro-batches in the precision of training"
         if self.offload == "all":
-            raise ValueError(
-                "sync_gradients 'last_micro_batch' is incompatible with offload 'all': gradients are in host memory"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sums_are_no_coarser_than_wanted(self) -> Self:
-        if self.precision == "fp32" and self.reduce_precision == "bf16":
-            raise ValueError("reduce_precision 'bf16' would round the gradients of precision 'fp32'")
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError("give exactly one of max_steps and num_epochs")
-        return self
-
-    @model_validator(mode="after")
-    def _betas_are_rates(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be in [0, 1), got {list(self.betas)}")
-        return self
+            yield f"{late} offload 'all': gradients are in host memory"
 
 
 @lru_cache(maxsize=16)
 def _with_default_targets(lora: LoraSpec) -> LoraSpec:
     """Return adapters with targets; cached, since a plan asks for them thousands of times."""
     return lora if lora.targets else lora.model_copy(update={"targets": ALL_PROJECTIONS})
+
+
+class TrainingPlan(TrainingSpec):
+    """Optimization settings with all `auto` values resolved."""
+
+    micro_batch_size: PositiveInt = 1
+    """Packs per micro-batch of a process."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Activations that the backward pass recomputes."""
+
+    @classmethod
+    def of(
+        cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
+    ) -> "TrainingPlan":
+        """Combine the recipe's settings with the resolved values."""
+        resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
+        return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
+
+    def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
+        """Return the activation checkpointing of each decoder layer."""
+        mode, others = self.activation_checkpointing, self.lighter_checkpointing(engine)
+        num = num_layers if self.checkpointed_layers is None else min(self.checkpointed_layers, num_layers)
+        if self.activation_offload:
+            return [mode if is_chosen else others for is_chosen in _spread(num, num_layers)]
+        return [mode] * num + [others] * (num_layers - num)
+
+    def offloaded_of_layers(self, num_layers: int, engine: EngineName) -> list[bool]:
+        """Return for each decoder layer whether what it saves is in host memory until the backward pass."""
+        modes = self.checkpointing_of_layers(num_layers, engine)
+        if not self.activation_offload:
+            return [False] * num_layers
+        num = modes.count("selective")
+        selective = iter(_spread(num if self.offloaded_layers is None else min(self.offloaded_layers, num), num))
+        return [next(selective) if mode == "selective" else mode != "none" for mode in modes]
+
+    def lighter_checkpointing(self, engine: EngineName) -> ActivationCheckpointing:
+        """Return the activation checkpointing of the layers that `checkpointed_layers` leaves out."""
+        recomputes_layers = self.activation_checkpointing in RECOMPUTES_LAYERS
+        return "selective" if recomputes_layers and engine == "fsdp2" else "none"
+
+    def checkpointing_label(self, num_layers: int, engine: EngineName) -> str:
+        """Return the activation checkpointing in words."""
+        modes = self.checkpointing_of_layers(num_layers, engine)
+        parts = []
+        for mode in dict.fromkeys([self.activation_checkpointing, *modes]):
+            number = modes.count(mode)
+            if mode != "none" or number == num_layers:
+                parts.append(f"'{mode}'" + (f" in {number} of {num_layers} layers" if number < num_layers else ""))
+        if num_offloaded := sum(self.offloaded_of_layers(num_layers, engine)):
+            parts.append(f"{plural(num_offloaded, 'layer')} offloaded")
+        return ", ".join(parts)
+
+
+@lru_cache
+def _spread(num: int, total: int) -> tuple[bool, ...]:
+    """Choose `num` of `total` items, spread evenly."""
+    return tuple(index * num % total < num for index in range(total))

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
 from ftkit.planning.fit import fit

@@ -30,8 +30,7 @@ from ftkit.planning.training_setup import Setup
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from ftkit.config.training import ActivationCheckpointing
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import ActivationCheckpointing, TrainingPlan
     from ftkit.planning.fit import Fit
     from ftkit.planning.plan import RunPlan
     from ftkit.planning.training_setup import Gpu

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.execution import USABLE_MEMORY, is_gathered_in_fp8
-from ftkit.config.training import EngineName
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import EngineName, TrainingPlan
 from ftkit.models.parameters import count_model
 from ftkit.models.spec import ArchitectureSpec
 

@@ -12,7 +12,7 @@ from ftkit.train.model.build import why_not_packed
 
 if TYPE_CHECKING:
     from ftkit.config.data import Packing
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.planning.plan import BatchPlan
     from ftkit.train.engine import Engine
     from ftkit.train.world import World

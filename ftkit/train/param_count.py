@@ -27,7 +27,7 @@ from ftkit.train.model.linears import linear_sizes, linears_in_layers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
 
 
 _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")

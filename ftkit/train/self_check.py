@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ftkit.config.execution import method_counts
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer

@@ -22,7 +22,7 @@ from bitsandbytes import functional as bitsandbytes
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.models.adapters import LoraSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

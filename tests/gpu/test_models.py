@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
 from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_isolation, verify_logits

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

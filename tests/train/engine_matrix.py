@@ -24,8 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.execution import count_repeated_parameters, method_counts
-from ftkit.config.training import ActivationCheckpointing, EngineName, Method, Offload, Precision, TrainingPrecision
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import (
+    ActivationCheckpointing,
+    EngineName,
+    Method,
+    Offload,
+    Precision,
+    TrainingPlan,
+    TrainingPrecision,
+)
 from ftkit.data.encoding import IGNORED
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.models.families import MEASURED

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ftkit.config.execution import ParameterCounts
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method, TrainingPlan
 from ftkit.models.families import MEASURED, MeasuredFamily, family_of
 from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.causal_lm import MicroBatch

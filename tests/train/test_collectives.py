@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import TrainingError
 from ftkit.train.distributed import collectives
 from ftkit.train.distributed.collectives import (

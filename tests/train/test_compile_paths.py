@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
 from ftkit.train.memory.compile import compiles
 

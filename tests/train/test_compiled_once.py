@@ -19,7 +19,7 @@ from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
 from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.models.spec import ArchitectureSpec

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.execution import method_counts
-from ftkit.config.training import Method
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import Method, TrainingPlan
 from ftkit.errors import TrainingError
 from ftkit.models.families import MEASURED
 from ftkit.models.spec import ArchitectureSpec

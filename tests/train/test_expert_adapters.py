@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from validation_loss import validation_loss
 
 from ftkit.config.execution import method_counts
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate import verify_export
 from ftkit.evaluate.formats import check_format

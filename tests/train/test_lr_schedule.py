@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.train.components.optimizer import learning_rate_at
 
 

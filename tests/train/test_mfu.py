@@ -9,7 +9,7 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.store import DocumentBatch, PackStore, PackWriter
 from ftkit.planning.flops import mean_visible_keys, token_flops

@@ -16,8 +16,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from ftkit.config.execution import ParameterCounts, method_counts
-from ftkit.config.training import ActivationCheckpointing
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import ActivationCheckpointing, TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer

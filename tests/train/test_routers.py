@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import TrainingError
 from ftkit.models.spec import ArchitectureSpec

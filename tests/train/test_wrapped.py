@@ -21,7 +21,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.errors import TrainingError

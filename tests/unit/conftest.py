@@ -17,7 +17,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.config.shipped_models import read_shipped
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.models.config_json import read_shape
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json

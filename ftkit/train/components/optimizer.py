@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
 
 T = TypeVar("T", bound=torch.Tensor)
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftkit.config.execution import ParameterCounts
-    from ftkit.config.training import EngineName
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.runs.records import Checks
     from ftkit.train.distributed.probe import ProbeResult
     from ftkit.train.engine import ShardingStats

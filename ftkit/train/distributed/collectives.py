@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import FSDPModule
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)

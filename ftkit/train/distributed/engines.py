@@ -10,8 +10,7 @@ from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ftkit.config.training import EngineName
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.train.engine import Engine, InitWeights
     from ftkit.train.world import World
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.train.engine import InitWeights, ShardingStats
     from ftkit.train.world import World
 

@@ -23,7 +23,7 @@ from ftkit.train.private_apis.torch import compile_failures, tag_compile_caches
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
 
 from ftkit.errors import PrerequisiteError, one_line
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.train.world import World
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from ftkit.config.training import Quantization
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import Quantization, TrainingPlan
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.linears import WeightLayout
     from ftkit.train.model.peft_names import TextPlace

@@ -19,7 +19,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.planning.plan import RunPlan
 
     Specs = Callable[..., TrainingPlan]

@@ -36,8 +36,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile, GpuModel
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.config.training import EngineName
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.planning.choices import ExecutionPlan
     from ftkit.planning.suggestions import Suggestion
     from ftkit.planning.training_setup import Gpu

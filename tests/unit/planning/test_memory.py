@@ -15,7 +15,7 @@ from ftkit.planning.training_setup import Setup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]

@@ -17,7 +17,7 @@ from ftkit.config.image_reference import ImageFile, NamedImage, parse_reference
 from ftkit.config.load import load_cluster, load_image, load_recipe, read_cluster, read_recipe
 from ftkit.config.request import Origins, RunRequest
 from ftkit.config.shipped_models import shipped_config
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.models.adapters import ALL_PROJECTIONS
 from ftkit.models.parameters import count_model

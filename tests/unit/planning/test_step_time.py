@@ -16,7 +16,7 @@ from ftkit.planning.training_setup import GPUS, Setup, gpu_of_device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.config.training_plan import TrainingPlan
+    from ftkit.config.training import TrainingPlan
     from ftkit.models.spec import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]

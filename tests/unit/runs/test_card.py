@@ -11,7 +11,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.shipped_models import shipped_config
-from ftkit.config.training_plan import TrainingPlan
+from ftkit.config.training import TrainingPlan
 from ftkit.planning.planner import plan_model
 from ftkit.runs.card import write_card
 from ftkit.runs.loss_curve import loss_curve, ticks
