@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ftkit.config.execution import method_counts
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import ConfigError, Problem, one_line, plural
+from ftkit.errors import ConfigError, Problem, one_line
 from ftkit.models.adapters import default_targets
 from ftkit.models.config_json import resolve_shape
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.models.spec import ArchitecturePlan, ModelPlan
-from ftkit.planning.checks import find_notes, find_problems
+from ftkit.planning.checks import find_problems
 from ftkit.planning.choices import (
     choose_engine,
     choose_execution,
@@ -25,14 +25,19 @@ from ftkit.planning.choices import (
     with_sharding,
 )
 from ftkit.planning.fit import fit
-from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
-from ftkit.planning.parallelism_checks import why_undivided
+from ftkit.planning.notes import (
+    LINEAR_KERNELS,
+    notes_on_fit,
+    notes_on_fp8,
+    notes_on_linear_attention,
+    notes_on_model,
+    notes_on_packs,
+)
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
 from ftkit.planning.step_time import PADDING, predict_step_time
-from ftkit.planning.suggestions import suggest_changes, suggest_faster
-from ftkit.planning.training_setup import GPUS
+from ftkit.planning.training_checks import why_undivided
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +51,6 @@ if TYPE_CHECKING:
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
     from ftkit.models.spec import ModelCounts, ModelSpec
-    from ftkit.planning.fit.memory import MemoryPlan
     from ftkit.planning.training_setup import Setup
 
 
@@ -96,11 +100,11 @@ def plan_run(
         fill_ratio=fill,
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
-            *_notes_on_packs(chosen, request.num_packs),
-            *_notes(setup, cluster, predicted.memory, can_divide_packs=can_divide),
-            *_notes_on_fp8(setup, trained_in),
-            *_notes_on_linear_attention(setup, trained_in, padding),
-            *find_notes(recipe, model, cluster, image, request.padding),
+            *notes_on_packs(chosen, request.num_packs),
+            *notes_on_fit(setup, cluster, predicted.memory, can_divide_packs=can_divide),
+            *notes_on_fp8(setup, trained_in),
+            *notes_on_linear_attention(setup, trained_in, padding),
+            *notes_on_model(recipe, model, cluster, image, request.padding),
         ),
         execution=execution,
         host_memory=predicted.host_memory,
@@ -256,83 +260,3 @@ def _batch(setup: Setup) -> BatchPlan:
         accumulation_steps=training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks),
         global_batch_size=training.global_batch_size,
     )
-
-
-def _notes(setup: Setup, cluster: ClusterProfile, memory: MemoryPlan, *, can_divide_packs: bool) -> tuple[str, ...]:
-    """Return notes with suggestions for a run that doesn't fit, or that could be much faster."""
-    gpu = setup.gpu
-    if gpu is None and cluster.scheduler == "slurm" and setup.device != "cpu":
-        names = ", ".join(GPUS)
-        note = (
-            f"the profile of '{cluster.name}' has no 'gpu', so the settings with the least memory are used, and no "
-            f"speed is predicted: set it to one of {names}, if it is one of these"
-        )
-        return (note,)
-    if gpu is None:
-        return ()
-    if memory.total <= gpu.usable_gib:
-        faster = suggest_faster(setup, gpu)
-        return () if faster is None else (f"predicted to be faster with the same global batch: {faster}",)
-    note = (
-        f"predicted peak of {memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
-        "expect an out-of-memory error"
-    )
-    fitting = suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide_packs)
-    return (note, *(f"predicted to fit: {suggestion}" for suggestion in fitting))
-
-
-LINEAR_KERNELS = "flash-linear-attention"
-"""The package with kernels for linear attention."""
-
-
-def _notes_on_linear_attention(setup: Setup, image: ImageSpec | None, padding: float) -> tuple[str, ...]:
-    """Return a note on what computes linear attention, with the predictions of both cases."""
-    gpu, family = setup.gpu, setup.shape.family
-    if setup.device == "cpu" or not has_linear_attention(setup.shape):
-        return ()
-    with_kernel, without = (_describe_prediction(setup, has_kernel, padding) for has_kernel in (True, False))
-    if image is not None and not setup.has_linear_kernel:
-        note = (
-            f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention of "
-            f"'{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
-        )
-        return (note,)
-    note = (
-        f"the plan assumes a kernel for the linear attention of '{family}' ({LINEAR_KERNELS}): {with_kernel}; where "
-        f"none runs, PyTorch computes it: {without}"
-    )
-    if gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell):
-        note += f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"
-    return (note,)
-
-
-def _describe_prediction(setup: Setup, has_kernel: bool, padding: float) -> str:  # noqa: FBT001
-    setup = replace(setup, has_linear_kernel=has_kernel)
-    text = f"{fit(setup).memory.total:.1f} GiB"
-    if setup.gpu is None:
-        return text
-    speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes
-    return f"about {speed:,.0f} tokens/s per GPU and {text}"
-
-
-def _notes_on_packs(training: TrainingSpec, num_packs: int | None) -> tuple[str, ...]:
-    batch = training.global_batch_size
-    if num_packs is None or num_packs >= batch:
-        return ()
-    note = (
-        f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step repeats documents, "
-        "and few steps train; use a smaller training.global_batch_size or sequence_length"
-    )
-    return (note,)
-
-
-def _notes_on_fp8(setup: Setup, image: ImageSpec | None) -> tuple[str, ...]:
-    """Return a note on an image whose torch all-gathers in bf16."""
-    version = "" if image is None else image.provided.get("torch", "")
-    if image is None or not (setup.gathers_in_fp8 and version.startswith(("2.6", "2.7"))):
-        return ()
-    note = (
-        f"weights are all-gathered in bf16 with torch {version} of '{image.reference}', not in FP8: layers that stay "
-        "unsharded take more memory than predicted (training.reshard_after_forward=always avoids it)"
-    )
-    return (note,)
