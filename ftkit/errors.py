@@ -30,7 +30,7 @@ class FtkitError(Exception):
     """
 
     exit_code: int = 1
-    is_outside: ClassVar[bool] = False
+    external: ClassVar[bool] = False
     """Whether the cause is outside the request: the same request may succeed once it is fixed."""
 
     def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
@@ -42,7 +42,7 @@ class FtkitError(Exception):
     @property
     def can_resume(self) -> bool:
         """Whether a run can be resumed after this error once the cause is fixed; else it needs another plan."""
-        return self.is_outside or "ftkit resume" in self.fix
+        return self.external or "ftkit resume" in self.fix
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.meaning, self.fix) if part)
@@ -99,14 +99,14 @@ class NotFoundError(FtkitError):
     """A run, recipe, cluster, image or file does not exist."""
 
     exit_code = 4
-    is_outside = True
+    external = True
 
 
 class PrerequisiteError(FtkitError):
     """A program, a Python package or a permission that the command needs is missing on this machine."""
 
     exit_code = 5
-    is_outside = True
+    external = True
 
 
 class UnreachableError(PrerequisiteError):
@@ -163,14 +163,14 @@ class UnfitMachineError(FtkitError):
     """A check of machines failed: `ftkit doctor`, or a run's preflight."""
 
     exit_code = 12
-    is_outside = True
+    external = True
 
 
 class DiskFullError(FtkitError):
     """A disk is full, or a quota is exceeded."""
 
     exit_code = 13
-    is_outside = True
+    external = True
 
 
 class UnusableFileError(FtkitError):

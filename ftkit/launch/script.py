@@ -16,8 +16,8 @@ from ftkit.config.image_reference import NamedImage
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image
 from ftkit.config.problems import validate
+from ftkit.config.recipe import ResourcesSpec
 from ftkit.config.request import Origins, RunRequest
-from ftkit.config.resources import ResourcesSpec
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code

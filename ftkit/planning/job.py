@@ -13,7 +13,7 @@ from ftkit.config.image_reference import image_file
 from ftkit.planning.layout import RunLayout, Workspace
 
 if TYPE_CHECKING:
-    from ftkit.config.resources import ResourcesSpec
+    from ftkit.config.recipe import ResourcesSpec
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.resources import ResourcesSpec
+    from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.training import EngineName, TrainingPlan
     from ftkit.models.spec import ArchitectureSpec, TrainedWeights
     from ftkit.planning.job import PlacementPlan

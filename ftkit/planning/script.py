@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ftkit.config.cluster import site_folders
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.resources import ResourcesSpec
+from ftkit.config.recipe import ResourcesSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
 from ftkit.planning.job import JobPlan

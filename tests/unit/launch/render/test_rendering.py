@@ -9,7 +9,7 @@ import pytest
 
 from ftkit.config.cluster import NcclSpec
 from ftkit.config.evaluation import EvaluationSpec
-from ftkit.config.resources import ResourcesSpec
+from ftkit.config.recipe import ResourcesSpec
 from ftkit.config.sources import FilesSource, HubSource
 from ftkit.launch.render import render_job
 
