@@ -213,7 +213,7 @@ def _run_harness(  # noqa: PLR0913 - one for each option
 
 
 def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
-    from ftkit.launch.evaluation import plan_evaluation, submit_evaluation
+    from ftkit.launch.side_jobs import plan_evaluation, submit_evaluation
     from ftkit.planning.plan import read_plan
 
     terminal, folder = Terminal(), get_run(reference)

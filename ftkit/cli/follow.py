@@ -78,7 +78,7 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
     Raises:
         RunFailedError: the scheduler has not known the job for a minute.
     """
-    from ftkit.launch.observe import observe_all
+    from ftkit.launch.job_states import observe_all
     from ftkit.launch.scheduler import scheduler_for
 
     pause = scheduler_for(run.submission.scheduler).poll_seconds

@@ -153,7 +153,7 @@ def _shortened(sample: Sample) -> Sample:
 
 def _state(folder: RunFolder) -> str:
     """Return the run's state as one word."""
-    from ftkit.launch.observe import observe_all
+    from ftkit.launch.job_states import observe_all
     from ftkit.runs.entry import read_entry
     from ftkit.runs.metrics_file import read_last_record
     from ftkit.runs.records import EndRecord

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from ftkit.launch.observe import Overview
+    from ftkit.launch.job_states import Overview
     from ftkit.planning.layout import Workspace
     from ftkit.runs.entry import RunEntry
 
@@ -126,7 +126,7 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
 
 def _image_files_in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that may still train, which includes damaged runs."""
-    from ftkit.launch.observe import observe_all
+    from ftkit.launch.job_states import observe_all
     from ftkit.runs.entry import read_entry
     from ftkit.runs.find import list_runs
 

@@ -111,7 +111,7 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
 
 def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
     """Read the states of runs, with one query per scheduler; warn about runs that can't be read."""
-    from ftkit.launch.observe import observe_all
+    from ftkit.launch.job_states import observe_all
     from ftkit.runs.metrics_file import find_damage, read_last_step
 
     overview = observe_all([entry.run for entry in entries if entry.run])

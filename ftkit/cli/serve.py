@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.evaluate.source import Target
-    from ftkit.launch.serving import ServingJob
+    from ftkit.launch.side_jobs import ServingJob
 
 _EXPORT_SECONDS = 6 * 3600
 
@@ -64,7 +64,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.config.image_reference import parse_image
     from ftkit.config.load import load_cluster
     from ftkit.evaluate.source import find_target
-    from ftkit.launch.serving import ServeArgs, plan_serving, submit_serving
+    from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit_serving
 
     terminal, ctx = Terminal(), current_context()
     target = find_target(reference, current_workspace())
@@ -107,7 +107,7 @@ def _export(target: Target, terminal: Terminal, *, dry_run: bool) -> Path:
 
 
 def _follow(job: ServingJob, job_id: str, terminal: Terminal) -> None:
-    from ftkit.launch.serving import wait_for_server
+    from ftkit.launch.side_jobs import wait_for_server
 
     try:
         address = wait_for_server(job, job_id, terminal.say)
@@ -119,7 +119,7 @@ def _follow(job: ServingJob, job_id: str, terminal: Terminal) -> None:
 
 
 def _show(job_id: str, job: ServingJob, address: str | None, terminal: Terminal) -> None:
-    from ftkit.launch.serving import tunnel
+    from ftkit.launch.side_jobs import tunnel
 
     facts: list[tuple[str, Cell]] = [("model", job.plan.name)]
     if address:

@@ -30,7 +30,7 @@ from ftkit.errors import PrerequisiteError
 @click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
 def command(reference: str, destination: str | None, *, does_watch: bool) -> None:
     """Copy a run."""
-    from ftkit.launch.observe import observe
+    from ftkit.launch.job_states import observe
     from ftkit.planning.plan import read_plan
     from ftkit.runs.storage.sync import RunCopy
 

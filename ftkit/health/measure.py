@@ -15,14 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ftkit.errors import one_line
-from ftkit.health.expected import all_gather_bus_bandwidth, all_reduce_bus_bandwidth
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
+
+    from ftkit.config.cluster import GpuModel
 
 MeasuredDevice = Literal["cpu", "cuda"]
 _START_SECONDS: Final = 90.0
@@ -277,3 +281,49 @@ def find_transport(log: str) -> str:
     paths = {path for path in re.findall(r"NCCL INFO Channel .* via ([A-Z0-9]+)", log) if path != "NET"}
     found = [*dict.fromkeys(name.removesuffix(" to comm").strip() for name in networks[-1:]), *sorted(paths)]
     return ", ".join([*found, *(["NVLS"] if re.search(r"NVLS multicast support is available", log) else [])])
+
+
+_MATMUL_SHARE: Final = 0.5
+_MATMUL_SHARES: Final[dict[str, float]] = {"l4": 0.3}
+_MEMORY_SHARE: Final = 0.7
+_LINK_SHARE: Final = 0.5
+_NETWORK_SHARE: Final = 0.5
+OUTLIER: Final = {"cuda": 0.85, "cpu": 0.1}
+"""Fraction of the median of all devices below which a device is an outlier. CPUs are shared with other processes."""
+
+
+def least_matmul(gpu: GpuModel | None) -> float | None:
+    """Return the minimum TFLOP/s of bf16 matmuls on a healthy GPU; None for an unknown one."""
+    return None if gpu is None else _MATMUL_SHARES.get(gpu, _MATMUL_SHARE) * GPUS[gpu].bf16_flops / 1e12
+
+
+def least_memory_bandwidth(gpu: GpuModel | None) -> float | None:
+    """Return the minimum GB/s that a copy within a healthy GPU's memory reads and writes."""
+    return None if gpu is None else _MEMORY_SHARE * GPUS[gpu].memory_bandwidth / 1e9
+
+
+def least_link_bandwidth(gpu: GpuModel | None) -> float | None:
+    """Return the minimum bus bandwidth in GB/s of collectives within a node."""
+    return None if gpu is None else _LINK_SHARE * GPUS[gpu].link_bandwidth / 1e9
+
+
+def least_network_bandwidth(network_gbps: float | None) -> float | None:
+    """Return the minimum bus bandwidth in GB/s of collectives between nodes, from their network's Gbit/s."""
+    return None if network_gbps is None else _NETWORK_SHARE * network_gbps / 8
+
+
+def all_reduce_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
+    """Return nccl-tests' bus bandwidth in GB/s: S/t x 2(n-1)/n, with S bytes on each rank (its doc/PERFORMANCE.md)."""
+    return num_bytes / seconds * 2 * (num_ranks - 1) / num_ranks / 1e9
+
+
+def all_gather_bus_bandwidth(num_bytes: int, num_ranks: int, seconds: float) -> float:
+    """Return nccl-tests' bus bandwidth in GB/s: S/t x (n-1)/n, with S bytes gathered on each rank."""
+    return num_bytes / seconds * (num_ranks - 1) / num_ranks / 1e9
+
+
+def is_outlier(value: float, others: Sequence[float], device: str) -> bool:
+    """Return whether a measured rate is far below the median of all rates (of two rates: below the other)."""
+    return (len(others) > 1 and value < OUTLIER[device] * median(others)) or (
+        len(others) == 2 and value < OUTLIER[device] * max(others)  # noqa: PLR2004 - the median is between them
+    )

@@ -16,13 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.cluster import GpuModel
-from ftkit.health.expected import (
-    is_outlier,
-    least_link_bandwidth,
-    least_matmul,
-    least_memory_bandwidth,
-    least_network_bandwidth,
-)
 from ftkit.health.findings import Finding, Status, failures
 from ftkit.health.machine import Expectation, check_machine
 from ftkit.health.measure import (
@@ -33,6 +26,11 @@ from ftkit.health.measure import (
     MeasuredDevice,
     MeasureError,
     free_port,
+    is_outlier,
+    least_link_bandwidth,
+    least_matmul,
+    least_memory_bandwidth,
+    least_network_bandwidth,
 )
 from ftkit.health.nvml import open_nvml
 from ftkit.planning.training_setup import GPUS

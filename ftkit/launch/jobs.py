@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.code import files_of
-from ftkit.launch.observe import LOST, observe
+from ftkit.launch.job_states import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
+from ftkit.launch.job_states import observe_all
 from ftkit.launch.jobs import check_removable, remove_folder, remove_run
-from ftkit.launch.observe import observe_all
 from ftkit.runs.entry import read_entry
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.lease import current_holder

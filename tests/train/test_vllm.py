@@ -24,7 +24,7 @@ from ftkit.evaluate.measure import MeasureSettings, measure_target
 from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
 from ftkit.evaluate.vllm import load_with_vllm
-from ftkit.launch.serving import serve_command
+from ftkit.launch.side_jobs import serve_command
 from ftkit.models.folder import ADAPTER_FILE
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.build import make_config

@@ -11,7 +11,7 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, count, duration, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
-from ftkit.launch.observe import LOST
+from ftkit.launch.job_states import LOST
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.states import FAILURES, Observation, RunState
 from ftkit.runs.storage.sync import read_status

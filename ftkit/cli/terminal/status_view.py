@@ -77,7 +77,7 @@ class RunStatus:
 
 def read_run_status(folder: RunFolder) -> RunStatus:
     """Read the files of a run, and query its scheduler."""
-    from ftkit.launch.observe import observe_all
+    from ftkit.launch.job_states import observe_all
     from ftkit.planning.plan import PlanError
     from ftkit.planning.script import read_job_plan
     from ftkit.runs.manifest import explain_missing_digests

@@ -12,9 +12,9 @@ import pytest
 from waiting import wait_until
 
 from ftkit import process
+from ftkit.launch.job_states import observe
 from ftkit.launch.jobs import cancel
-from ftkit.launch.local import LocalScheduler
-from ftkit.launch.observe import observe
+from ftkit.launch.scheduler import LocalScheduler
 from ftkit.runs.lease import Holder
 from ftkit.runs.states import Cause, RunState
 from ftkit.runs.submission import SubmittedRun

@@ -14,10 +14,10 @@ from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
 from ftkit.launch.code import files_of
 from ftkit.launch.jobs import resume, submit
-from ftkit.launch.local import LocalScheduler
 from ftkit.launch.render import render_job
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.resume import ResumedPlan, renew_code
+from ftkit.launch.scheduler import LocalScheduler
 from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.planning.script import ScriptPlan, read_job_plan

@@ -14,7 +14,7 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
 from ftkit.launch.resolve import RunArgs, resolve
-from ftkit.launch.serving import ServeArgs, plan_serving, serve_command, tunnel
+from ftkit.launch.side_jobs import ServeArgs, plan_serving, serve_command, tunnel
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.errors import SubmitError
+from ftkit.launch.job_states import observe, observe_all
 from ftkit.launch.jobs import resume
-from ftkit.launch.observe import observe, observe_all
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import Holder
 from ftkit.runs.states import RunState
@@ -192,7 +192,7 @@ def test_a_run_in_a_read_only_folder_can_be_observed(
 
     run = make_run()
     slurm_says(run, accounting="TIMEOUT")
-    monkeypatch.setattr("ftkit.launch.observe.write_json", refuse)
+    monkeypatch.setattr("ftkit.launch.job_states.write_json", refuse)
     assert observe(run).state is RunState.TIMED_OUT
 
 
