@@ -90,6 +90,7 @@ def command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Repeat a run."""
     from ftkit.cli.run import SubmitRequest, make_ready, report_submission, submit_ready
+    from ftkit.cli.run_script import say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
     from ftkit.launch.document_fit import count_documents
@@ -115,6 +116,7 @@ def command(  # noqa: PLR0913 - one for each option
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
     if dry_run:
         _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
+        say_overridden(terminal, ctx.project)
         terminal.data(render_job(plan))
         return
     environment = job_environment(hf_token_file)

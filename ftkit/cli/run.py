@@ -9,7 +9,7 @@ import click
 
 from ftkit.cli.arguments import follow_option, hf_token_option, job_environment, run_args, run_options
 from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.run_script import code_options, script_options
+from ftkit.cli.run_script import code_options, say_overridden, script_options
 from ftkit.cli.terminal.console import Styled, Terminal
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     else:
         terminal.facts(plan_facts(plans[0]), is_data=False)
     if dry_run:
+        say_overridden(terminal, ctx.project)
         terminal.data("".join(scripts))
         return
     ready = [make_ready(plan, request, terminal) for plan in plans]

@@ -135,6 +135,14 @@ def _stop(plan: ScriptPlan) -> str:
     return f"{signal}; it is {again}{restarts}"
 
 
+def say_overridden(terminal: Terminal, project: Path) -> None:
+    """Name the parts of job scripts that the project overrides."""
+    from ftkit.launch.script_parts import find_overrides
+
+    for name in find_overrides(project):
+        terminal.say(f"sbatch/{name} of this project overrides the shipped part")
+
+
 def run_script(
     script: ScriptArgs, run: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool
 ) -> SubmittedRun | None:
@@ -165,6 +173,7 @@ def run_script(
     plan, copies = resolve_script(script, run, request.copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
     if dry_run:
+        say_overridden(terminal, ctx.project)
         terminal.data(render_job(plan))
         return None
     show_findings(run_script_checks(plan, request.environment), terminal)

@@ -1,7 +1,8 @@
 """Render the job script of a plan.
 
-`render_job` is pure, apart from reading the templates in sbatch/ and caching their compiled code. Every value in a
-script passes through one of the filters below: Jinja refuses a value without a filter.
+`render_job` is pure, apart from reading templates and caching their compiled code. Every value in a script passes
+through one of the filters below: Jinja refuses a value without a filter. A file in the `sbatch/` folder of the current
+project replaces the shipped template of the same name (`ftkit.launch.script_parts`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BytecodeCache, StrictUndefined
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ftkit import assets, files
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
-from ftkit.config.context import cache_folder
+from ftkit.config.context import Context, cache_folder
 from ftkit.config.image_reference import image_file
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError, Problem, one_line
+from ftkit.launch.script_parts import PartLoader, find_overrides
 from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import RunPlan
@@ -102,7 +106,8 @@ def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = 
         if isinstance(plan, RunPlan)
         else site_folders(plan.cluster, plan.workspace, num_nodes)
     )
-    return _environment().get_template(template).render(
+    return _fill(
+        template,
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
@@ -191,7 +196,8 @@ def render_checks(checks: NodeChecks) -> str:
     """Render the script that salloc runs on the machine where `ftkit doctor` was typed. Raises as `render_job`."""
     cluster, num_nodes = checks.cluster, checks.placement.num_nodes
     nccl = nccl_for(cluster, num_nodes)
-    return _environment().get_template("doctor.sh.j2").render(
+    return _fill(
+        "doctor.sh.j2",
         plan=checks,
         profile=cluster,
         placement=checks.placement,
@@ -354,14 +360,29 @@ class _CompiledTemplates(BytecodeCache):
             files.write_file(self._folder / bucket.key, bucket.bytecode_to_string())
 
 
+def _fill(template: str, **values: object) -> str:
+    """Fill in a template. Raises ConfigError for an error in a project's own part; errors in shipped ones are bugs."""
+    project = Context.here().project
+    try:
+        return _environment(project).get_template(template).render(values)
+    except (TemplateError, TypeError) as error:
+        if not (overrides := find_overrides(project)):
+            raise
+        line = getattr(error, "lineno", None)
+        where = f"{getattr(error, 'name', None) or ', '.join(overrides)}{f', line {line}' if line else ''}"
+        what = "uses what templates may not" if isinstance(error, SecurityError) else "can't be filled in"
+        fix = f"Compare it with the shipped part in {assets.JOB_TEMPLATES}, or remove it."
+        raise ConfigError([Problem("", f"sbatch/{where}", f"{what}: {one_line(error)}.", fix)]) from error
+
+
 @cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(assets.JOB_TEMPLATES),
+def _environment(project: Path) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        loader=PartLoader(project),
         bytecode_cache=_CompiledTemplates(cache_folder(os.environ) / "templates"),
         undefined=StrictUndefined,
         finalize=_refuse_unfiltered,
-        autoescape=False,  # noqa: S701 - only for HTML
+        autoescape=False,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

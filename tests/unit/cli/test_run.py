@@ -11,8 +11,10 @@ import pytest
 
 import ftkit
 import ftkit.launch.jobs  # keeps the real `render_job`, in place of the one of the first test
+from ftkit import assets
 from ftkit.config.image_reference import NamedImage
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.errors import ConfigError
 from ftkit.launch.render import render_job
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
@@ -78,6 +80,20 @@ def test_a_dry_run_prints_only_the_script_and_writes_nothing(
     assert result.out.startswith("#!")
     assert "8 packs × 2 processes × 2 accumulation = 32 packs of 256 tokens per step" in result.err
     assert not workspace.root.exists()
+
+
+def test_a_dry_run_names_each_part_of_the_script_that_the_project_overrides(ftkit: Callable[..., Result]) -> None:
+    part = Path("sbatch/parts/cache.sh.j2")
+    part.parent.mkdir(parents=True)
+    part.write_text((assets.JOB_TEMPLATES / "parts/cache.sh.j2").read_text() + "echo overridden\n")
+    Path("sbatch/other.sbatch").touch()
+    result = ftkit("run", "demo", "--dry-run")
+    assert result.code == 0
+    assert "\necho overridden\n" in result.out
+    assert str(part) in result.err
+    assert "other.sbatch" not in result.err
+    part.write_text("{{ plan.name }}\n")
+    assert ftkit("run", "demo", "--dry-run").code == ConfigError.exit_code
 
 
 def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Callable[..., Result]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_backslash_in_a_log_path_is_rejected_because_slurm_drops_it() -> None:
 
 def test_a_template_without_the_quoting_filter_is_rejected() -> None:
     with pytest.raises(TypeError, match="without a filter"):
-        render._environment().from_string("{{ value }}").render(value="x")
+        render._environment(Path("/nowhere")).from_string("{{ value }}").render(value="x")
 
 
 def test_every_line_of_a_value_in_a_comment_stays_a_comment() -> None:

@@ -1,0 +1,85 @@
+"""Parts of job scripts that a project's `sbatch/` folder overrides."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ftkit import assets
+from ftkit.errors import ConfigError
+from ftkit.launch.render import render_job
+from ftkit.launch.script_parts import find_overrides
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from render.conftest import PlanMaker
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of parts of a project, which is the current folder."""
+    folder = tmp_path / "sbatch" / "parts"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def _shipped(name: str) -> str:
+    return (assets.JOB_TEMPLATES / "parts" / name).read_text(encoding="utf-8")
+
+
+def test_a_projects_part_replaces_the_shipped_one_of_that_name(parts: Path, make_plan: PlanMaker) -> None:
+    (parts / "directives.j2").write_text(_shipped("directives.j2") + "#SBATCH --comment=ours\n")
+    assert "\n#SBATCH --comment=ours\n" in render_job(make_plan("slurm"))
+    assert find_overrides(parts.parents[1]) == ["parts/directives.j2"]
+    (parts / "directives.j2").unlink()
+    assert "--comment=ours" not in render_job(make_plan("slurm"))
+
+
+@pytest.mark.parametrize("lost", ["layout.job_log", "placement.num_nodes", "placement.processes_per_node"])
+def test_a_part_that_lost_a_placeholder_is_refused(lost: str, parts: Path, make_plan: PlanMaker) -> None:
+    (parts / "directives.j2").write_text(_shipped("directives.j2").replace(lost, "plan.name"))
+    with pytest.raises(ConfigError) as caught:
+        render_job(make_plan("slurm"))
+    assert lost in str(caught.value)
+
+
+def test_a_part_may_omit_what_is_only_filled_in_if_it_is_set(parts: Path, make_plan: PlanMaker) -> None:
+    text = _shipped("directives.j2").replace("{% if profile.reservation %}", "{% if false %}")
+    (parts / "directives.j2").write_text(text.replace("profile.reservation", "plan.name"))
+    assert "--reservation" not in render_job(make_plan("slurm", reservation="mine"))
+
+
+def test_a_script_that_lost_a_part_is_refused(parts: Path, make_plan: PlanMaker) -> None:
+    text = (assets.JOB_TEMPLATES / "slurm.sbatch.j2").read_text(encoding="utf-8")
+    lost = '{% include "parts/restart.sh.j2" %}'
+    (parts.parent / "slurm.sbatch.j2").write_text(text.replace(lost, ""))
+    with pytest.raises(ConfigError, match=r"parts/restart\.sh\.j2"):
+        render_job(make_plan("slurm"))
+
+
+@pytest.mark.parametrize("line", ["{{ plan.name }}", "{{ nothing | sh }}", "{% if %}", "{{ plan.__class__ | sh }}",
+                                  "{{ plan.name | unknown }}"])  # fmt: skip
+def test_a_mistake_in_a_projects_part_is_its_users_error(line: str, parts: Path, make_plan: PlanMaker) -> None:
+    (parts / "cache.sh.j2").write_text(_shipped("cache.sh.j2") + line + "\n")
+    with pytest.raises(ConfigError, match=r"sbatch/"):
+        render_job(make_plan("slurm"))
+
+
+def test_a_part_that_is_no_file_is_refused(parts: Path, make_plan: PlanMaker) -> None:
+    (parts / "cache.sh.j2").mkdir()
+    with pytest.raises(ConfigError, match=r"cache\.sh\.j2"):
+        render_job(make_plan("slurm"))
+
+
+def test_the_shipped_folder_overrides_nothing() -> None:
+    assert find_overrides(assets.JOB_TEMPLATES.parent) == []
+
+
+def test_unchanged_copies_render_the_same_script(parts: Path, make_plan: PlanMaker) -> None:
+    expected = render_job(make_plan("slurm"))
+    shutil.copytree(assets.JOB_TEMPLATES, parts.parent, dirs_exist_ok=True)
+    assert render_job(make_plan("slurm")) == expected
