@@ -49,7 +49,7 @@ def project_name(project: Path) -> str:
 
 
 def project_files(ctx: Context) -> dict[str, str]:
-    """Return the files of a project, by their paths in its folder: settings, recipes, images, and cluster profiles.
+    """Return the files of a project, by their paths in its folder: settings, recipes, images, script parts, profiles.
 
     The profiles are the project's and the user's, each in one piece and without the keys about ssh.
     """
@@ -57,6 +57,7 @@ def project_files(ctx: Context) -> dict[str, str]:
     listed = [ctx.project / PROJECT_FILE]
     listed += sorted((ctx.project / "recipes").glob("*.yaml"))
     listed += sorted(path for path in (ctx.project / "containers").rglob("*") if path.is_file())
+    listed += sorted((ctx.project / "sbatch").rglob("*.j2"))
     for path in listed:
         if path.is_file() and path.stat().st_size <= _MAX_PROJECT_BYTES:
             files[str(path.relative_to(ctx.project))] = path.read_text(encoding="utf-8", errors="surrogateescape")

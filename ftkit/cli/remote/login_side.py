@@ -46,7 +46,7 @@ def answer(arguments: Sequence[str]) -> int:
     project = root / "projects" / request.project
     marker = project / ".digest"
     if request.action == "store":
-        for name in ("clusters", "recipes", "containers"):  # removed here: remove there too
+        for name in ("clusters", "recipes", "containers", "sbatch"):  # removed here: remove there too
             shutil.rmtree(project / name, ignore_errors=True)
         _write(request, project)
         write_file(marker, request.digest.encode())

@@ -1,0 +1,21 @@
+"""Files of a project that a login node gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftkit.config.context import Context
+from ftkit.remote.sending import project_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_parts_of_job_scripts_are_sent_with_the_project(tmp_path: Path) -> None:
+    part = tmp_path / "sbatch" / "parts" / "directives.j2"
+    part.parent.mkdir(parents=True)
+    part.write_text("#SBATCH --comment=ours\n")
+    (tmp_path / "sbatch" / "other.sh").touch()
+    assert project_files(Context(tmp_path, tmp_path / "user", {})) == {
+        "sbatch/parts/directives.j2": "#SBATCH --comment=ours\n"
+    }
