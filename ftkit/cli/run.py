@@ -109,7 +109,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.document_fit import count_documents
+    from ftkit.launch.first_rows import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
