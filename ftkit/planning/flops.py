@@ -87,7 +87,7 @@ def document_flops(shape: ArchitectureSpec, training: TrainingSpec, length: int)
 # --- Linear attention without a kernel --------------------------------------------------------------
 #
 # `ftkit.train.model.packed_mixers` computes chunks of tokens by matmuls in fp32; a test counts its operations. Its
-# backward pass computes the forward pass again (docs/adr/0057-linear-attention-is-an-operator.md).
+# backward pass computes the forward pass again.
 
 CHUNK: Final = 64
 """Tokens of a chunk."""

@@ -34,7 +34,7 @@ weights (converted each time), False for frozen ones (stored in FP8). Fitted to 
 layers of OLMo-3 7B on one, and of Llama 3.3 70B LoRA with 80 and with 32 checkpointed layers."""
 FP8_GATHER_BYTES = 12
 """Bytes that a micro-batch does not read or write per weight that arrives in FP8: its maximum is known, and it was
-rounded before the all-gather, once (docs/adr/0052-weights-are-all-gathered-in-fp8.md)."""
+rounded before the all-gather, once."""
 FLASH4_EFFICIENCY = 0.56
 """Fraction of the peak that flash-attn-4 reaches, forward and backward."""
 SDPA_EFFICIENCY = 0.30
@@ -78,7 +78,7 @@ NETWORK_EFFICIENCY = 0.75
 """Fraction of a link's bandwidth that collectives reach."""
 NCCL_SLOWDOWN = 0.28
 """Fraction of the time of FSDP2's NCCL collectives over NVLink that is lost, because overlapping matmuls take up to
-39% longer; with copy engines, they do not (docs/adr/0024-copy-engines-between-gpus-of-one-host.md). Assumed
+39% longer; with copy engines, they do not. Assumed
 proportional to the bytes moved within a node: a slower network between nodes does not add to it."""
 ZERO3_EXPOSED = 0.5
 """Fraction of the time of ZeRO-3's collectives that does not overlap with computation."""
@@ -195,7 +195,7 @@ def _recomputed_weights(setup: Setup) -> int:
     """Count the weights whose matmuls full checkpointing of all layers repeats.
 
     No gradient needs the output of a layer's last matmul, unless a norm follows it. Compiled layers repeat it with the
-    versions of torch whose speed was measured (docs/adr/0055).
+    versions of torch whose speed was measured.
     """
     shape, training, counts = setup.shape, setup.training, count_model(setup.shape)
     stops_early = setup.engine == "zero3" or training.compile == "none"

@@ -2,7 +2,7 @@
 
 torch's reader unpickles the index of a checkpoint (`.metadata`), and every entry that is not a tensor. A pickle can
 call any function: whoever can write to a run's folder could run code as the user who resumes it. Here the index may
-contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0025).
+contain only torch's dataclasses, and a checkpoint only tensors (docs/adr/0020).
 """
 
 from __future__ import annotations

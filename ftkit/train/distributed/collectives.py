@@ -1,7 +1,7 @@
 """Collectives of FSDP2: NCCL's, or copies between GPUs of one host with their copy engines.
 
 NCCL kernels occupy SMs that matmuls could use: a matmul that overlaps with them takes up to 39% longer
-(docs/adr/0024). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed,
+(docs/adr/0051). Copy engines need no SMs. Gradients are sent in the dtype in which they were computed,
 whatever the dtype of the sum: each rank adds up the copies that it receives of its shard.
 """
 

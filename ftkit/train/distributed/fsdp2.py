@@ -298,7 +298,7 @@ def _check_device(world: World) -> None:
 def is_unsharded(training: TrainingPlan, world: World) -> bool:
     """Return whether nothing is sharded: adapters on one process, unless parameters are offloaded.
 
-    All-gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0021). Trained weights
+    All-gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0001). Trained weights
     stay in fp32, and are cast on use.
     """
     return world.size == 1 and training.adapters is not None and training.offload != "all"

@@ -83,7 +83,7 @@ def apply_activation_checkpointing(
     """Replace each decoder layer with one that is compiled, recomputed in the backward pass, or both.
 
     Names of parameters don't change. The compiler traces the checkpoint: it takes part in the selection, and recomputes
-    only what the backward pass reads (docs/adr/0055). If it can't trace it with `full`, the compiled layer is called
+    only what the backward pass reads (docs/adr/0051). If it can't trace it with `full`, the compiled layer is called
     twice. Layers are in the order of their calls, each with its mode, and with what offloads the tensors that it saves,
     if they don't stay on the device.
     """

@@ -9,7 +9,7 @@ does not depend on micro-batches, accumulation, or the number of processes. Padd
 micro-batch count as one pack.
 
 f has no gradient, so for the gradient of P a layer needs to know only f of all layers. Layers may be compiled, and
-computed again in the backward pass, so no tensor with a graph leaves them (docs/adr/0049). Instead, a hook of each
+computed again in the backward pass, so no tensor with a graph leaves them. Instead, a hook of each
 router overwrites this micro-batch's sums, and passes the router's weights on with a backward pass that adds the
 gradient of P. The backward pass of the whole loss runs before those of the layers, and tells them f.
 """
