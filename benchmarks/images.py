@@ -25,11 +25,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftkit.images.sources import DockerSource
 from recording import add_record_option, record_repeats
 
 from ftkit.images import docker_engine
-from ftkit.images.import_image import import_image
+from ftkit.images.import_image import DockerSource, import_image
 from ftkit.images.store import ImageStore
 
 ROOT_BYTES = 1_500_000_000
