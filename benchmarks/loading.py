@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from ftkit.config.training import TrainingPlan
 from ftkit.models.adapters import LoraSpec
-from ftkit.planning.job import PlacementPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import build_empty
 from ftkit.train.model.lora import init_adapters, prepare_method

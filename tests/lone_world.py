@@ -23,7 +23,7 @@ def lone_world(device: Literal["cpu", "cuda"]) -> Iterator[World]:
     """
     import torch
 
-    from ftkit.planning.job import PlacementPlan
+    from ftkit.planning.plan import PlacementPlan
     from ftkit.train.world import init_world
 
     with socket.socket() as probe:

@@ -124,7 +124,7 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
     from ftkit.errors import ConfigError, PrerequisiteError, Problem
     from ftkit.launch.doctor import check_nodes, checks_folder, idle_nodes
     from ftkit.launch.render import NodeChecks
-    from ftkit.planning.job import PlacementPlan
+    from ftkit.planning.plan import PlacementPlan
     from ftkit.planning.planner import container_image
 
     cluster = place.cluster

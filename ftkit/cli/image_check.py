@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.planning.job import JobPlan
+    from ftkit.planning.plan import JobPlan
 
 
 def missing_image(plan: JobPlan) -> NotFoundError | None:

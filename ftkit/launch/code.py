@@ -21,7 +21,7 @@ import ftkit
 from ftkit.checkout import list_files, read_commit
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import atomic_folder
-from ftkit.planning.job import CodePlan
+from ftkit.planning.plan import CodePlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

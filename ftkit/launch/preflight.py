@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipePlan, RecipeSpec
     from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
-    from ftkit.planning.job import JobPlan
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.plan import JobPlan, RunPlan
     from ftkit.planning.script import ScriptPlan
 
 

@@ -25,9 +25,8 @@ from ftkit.config.context import Context, cache_folder
 from ftkit.config.image_reference import image_file
 from ftkit.errors import ConfigError, Problem, one_line
 from ftkit.launch.script_parts import PartLoader, find_overrides
-from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import DataLayout
-from ftkit.planning.plan import RunPlan
+from ftkit.planning.plan import PlacementPlan, RunPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

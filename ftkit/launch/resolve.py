@@ -22,8 +22,8 @@ from ftkit.launch.model import resolve_model
 from ftkit.launch.preparation import data_stamp
 from ftkit.planning.checks import find_data_problems
 from ftkit.planning.choices import least_memory
-from ftkit.planning.job import CodePlan, JobPlan
 from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.planning.plan import CodePlan, JobPlan
 from ftkit.planning.planner import fingerprint, plan_run
 from ftkit.process import num_usable_cpus
 

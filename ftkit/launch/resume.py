@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
     from ftkit.config.recipe import RecipePlan
-    from ftkit.planning.job import CodePlan
+    from ftkit.planning.plan import CodePlan
 
 _CHANGEABLE = ("training", "evaluation", "tracking", "profile", "resources")
 _FIXED = tuple(f"training.{key}" for key in ("method", "lora*", "sequence_length", "optimizer", "engine"))

@@ -25,7 +25,6 @@ from ftkit.planning.choices import (
     with_sharding,
 )
 from ftkit.planning.fit import fit
-from ftkit.planning.job import PlacementPlan
 from ftkit.planning.layout import Workspace
 from ftkit.planning.notes import (
     LINEAR_KERNELS,
@@ -35,7 +34,7 @@ from ftkit.planning.notes import (
     notes_on_model,
     notes_on_packs,
 )
-from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, RunPlan, setup_of
+from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.training_checks import why_undivided
 

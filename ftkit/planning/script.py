@@ -10,15 +10,14 @@ from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import ResourcesSpec
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
-from ftkit.planning.job import JobPlan
 from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit
 from ftkit.planning.plan import (
+    JobPlan,
     PlanError,
     RunPlan,
     plan_from_json,
     read_header,
     read_plan_file,
-    writer_of,
 )
 from ftkit.planning.planner import plan_job
 
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.request import RunRequest
-    from ftkit.planning.job import CodePlan, PlacementPlan
     from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import CodePlan, PlacementPlan
 
 StopSignal = Literal["TERM", "USR1", "none"]
 """Signal for a script's processes when the run is asked to stop."""
@@ -181,5 +180,5 @@ def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
         return parse_json(content, ScriptPlan)
     except InvalidJsonError as error:
         raise PlanError(
-            f"can't read the plan in {layout.plan}: {error}", meaning=f"{writer_of(header)} wrote it under other rules"
+            f"can't read the plan in {layout.plan}: {error}", meaning=f"{header.writer} wrote it under other rules"
         ) from error

@@ -15,7 +15,7 @@ from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.models.families import MEASURED
 from ftkit.models.spec import ArchitectureSpec
-from ftkit.planning.job import PlacementPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine

@@ -19,7 +19,7 @@ from ftkit.process import num_usable_cpus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.planning.job import PlacementPlan
+    from ftkit.planning.plan import PlacementPlan
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -27,7 +27,7 @@ from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.models.adapters import LoraSpec
 from ftkit.models.spec import ArchitectureSpec
-from ftkit.planning.job import PlacementPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.engines import make_engine

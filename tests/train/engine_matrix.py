@@ -37,7 +37,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.models.families import MEASURED
 from ftkit.models.spec import ArchitectureSpec
-from ftkit.planning.job import PlacementPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding

@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import torch
-from ftkit.planning.job import PlacementPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.train.world import init_world
 
 print(torch.get_float32_matmul_precision())

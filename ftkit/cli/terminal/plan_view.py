@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ftkit.launch.preflight import Findings
     from ftkit.models.spec import ModelPlan
     from ftkit.planning.fit.memory import Moment
-    from ftkit.planning.job import CodePlan, JobPlan
-    from ftkit.planning.plan import RunPlan
+    from ftkit.planning.plan import CodePlan, JobPlan, RunPlan
 
 
 def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:

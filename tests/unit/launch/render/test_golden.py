@@ -18,7 +18,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_job, render_preparation, render_side_job
 from ftkit.launch.side_jobs import serve_command
-from ftkit.planning.job import CodePlan, JobPlan
+from ftkit.planning.plan import CodePlan, JobPlan
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config
 
 if TYPE_CHECKING:
