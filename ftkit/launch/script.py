@@ -22,7 +22,7 @@ from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
 from ftkit.launch.resolve import detect_hardware, load_place, read_settings, resolve, resolve_image_link
-from ftkit.planning.job_checks import check_mounts
+from ftkit.planning.checks import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import JobPlan
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config, placed, plan_script

@@ -1,4 +1,4 @@
-"""The checks that need more than one spec. Each yields all problems that it finds."""
+"""The reasons why a run is impossible: what recipe, model, cluster, image and folders contradict in each other."""
 
 from __future__ import annotations
 
@@ -6,53 +6,47 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ftkit.config.cluster import ClusterProfile, mounted_folders
+from ftkit.config.cluster import ClusterProfile, format_time_limit, mounted_folders, parse_time_limit
 from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.evaluation import SCORES
+from ftkit.config.image_reference import ImageFile
+from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.config.sources import GeneratedSource
 from ftkit.errors import Problem, plural
-from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit, image_origin
 from ftkit.planning.training_checks import check_training, problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from ftkit.config.evaluation import GenerationSpec
-    from ftkit.config.image import ImageSpec
+    from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.request import RunRequest
-    from ftkit.models.spec import ArchitecturePlan, ModelPlan
+    from ftkit.models.spec import ArchitecturePlan
+    from ftkit.planning.plan import PlacementPlan
+    from ftkit.planning.training_checks import RunInputs
 
 
-def find_problems(  # noqa: PLR0913, PLR0917 - the inputs of a run
-    recipe: RecipeSpec,
-    model: ModelPlan,
-    cluster: ClusterProfile,
-    image: ImageSpec | None,
-    request: RunRequest,
-    num_nodes: int,
-    processes_per_node: int,
-) -> list[Problem]:
-    """Return all reasons why this combination is impossible, each with the location of its key."""
-    per_node, world_size = processes_per_node, num_nodes * processes_per_node
-    folders = mounted_folders(recipe, cluster, request.workspace, num_nodes)
+def find_problems(run: RunInputs) -> list[Problem]:
+    """Return all reasons why a run of the trainer is impossible, each with the location of its key."""
+    recipe, cluster, request = run.recipe, run.cluster, run.request
+    folders = mounted_folders(recipe, cluster, request.workspace, run.placement.num_nodes)
     owned = ((_owner(key, recipe, cluster), key, folder) for key, folder in folders)
     of_recipe = (
-        *check_training(recipe, model, cluster, image, num_nodes, per_node),
-        *_lengths(recipe, model.architecture),
+        *check_training(run),
+        *_lengths(recipe, run.shape),
         *_data(recipe),
         *_evaluation(recipe),
-        *_profile(recipe, world_size),
-        *_sinks(recipe, cluster, image),
+        *_profile(recipe, run.placement.world_size),
+        *_sinks(run),
     )
-    problems = [
-        *check_placement(cluster, request, num_nodes, per_node, recipe.resources.spare_nodes),
-        *check_time_limit(cluster, recipe.resources.time_limit),
+    problems = (
+        *check_job(cluster, request, recipe.resources, run.placement),
         *_in_recipe(recipe, of_recipe),
-        *check_image(cluster, request),
-        *_family_of_image(model.architecture, cluster, image, request),
+        *_family_of_image(run),
         *check_mounts(cluster, request.workspace, owned),
-    ]
+    )
     return [request.origins.locate(each) for each in problems]
 
 
@@ -73,20 +67,124 @@ def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
     return f"recipe {recipe.name}" if first in RecipeSpec.model_fields else "settings"
 
 
+# --- Every kind of job: nodes, GPUs, time, image, folders -------------------------------------------
+
+
+def check_job(
+    cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, placement: PlacementPlan
+) -> Iterator[Problem]:
+    """Yield the reasons why the cluster can't start a job with these resources and this image."""
+    yield from _nodes(cluster, request, resources.spare_nodes, placement)
+    yield from _time_limit(cluster, resources.time_limit)
+    yield from _image(cluster, request)
+
+
+def _nodes(cluster: ClusterProfile, request: RunRequest, spare: int, placement: PlacementPlan) -> Iterator[Problem]:
+    num_nodes, per_node, name = placement.num_nodes, placement.processes_per_node, cluster.name
+    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
+    nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
+    gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
+    if num_nodes < 1 or per_node < 1:
+        yield Problem(COMMAND_LINE, "--nodes, --gpus-per-node", "must be at least 1.")
+    if cluster.scheduler == "local" and num_nodes > 1:
+        what = f"cluster '{name}' is a single machine, got {num_nodes} nodes."
+        yield Problem(where, nodes, what, "Use --nodes 1, or a Slurm cluster with --cluster.")
+    elif cluster.scheduler == "local" and spare:
+        yield Problem(COMMAND_LINE, "resources.spare_nodes", f"cluster '{name}' is a single machine.", "Omit it.")
+    elif cluster.max_nodes is not None and num_nodes + spare > cluster.max_nodes:
+        requested = plural(num_nodes, "node") + (f" and {spare} spare" if spare else "")
+        yield Problem(where, nodes, f"{requested} requested, the cluster has {cluster.max_nodes}.")
+    if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
+        what = f"{plural(per_node, 'GPU')} requested, a node has {cluster.gpus_per_node}."
+        yield Problem(where, gpus, what, f"Use at most {cluster.gpus_per_node}, and more --nodes.")
+
+
+def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:
+    """Check that Slurm doesn't ask a job to stop as soon as it starts: up to a minute early (`sbatch --signal`)."""
+    limit = cluster.limit_time(wanted)
+    seconds = parse_time_limit(limit) if limit else None
+    shortest = cluster.stop_signal_seconds + 60
+    if cluster.scheduler == "slurm" and cluster.stop_signal_seconds and seconds and seconds <= shortest:
+        is_wanted = wanted is not None and limit == wanted
+        yield Problem(
+            COMMAND_LINE if is_wanted else f"cluster {cluster.name}",
+            "resources.time_limit" if is_wanted else "time_limit",
+            f"{limit} is too short: Slurm asks the job to stop {cluster.stop_signal_seconds} s before its end "
+            "(stop_signal_seconds in the profile), or a minute earlier, so it would never train for long.",
+            f"Use more than {format_time_limit(shortest)}.",
+        )
+
+
+def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
+    where, key = _image_origin(request)
+    runtime, image = cluster.runtime, request.image
+    if runtime == "none" and request.image_is_explicit:
+        yield Problem(
+            where, key, f"cluster '{cluster.name}' has runtime 'none': the image would have no effect.",
+            "Omit --image, or use a cluster whose profile has another runtime.",
+        )  # fmt: skip
+    if runtime != "none" and image is None:
+        what = f"'{runtime}' needs an image, and none is set."
+        fix = "Give --image NAME:TAG, or set 'image:' in ftkit.yaml."
+        yield Problem(f"cluster {cluster.name}", "runtime", what, fix)
+    if runtime == "docker" and isinstance(image, ImageFile):
+        yield Problem(where, key, f"docker can't run a file: {image}.", "Use NAME:TAG, built by ftkit build.")
+    if runtime == "pyxis" and isinstance(image, ImageFile) and image.is_sif:
+        yield Problem(
+            where, key, f"pyxis can't run a SIF file: {image}.",
+            "Use a .sqsh file ('ftkit import' makes one), or a cluster whose profile has runtime 'apptainer'.",
+        )  # fmt: skip
+
+
+def _image_origin(request: RunRequest) -> tuple[str, str]:
+    return (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
+
+
+def check_mounts(
+    cluster: ClusterProfile, workspace: Path, folders: Iterable[tuple[str, str, str]]
+) -> Iterator[Problem]:
+    """Yield the reasons why a job can't mount its folders.
+
+    Args:
+        cluster: the profile.
+        workspace: the shared folder.
+        folders: folders to mount: for each, the spec of its key, the key, and the path.
+    """
+    if _has_control_characters(str(workspace)):
+        yield Problem("settings", "workspace", f"a path can't contain control characters: {str(workspace)!r}.")
+    if cluster.runtime == "none":
+        return
+    for owner, key, folder in folders:
+        if "," in folder or ":" in folder:
+            yield Problem(
+                owner, key, f"{cluster.runtime} can't mount a path with a comma or a colon: {folder}.",
+                "Use another folder, or a symbolic link without them.",
+            )  # fmt: skip
+        if _has_control_characters(folder) and key != "workspace":
+            yield Problem(owner, key, f"{cluster.runtime} can't mount a path with control characters: {folder!r}.")
+    for mount in cluster.mounts:
+        if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
+            yield Problem(
+                f"cluster {cluster.name}", "mounts", f"not an absolute PATH or FROM:TO without commas: {mount!r}."
+            )
+
+
+def _has_control_characters(path: str) -> bool:
+    return any(ord(character) < ord(" ") for character in path)
+
+
+# --- The recipe's data, profiler, trackers and image ------------------------------------------------
+
+
 def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
-    if recipe.training.sequence_length > shape.max_position_embeddings:
-        yield problem(
-            "training.sequence_length",
-            f"{recipe.training.sequence_length} is longer than the model's {shape.max_position_embeddings} positions.",
-            f"Use a shorter one, or {_more_positions(recipe, shape)}.",
-        )  # fmt: skip
-    vocabulary = recipe.model.tokenizer.vocab_size
+    length, vocabulary = recipe.training.sequence_length, recipe.model.tokenizer.vocab_size
+    if length > shape.max_position_embeddings:
+        what = f"{length} is longer than the model's {shape.max_position_embeddings} positions."
+        fix = f"Use a shorter one, or {_more_positions(recipe, shape)}."
+        yield problem("training.sequence_length", what, fix)
     if vocabulary is not None and vocabulary > shape.vocab_size:
-        yield problem(
-            "model.tokenizer.vocab_size",
-            f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows.",
-            "Make model.architecture.vocab_size at least as large.",
-        )  # fmt: skip
+        what = f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows."
+        yield problem("model.tokenizer.vocab_size", what, "Make model.architecture.vocab_size at least as large.")
 
 
 def _more_positions(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
@@ -106,62 +204,47 @@ def _more_positions(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
 def _data(recipe: RecipeSpec) -> Iterator[Problem]:
     data = recipe.data
     if recipe.model.tokenizer.source == "trained" and data.chat_template not in CHAT_TEMPLATES:
-        yield problem(
-            "data.chat_template", "a tokenizer that ftkit trains needs a template that ftkit ships.",
-            f"Use one of {', '.join(CHAT_TEMPLATES)}.",
-        )  # fmt: skip
+        what = "a tokenizer that ftkit trains needs a template that ftkit ships."
+        yield problem("data.chat_template", what, f"Use one of {', '.join(CHAT_TEMPLATES)}.")
     if data.too_long == "split" and data.format.kind not in ("text", "auto"):
-        yield problem(
-            "data.too_long", "a conversation can't be split: its later parts would lack their context.",
-            "Use 'truncate', which cuts after a turn that fits, or 'drop'.",
-        )  # fmt: skip
+        what = "a conversation can't be split: its later parts would lack their context."
+        yield problem("data.too_long", what, "Use 'truncate', which cuts after a turn that fits, or 'drop'.")
     if data.train_on == "completion" and data.format.kind in ("messages", "text"):
-        yield problem(
-            "data.train_on", f"format '{data.format.kind}' has no prompts and completions.",
-            "Use 'assistant', 'last' or 'all'.",
-        )  # fmt: skip
+        what = f"format '{data.format.kind}' has no prompts and completions."
+        yield problem("data.train_on", what, "Use 'assistant', 'last' or 'all'.")
 
 
 def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
     profile, max_steps = recipe.profile, recipe.training.max_steps
     if not profile.enabled:
         return
-    absent = [str(rank) for rank in profile.ranks if rank >= world_size]
-    if absent:
-        yield problem(
-            "profile.ranks",
-            f"there is no rank {', '.join(absent)} in {plural(world_size, 'process')}, counted from 0.",
-        )
+    if absent := [str(rank) for rank in profile.ranks if rank >= world_size]:
+        what = f"there is no rank {', '.join(absent)} in {plural(world_size, 'process')}, counted from 0."
+        yield problem("profile.ranks", what)
     if max_steps is not None and profile.num_steps > max_steps:
-        yield problem(
-            "profile", f"takes {plural(profile.num_steps, 'step')}, the run has {max_steps}.",
-            "Use fewer wait_steps, warmup_steps, active_steps or cycles.",
-        )  # fmt: skip
+        what = f"takes {plural(profile.num_steps, 'step')}, the run has {max_steps}."
+        yield problem("profile", what, "Use fewer wait_steps, warmup_steps, active_steps or cycles.")
 
 
-def _family_of_image(
-    shape: ArchitecturePlan, cluster: ClusterProfile, image: ImageSpec | None, request: RunRequest
-) -> Iterator[Problem]:
-    family = shape.family
-    if image is not None and cluster.runtime != "none" and family not in image.families and shape.is_measured:
-        where, key = image_origin(request)
-        yield Problem(
-            where, key, f"'{image.reference}' is made for {', '.join(image.families)}, not {family}.",
-            "Use an image made for this family: ftkit images.",
-        )  # fmt: skip
-
-
-def _sinks(recipe: RecipeSpec, cluster: ClusterProfile, image: ImageSpec | None) -> Iterator[Problem]:
-    if image is None or cluster.runtime == "none":
+def _family_of_image(run: RunInputs) -> Iterator[Problem]:
+    image, shape = run.image, run.shape
+    if image is None or run.cluster.runtime == "none" or shape.family in image.families or not shape.is_measured:
         return
-    for sink in sinks_without_package(recipe.tracking.sinks, image.listed_packages):
-        package = SINK_PACKAGES[sink][0]
+    what = f"'{image.reference}' is made for {', '.join(image.families)}, not {shape.family}."
+    yield Problem(*_image_origin(run.request), what, "Use an image made for this family: ftkit images.")
+
+
+def _sinks(run: RunInputs) -> Iterator[Problem]:
+    image = run.image
+    if image is None or run.cluster.runtime == "none":
+        return
+    for sink in sinks_without_package(run.recipe.tracking.sinks, image.listed_packages):
         yield problem(
-            "tracking.sinks", f"'{sink}' needs the package {package}, which "
-            f"{image.reference} does not list.",
+            "tracking.sinks",
+            f"'{sink}' needs the package {SINK_PACKAGES[sink][0]}, which {image.reference} does not list.",
             f"Add it to 'packages:' of the image and lock it again (ftkit images lock {image.reference}); if its base "
             f"has it, list it under 'provided:'; or remove {sink}.",
-        )  # fmt: skip
+        )
 
 
 # --- Evaluation ------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ftkit.planning.notes import (
 )
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
 from ftkit.planning.step_time import PADDING, predict_step_time
-from ftkit.planning.training_checks import why_undivided
+from ftkit.planning.training_checks import RunInputs, why_undivided
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
-    from ftkit.config.recipe import RecipeSpec
+    from ftkit.config.recipe import RecipeSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
     from ftkit.models.spec import ModelCounts, ModelSpec
@@ -61,17 +61,14 @@ def plan_run(
     Raises:
         ConfigError: with every reason why the combination is impossible.
     """
-    num_nodes = request.num_nodes or recipe.resources.num_nodes
-    per_node = request.gpus_per_node or recipe.resources.gpus_per_node or cluster.gpus_per_node
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
     training = recipe.training.with_targets(default_targets(shape))
     recipe = recipe.model_copy(update={"training": training})
-    problems = find_problems(recipe, model, cluster, image, request, num_nodes, per_node)
-    if problems:
-        raise ConfigError(problems)
-    job = plan_job(cluster, request, request.name or recipe.name, num_nodes, per_node)
+    job = plan_job(cluster, request, recipe.resources, recipe.name)
     placement = job["placement"]
+    if problems := find_problems(RunInputs(recipe, model, cluster, image, request, placement)):
+        raise ConfigError(problems)
     engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
     trained_in = None if cluster.runtime == "none" else image
     lightest = replace(
@@ -227,9 +224,17 @@ class JobFields(TypedDict):
     python: str
 
 
-def plan_job(cluster: ClusterProfile, request: RunRequest, name: str, num_nodes: int, per_node: int) -> JobFields:
-    """Return the fields that every kind of plan takes from cluster and request."""
-    has_container = cluster.runtime != "none"
+def plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, name: str) -> JobFields:
+    """Return the fields that every kind of plan takes from cluster, request and resources.
+
+    The placement has one process for each GPU, and divides a node's CPUs among them.
+    """
+    if cluster.device == "auto":
+        raise AssertionError("device 'auto' is resolved before a run is planned")
+    num_nodes = request.num_nodes or resources.num_nodes
+    per_node = request.gpus_per_node or resources.gpus_per_node or cluster.gpus_per_node
+    threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
+    has_container, name = cluster.runtime != "none", request.name or name
     return {
         "version": 2,
         "id": f"{name}-{request.created:%Y%m%dT%H%M%SZ}-{request.suffix}",
@@ -237,19 +242,11 @@ def plan_job(cluster: ClusterProfile, request: RunRequest, name: str, num_nodes:
         "created": request.created,
         "workspace": request.workspace,
         "cluster": cluster,
-        "placement": _placement(cluster, num_nodes, per_node),
+        "placement": PlacementPlan(num_nodes, per_node, cluster.device, threads),
         "image": str(request.image) if request.image and has_container else None,
         "container_image": container_image(cluster, request.image, request.workspace),
         "python": "python3" if has_container else request.python,
     }
-
-
-def _placement(cluster: ClusterProfile, num_nodes: int, per_node: int) -> PlacementPlan:
-    """Return the placement of the processes, with the threads of each."""
-    if cluster.device == "auto":
-        raise AssertionError("device 'auto' is resolved before a run is planned")
-    threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
-    return PlacementPlan(num_nodes, per_node, cluster.device, threads)
 
 
 def _batch(setup: Setup) -> BatchPlan:

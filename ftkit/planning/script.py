@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ftkit.config.cluster import site_folders
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import ResourcesSpec
-from ftkit.errors import ConfigError, Problem
+from ftkit.errors import ConfigError
 from ftkit.files import InvalidJsonError, parse_json
-from ftkit.planning.job_checks import check_image, check_mounts, check_placement, check_time_limit
+from ftkit.planning.checks import check_job, check_mounts
 from ftkit.planning.plan import (
     JobPlan,
     PlanError,
@@ -22,7 +22,7 @@ from ftkit.planning.plan import (
 from ftkit.planning.planner import plan_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.request import RunRequest
@@ -92,29 +92,22 @@ def plan_script(
     Raises:
         ConfigError: with every reason why it can't be started there.
     """
-    num_nodes = request.num_nodes or script.resources.num_nodes
-    per_node = request.gpus_per_node or script.resources.gpus_per_node or cluster.gpus_per_node
-    problems = list(_find_problems(script, cluster, request, num_nodes, per_node))
+    job = plan_job(cluster, request, script.resources, "script")
+    folders = site_folders(cluster, request.workspace, job["placement"].num_nodes)
+    owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)
+    problems = [
+        *check_job(cluster, request, script.resources, job["placement"]),
+        *check_mounts(cluster, request.workspace, (*owned, (COMMAND_LINE, "--script", script.folder))),
+    ]
     if problems:
         raise ConfigError([request.origins.locate(problem) for problem in problems])
     return ScriptPlan(
-        **plan_job(cluster, request, request.name or "script", num_nodes, per_node),
+        **job,
         ftkit_version=ftkit_version,
         notes=(),
         code=code,
         script=script,
     )
-
-
-def _find_problems(
-    script: Script, cluster: ClusterProfile, request: RunRequest, num_nodes: int, per_node: int
-) -> Iterator[Problem]:
-    yield from check_placement(cluster, request, num_nodes, per_node, script.resources.spare_nodes)
-    yield from check_time_limit(cluster, script.resources.time_limit)
-    yield from check_image(cluster, request)
-    folders = site_folders(cluster, request.workspace, num_nodes)
-    owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)
-    yield from check_mounts(cluster, request.workspace, (*owned, (COMMAND_LINE, "--script", script.folder)))
 
 
 def accelerate_config(plan: RunPlan) -> dict[str, Any]:

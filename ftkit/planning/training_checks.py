@@ -2,179 +2,171 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ftkit.config.cluster import ClusterProfile
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, indivisible_sizes
+from ftkit.config.image import ImageSpec
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
+from ftkit.models.spec import ModelPlan
+from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.config.cluster import ClusterProfile
-    from ftkit.config.image import ImageSpec
-    from ftkit.config.recipe import RecipeSpec
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import ArchitecturePlan, ModelPlan
+    from ftkit.models.spec import ArchitecturePlan
 
 problem = partial(Problem, "")
 """A problem with a key of the recipe; `find_problems` adds the key's file and line."""
 
 
-def check_training(
-    recipe: RecipeSpec,
-    model: ModelPlan,
-    cluster: ClusterProfile,
-    image: ImageSpec | None,
-    num_nodes: int,
-    processes_per_node: int,
-) -> Iterator[Problem]:
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of a plan, which the checks compare with each other."""
+
+    recipe: RecipeSpec
+    model: ModelPlan
+    cluster: ClusterProfile
+    image: ImageSpec | None
+    request: RunRequest
+    placement: PlacementPlan
+
+    @property
+    def shape(self) -> ArchitecturePlan:
+        """The complete shape of the model."""
+        return self.model.architecture
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The recipe's settings."""
+        return self.recipe.training
+
+
+def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
-    shape, world_size = model.architecture, num_nodes * processes_per_node
-    yield from _adapters(recipe, model)
-    yield from _added_tokens(recipe, model)
-    yield from _batch(recipe, world_size)
-    yield from _context_parallel(recipe, shape, processes_per_node, cluster, image)
-    yield from _tensor_parallel(recipe, shape, processes_per_node)
-    yield from _checkpointed_layers(recipe, shape)
-    yield from _shard_degree(recipe, world_size)
-    yield from _offload(recipe, cluster)
-    yield from _kernels(recipe, cluster)
-    yield from _fp8(recipe, shape, cluster)
-    yield from _collectives(recipe, cluster, num_nodes, processes_per_node)
-    yield from _engine(recipe)
-    yield from _targets(recipe, shape, cluster)
-    yield from _load_balancing(recipe, shape)
+    for check in (
+        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _offload, _kernels, _fp8, _engine,
+        _targets, _load_balancing,
+    ):  # fmt: skip
+        yield from check(run)
 
 
-def _adapters(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
-    if model.adapter is not None and recipe.training.adapters is None:
+def _adapters(run: RunInputs) -> Iterator[Problem]:
+    model, method = run.model, run.training.method
+    if model.adapter is not None and method == "full":
         yield problem(
             "training.method", f"'full' does not train the adapters of {model.source}.",
             "Use 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
         )  # fmt: skip
-
-
-def _added_tokens(recipe: RecipeSpec, model: ModelPlan) -> Iterator[Problem]:
-    is_new = model.new_tokens or model.vocab_size_of_weights is not None
-    if is_new and recipe.training.adapters is not None:
-        names = ", ".join(model.new_tokens or recipe.model.added_tokens)
+    if (model.new_tokens or model.vocab_size_of_weights is not None) and method != "full":
+        names = ", ".join(model.new_tokens or run.recipe.model.added_tokens)
         yield problem(
             "model.added_tokens",
-            f"{names}: method '{recipe.training.method}' leaves the embedding frozen, so new tokens would stay "
-            "untrained, even where it has free rows.",
+            f"{names}: method '{method}' leaves the embedding frozen, so new tokens would stay untrained, even where "
+            "it has free rows.",
             "Use training.method 'full'; or leave them out, or use special tokens that the tokenizer has.",
         )  # fmt: skip
 
 
-def _batch(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
-    training = recipe.training
+def _batch(run: RunInputs) -> Iterator[Problem]:
+    training, world_size = run.training, run.placement.world_size
     micro = 1 if training.micro_batch_size == "auto" else training.micro_batch_size
     num = max(1, world_size // training.gpus_per_pack)
     at_once = micro * num
+    if training.shard_degree != "auto" and world_size % training.shard_degree:
+        yield problem(
+            "training.shard_degree", f"{world_size} GPUs can't be divided into groups of {training.shard_degree}.",
+            f"Use 'auto', or a divisor of {world_size}.",
+        )  # fmt: skip
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
     owners = f"{num} {'processes' if training.gpus_per_pack == 1 else 'groups of processes'}"
+    what = f"{plural(training.global_batch_size, 'pack')} can't be divided evenly among {owners}."
+    if micro > 1:
+        what = (
+            f"{training.global_batch_size} is not divisible by {at_once} "
+            f"(micro_batch_size {training.micro_batch_size} x {owners})."
+        )
     up = -(-training.global_batch_size // at_once) * at_once
-    down = up - at_once
-    yield problem(
-        "training.global_batch_size",
-        f"{training.global_batch_size} is not divisible by {at_once} "
-        f"(micro_batch_size {training.micro_batch_size} x {owners})."
-        if micro > 1
-        else f"{plural(training.global_batch_size, 'pack')} can't be divided evenly among {owners}.",
-        f"Use {down} or {up}."
-        if down
-        else f"Use {up}, or fewer GPUs{', or a smaller micro_batch_size' * (micro > 1)}.",
-    )
+    smaller = ", or a smaller micro_batch_size" if micro > 1 else ""
+    fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, or fewer GPUs{smaller}."
+    yield problem("training.global_batch_size", what, fix)
 
 
-def _offload(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
-    if recipe.training.offload != "none" and cluster.device == "cpu":
-        yield problem(
-            "training.offload",
-            f"'{recipe.training.offload}' has no effect without GPUs: everything is in host memory anyway.",
-            "Use 'none', or a cluster with GPUs.",
-        )  # fmt: skip
-    if recipe.training.activation_offload and cluster.device == "cpu":
-        yield problem(
-            "training.activation_offload",
-            "has no effect without GPUs: everything is in host memory anyway.",
-            "Leave it out, or use a cluster with GPUs.",
-        )  # fmt: skip
+def _offload(run: RunInputs) -> Iterator[Problem]:
+    if run.cluster.device != "cpu":
+        return
+    reason = "has no effect without GPUs: everything is in host memory anyway."
+    if run.training.offload != "none":
+        fix = "Use 'none', or a cluster with GPUs."
+        yield problem("training.offload", f"'{run.training.offload}' {reason}", fix)
+    if run.training.activation_offload:
+        yield problem("training.activation_offload", reason, "Leave it out, or use a cluster with GPUs.")
 
 
-def _checkpointed_layers(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
-    existing = shape.num_hidden_layers
+def _layers(run: RunInputs) -> Iterator[Problem]:
+    existing = run.shape.num_hidden_layers
     for key in ("checkpointed_layers", "offloaded_layers"):
-        num = getattr(recipe.training, key)
+        num = getattr(run.training, key)
         if num is not None and num > existing:
-            yield problem(
-                f"training.{key}",
-                f"{num} is more than the model's {plural(existing, 'decoder layer')}.", "Leave it out for all layers.",
-            )  # fmt: skip
+            what = f"{num} is more than the model's {plural(existing, 'decoder layer')}."
+            yield problem(f"training.{key}", what, "Leave it out for all layers.")
 
 
-def _kernels(recipe: RecipeSpec, cluster: ClusterProfile) -> Iterator[Problem]:
-    training = recipe.training
-    if training.attention in {"flash4", "flex"} and cluster.device == "cpu":
+def _kernels(run: RunInputs) -> Iterator[Problem]:
+    training, device, place = run.training, run.cluster.device, run.placement
+    if training.attention in {"flash4", "flex"} and device == "cpu":
         yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     if training.attention == "flash4" and training.compute_precision == "fp32":
         yield problem("training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
-    if training.compile == "layers" and training.engine == "zero3":
-        yield problem("training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
-
-
-def _collectives(
-    recipe: RecipeSpec, cluster: ClusterProfile, num_nodes: int, processes_per_node: int
-) -> Iterator[Problem]:
-    if recipe.training.collectives != "copy_engine":
-        return
-    if cluster.device == "cpu" or num_nodes != 1 or processes_per_node == 1:
+    is_one_node = place.num_nodes == 1 < place.processes_per_node
+    if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
         yield problem(
             "training.collectives", "copy engines copy between the GPUs of one node: this run has "
-            f"{num_nodes} x {processes_per_node} processes with device '{cluster.device}'.", "Use 'auto'.",
+            f"{place.num_nodes} x {place.processes_per_node} processes with device '{device}'.", "Use 'auto'.",
         )  # fmt: skip
 
 
-def _engine(recipe: RecipeSpec) -> Iterator[Problem]:
-    training = recipe.training
-    for setting in training.only_with_fsdp2 if training.engine == "zero3" else ():
-        yield problem(
-            f"training.{setting}",
-            f"'{getattr(training, setting)}' is not supported by engine 'zero3'.",
-            "Use engine 'auto' or 'fsdp2', or leave it out.",
-        )  # fmt: skip
+def _engine(run: RunInputs) -> Iterator[Problem]:
+    training = run.training
+    if training.engine != "zero3":
+        return
+    if training.compile == "layers":
+        yield problem("training.compile", "'layers' has no effect with engine 'zero3'.", "Use 'auto'.")
+    for setting in training.only_with_fsdp2:
+        what = f"'{getattr(training, setting)}' is not supported by engine 'zero3'."
+        yield problem(f"training.{setting}", what, "Use engine 'auto' or 'fsdp2', or leave it out.")
 
 
-def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:
-    adapters, counts = recipe.training.adapters, count_model(shape)
+def _targets(run: RunInputs) -> Iterator[Problem]:
+    adapters, shape, counts = run.training.adapters, run.shape, count_model(run.shape)
+    key = "training.lora.targets"
     if adapters and "out_proj" in adapters.targets and shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
-        yield problem(
-            "training.lora.targets", f"out_proj of a {shape.family} can't have adapters: kernels ignore them.",
-            "Leave it out.",
-        )  # fmt: skip
+        yield problem(key, f"out_proj of a {shape.family} can't have adapters: kernels ignore them.", "Leave it out.")
     # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
-    if adapters is None or not (shape.is_measured or (counts.is_exact and cluster.runtime == "none")):
+    if adapters is None or not (shape.is_measured or (counts.is_exact and run.cluster.runtime == "none")):
         return
     of_experts = [name for each in counts.expert_matrices for name in (each.parts or (each.name,))]
     known = list(dict.fromkeys((*(linear.name for linear in counts.linears), *of_experts)))
     accepted = {*known, *(each.name for each in counts.expert_matrices)}
     if unknown := [name for name in adapters.targets if name not in accepted]:
-        yield problem(
-            "training.lora.targets", f"{', '.join(unknown)}: {shape.family} has no such projection.",
-            f"It has {', '.join(known)}.",
-        )  # fmt: skip
+        what = f"{', '.join(unknown)}: {shape.family} has no such projection."
+        yield problem(key, what, f"It has {', '.join(known)}.")
     for matrix in counts.expert_matrices:
         if missing := matrix.missing_parts(adapters.targets):
             yield problem(
-                "training.lora.targets",
+                key,
                 f"{' and '.join(matrix.parts)} of the experts are adapted together: {', '.join(missing)} is missing.",
                 "Name all of them, or none.",
-            )  # fmt: skip
+            )
         if adapters.use_dora and matrix.num_ranks(adapters.targets):
             yield problem(
                 "training.lora.use_dora", f"{matrix.name} of the experts has no DoRA, in peft neither.",
@@ -182,8 +174,8 @@ def _targets(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfil
             )  # fmt: skip
 
 
-def _load_balancing(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
-    coefficient = recipe.training.router_aux_loss_coef
+def _load_balancing(run: RunInputs) -> Iterator[Problem]:
+    coefficient, shape = run.training.router_aux_loss_coef, run.shape
     if coefficient and not count_model(shape).experts_per_token:
         yield problem(
             "training.router_aux_loss_coef",
@@ -209,100 +201,70 @@ def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageS
     return ""
 
 
-def _context_parallel(
-    recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int, cluster: ClusterProfile, image: ImageSpec | None
-) -> Iterator[Problem]:
-    heads = shape.num_attention_heads
-    if recipe.training.context_parallel == 1:
+def _context_parallel(run: RunInputs) -> Iterator[Problem]:
+    key, size, heads = "training.context_parallel", run.training.gpus_per_pack, run.shape.num_attention_heads
+    if run.training.context_parallel == 1:
         return
-    key, size = "training.context_parallel", recipe.training.gpus_per_pack
-    yield from _groups(recipe, key, size, per_node)
-    if reason := why_undivided(recipe.training, cluster, image):
+    yield from _groups(run, key, size)
+    if reason := why_undivided(run.training, run.cluster, run.image):
         yield problem(
             key, f"needs {FLASH4}, {reason}.",
             "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa.",
         )  # fmt: skip
     if heads % size:
-        with_parts_of_layers = " for the product with tensor_parallel" * (recipe.training.tensor_parallel > 1)
-        yield problem(
-            key, f"{heads} attention heads of the model can't be divided among {size} GPUs.",
-            f"Use a divisor of {heads}{with_parts_of_layers}.",
-        )  # fmt: skip
+        product = " for the product with tensor_parallel" if run.training.tensor_parallel > 1 else ""
+        what = f"{heads} attention heads of the model can't be divided among {size} GPUs."
+        yield problem(key, what, f"Use a divisor of {heads}{product}.")
 
 
-def _tensor_parallel(recipe: RecipeSpec, shape: ArchitecturePlan, per_node: int) -> Iterator[Problem]:
-    size = recipe.training.tensor_parallel
+def _tensor_parallel(run: RunInputs) -> Iterator[Problem]:
+    key, size, shape = "training.tensor_parallel", run.training.tensor_parallel, run.shape
     if size == 1:
         return
-    key = "training.tensor_parallel"
-    yield from _groups(recipe, key, size, per_node)
+    yield from _groups(run, key, size)
     if shape.family not in MEASURED:
-        yield problem(
-            key, f"the layers of a '{shape.family}' can't be divided, only those of {', '.join(MEASURED)}.",
-            "Leave it out.",
-        )  # fmt: skip
+        what = f"the layers of a '{shape.family}' can't be divided, only those of {', '.join(MEASURED)}."
+        yield problem(key, what, "Leave it out.")
         return
     sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
     for name, number in indivisible_sizes(*sizes, size).items():
         yield problem(key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}.")
-    if recipe.evaluation.completions is not None:
+    if run.recipe.evaluation.completions is not None:
         yield problem(
             key, "a divided model computes losses, but can't generate completions for the evaluation.",
             "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
         )  # fmt: skip
 
 
-def _groups(recipe: RecipeSpec, key: str, size: int, per_node: int) -> Iterator[Problem]:
+def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:
     """Yield the problems of groups of GPUs that divide packs."""
+    per_node = run.placement.processes_per_node
     if per_node % size:
-        yield problem(
-            key, f"{per_node} GPUs of a node can't be divided into groups of {size}.",
-            f"Use a divisor of {per_node}, or another --gpus-per-node.",
-        )  # fmt: skip
-    if recipe.data.packing == "off":
+        what = f"{per_node} GPUs of a node can't be divided into groups of {size}."
+        yield problem(key, what, f"Use a divisor of {per_node}, or another --gpus-per-node.")
+    if run.recipe.data.packing == "off":
         yield problem(key, "divides the tokens of packs, and data.packing is 'off'.", "Use data.packing 'auto'.")
 
 
-def _shard_degree(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
-    degree = recipe.training.shard_degree
-    if degree != "auto" and world_size % degree:
-        yield problem(
-            "training.shard_degree",
-            f"{world_size} GPUs can't be divided into groups of {degree}.",
-            f"Use 'auto', or a divisor of {world_size}.",
-        )  # fmt: skip
-
-
-# --- FP8 -------------------------------------------------------------------------------------------
-
-
-def _fp8(recipe: RecipeSpec, shape: ArchitecturePlan, cluster: ClusterProfile) -> Iterator[Problem]:
-    """Yield the problems of a recipe's FP8 settings."""
-    training = recipe.training
+def _fp8(run: RunInputs) -> Iterator[Problem]:
+    training, gpu = run.training, run.cluster.gpu
     if not training.fp8_all_gather and training.precision != "fp8":
-        yield problem(
-            "training.fp8_all_gather",
-            f"has no effect with precision '{training.precision}': only 'fp8' all-gathers in FP8.", "Leave it out.",
-        )  # fmt: skip
+        what = f"has no effect with precision '{training.precision}': only 'fp8' all-gathers in FP8."
+        yield problem("training.fp8_all_gather", what, "Leave it out.")
     if not training.multiplies_in_fp8:
         return
-    key = "precision" if training.trains_in_fp8 else "base_precision"
-    if cluster.gpu is not None and not GPUS[cluster.gpu].has_fp8:
-        yield problem(
-            f"training.{key}", f"{GPUS[cluster.gpu].device_name} does not multiply in FP8; Ada, Hopper and "
-            "newer GPUs do.", f"Leave training.{key} out.",
-        )  # fmt: skip
-    if not _has_multiples(recipe, shape):
-        yield problem(
-            f"training.{key}", f"has no effect on this model: no linear layer of its decoder layers has inputs "
-            f"and outputs that are multiples of {FP8_MULTIPLE}, as FP8 needs.", f"Leave training.{key} out.",
-        )  # fmt: skip
-
-
-def _has_multiples(recipe: RecipeSpec, shape: ArchitecturePlan) -> bool:
-    """Return whether a matrix would be multiplied in FP8; estimated counts may lack some."""
-    counts = count_model(shape)
+    key = "training.precision" if training.trains_in_fp8 else "training.base_precision"
+    fix = f"Leave {key} out."
+    if gpu is not None and not GPUS[gpu].has_fp8:
+        what = f"{GPUS[gpu].device_name} does not multiply in FP8; Ada, Hopper and newer GPUs do."
+        yield problem(key, what, fix)
+    counts = count_model(run.shape)
     sizes = [(each.inputs, each.outputs) for each in counts.linears if each.name not in ROUTERS]
-    if not recipe.training.trains_in_fp8:  # trained experts are in bf16
+    if not training.trains_in_fp8:  # trained experts are in bf16
         sizes += [(each.inputs, each.outputs) for each in counts.expert_matrices]
-    return not counts.is_exact or any(inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0 for inputs, outputs in sizes)
+    # Estimated counts may lack some matrices.
+    if counts.is_exact and not any(inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0 for inputs, outputs in sizes):
+        yield problem(
+            key, "has no effect on this model: no linear layer of its decoder layers has inputs and outputs that are "
+            f"multiples of {FP8_MULTIPLE}, as FP8 needs.", fix,
+        )  # fmt: skip
