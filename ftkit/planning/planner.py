@@ -9,37 +9,28 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from ftkit.config.execution import method_counts
+from ftkit.config.execution import are_quantized, method_counts
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.recipe import RecipePlan
-from ftkit.errors import ConfigError, Problem, one_line
+from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
 from ftkit.models.config_json import resolve_shape
+from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.models.spec import ArchitecturePlan, ModelPlan
 from ftkit.planning.checks import find_problems
-from ftkit.planning.choices import (
-    choose_engine,
-    choose_execution,
-    least_memory,
-    with_sharding,
-)
+from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.fit import fit
+from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
-from ftkit.planning.notes import (
-    LINEAR_KERNELS,
-    notes_on_fit,
-    notes_on_fp8,
-    notes_on_linear_attention,
-    notes_on_model,
-    notes_on_packs,
-)
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
 from ftkit.planning.step_time import PADDING, predict_step_time
+from ftkit.planning.suggestions import suggest_changes, suggest_faster
 from ftkit.planning.training_checks import RunInputs, why_undivided
+from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from datetime import datetime
     from pathlib import Path
 
@@ -49,8 +40,13 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import ModelCounts, ModelSpec
+    from ftkit.models.spec import CountSource, ModelCounts, ModelSpec
+    from ftkit.planning.fit import Fit
     from ftkit.planning.training_setup import Setup
+
+
+LINEAR_KERNELS = "flash-linear-attention"
+"""The package with kernels for linear attention."""
 
 
 def plan_run(
@@ -67,7 +63,8 @@ def plan_run(
     recipe = recipe.model_copy(update={"training": training})
     job = plan_job(cluster, request, recipe.resources, recipe.name)
     placement = job["placement"]
-    if problems := find_problems(RunInputs(recipe, model, cluster, image, request, placement)):
+    run = RunInputs(recipe, model, cluster, image, request, placement)
+    if problems := find_problems(run):
         raise ConfigError(problems)
     engine = choose_engine(shape, training, placement.world_size, cluster.gpu)
     trained_in = None if cluster.runtime == "none" else image
@@ -75,7 +72,6 @@ def plan_run(
         setup_of(shape, least_memory(training), engine.name, cluster, placement),
         has_linear_kernel=trained_in is None or LINEAR_KERNELS in trained_in.listed_packages,
     )
-    can_divide = recipe.data.packing != "off" and not why_undivided(training, cluster, image)
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
@@ -87,7 +83,11 @@ def plan_run(
         fingerprint=fingerprint(recipe, model, request.data_stamp),
         recipe=planned,
         engine=engine.of(setup),
-        batch=_batch(setup),
+        batch=BatchPlan(
+            chosen.micro_batch_size,
+            chosen.global_batch_size // (chosen.micro_batch_size * setup.num_data_ranks),
+            chosen.global_batch_size,
+        ),
         memory=predicted.memory,
         speed=None if setup.gpu is None else predict_step_time(setup, setup.gpu, padding, fill or 1.0),
         num_parameters=count_model(shape).total,
@@ -96,11 +96,10 @@ def plan_run(
         fill_ratio=fill,
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
-            *notes_on_packs(chosen, request.num_packs),
-            *notes_on_fit(setup, cluster, predicted.memory, can_divide_packs=can_divide),
-            *notes_on_fp8(setup, trained_in),
-            *notes_on_linear_attention(setup, trained_in, padding),
-            *notes_on_model(recipe, model, cluster, image, request.padding),
+            *_notes_on_fit(run, predicted),
+            *_notes_on_data(run),
+            *_notes_on_kernels(setup, trained_in, padding),
+            *_notes_on_model(run),
         ),
         execution=execution,
         host_memory=predicted.host_memory,
@@ -249,10 +248,131 @@ def plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesS
     }
 
 
-def _batch(setup: Setup) -> BatchPlan:
-    training = setup.training
-    return BatchPlan(
-        micro_batch_size=training.micro_batch_size,
-        accumulation_steps=training.global_batch_size // (training.micro_batch_size * setup.num_data_ranks),
-        global_batch_size=training.global_batch_size,
+# --- Notes of a plan: what does not fit, what would be faster, what is uncertain --------------------
+
+
+def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
+    """Yield suggestions for a run that doesn't fit, or that could be much faster."""
+    setup, cluster, needed = predicted.setup, run.cluster, predicted.memory.total
+    gpu = setup.gpu
+    if gpu is None:
+        if cluster.scheduler == "slurm" and setup.device != "cpu":
+            yield (
+                f"the profile of '{cluster.name}' has no 'gpu', so the settings with the least memory are used, and no "
+                f"speed is predicted: set it to one of {', '.join(GPUS)}, if it is one of these"
+            )
+    elif predicted.on_gpu(gpu.usable_gib):
+        if faster := suggest_faster(setup, gpu):
+            yield f"predicted to be faster with the same global batch: {faster}"
+    else:
+        yield (
+            f"predicted peak of {needed:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
+            "expect an out-of-memory error"
+        )
+        can_divide = run.recipe.data.packing != "off" and not why_undivided(run.training, cluster, run.image)
+        for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide):
+            yield f"predicted to fit: {suggestion}"
+
+
+def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> Iterator[str]:
+    """Yield notes on an image whose torch all-gathers in bf16, and on what computes linear attention."""
+    gpu, family = setup.gpu, setup.shape.family
+    version = "" if image is None else image.provided.get("torch", "")
+    if image is not None and setup.gathers_in_fp8 and version.startswith(("2.6", "2.7")):
+        yield (
+            f"weights are all-gathered in bf16 with torch {version} of '{image.reference}', not in FP8: layers that "
+            "stay unsharded take more memory than predicted (training.reshard_after_forward=always avoids it)"
+        )
+    if setup.device == "cpu" or not has_linear_attention(setup.shape):
+        return
+    with_kernel, without = (
+        _describe_prediction(replace(setup, has_linear_kernel=has_kernel), padding) for has_kernel in (True, False)
     )
+    if image is not None and not setup.has_linear_kernel:
+        yield (
+            f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention of "
+            f"'{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
+        )
+        return
+    hopper = f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"
+    yield (
+        f"the plan assumes a kernel for the linear attention of '{family}' ({LINEAR_KERNELS}): {with_kernel}; where "
+        f"none runs, PyTorch computes it: {without}"
+        f"{hopper if gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell) else ''}"
+    )
+
+
+def _describe_prediction(setup: Setup, padding: float) -> str:
+    memory = f"{fit(setup).memory.total:.1f} GiB"
+    if setup.gpu is None:
+        return memory
+    speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes
+    return f"about {speed:,.0f} tokens/s per GPU and {memory}"
+
+
+def _notes_on_data(run: RunInputs) -> Iterator[str]:
+    """Yield notes on packs, padded rows and added tokens."""
+    model, padding = run.model, run.request.padding
+    num_packs, batch = run.request.num_packs, run.training.global_batch_size
+    if num_packs is not None and num_packs < batch:
+        yield (
+            f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step repeats "
+            "documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
+        )
+    if (rows := model.vocab_size_of_weights) is not None:
+        yield f"model.added_tokens: the embedding grows from {rows:,} to {run.shape.vocab_size:,} rows"
+    elif model.new_tokens:
+        yield f"model.added_tokens: free rows of the embedding for {plural(len(model.new_tokens), 'new token')}"
+    if run.recipe.data.packing == "off":
+        known = "as counted in the prepared data" if padding else "assumed until the data is prepared"
+        yield (
+            f"data.packing is 'off': each document is a padded row, which takes {padding or PADDING:.2f} times the "
+            f"tokens of packs ({known}); the predicted speed includes it"
+        )
+    elif run.shape.family in UNPACKED:
+        yield (
+            f"'{run.shape.family}' keeps packed documents apart only with kernels of other packages, if at all: if the "
+            "check before step 1 finds that it does not, each document becomes a padded row, which is slower; plan "
+            "with data.packing=off to see by how much"
+        )
+
+
+_ESTIMATED: dict[CountSource, str] = {
+    "formula": "parameters are counted exactly, memory and speed are estimates",
+    "model": "parameters are counted on the model itself, memory and speed are estimates",
+    "config": "parameters and memory are estimates",
+    "family": "parameters and memory are estimates",
+}
+
+
+def _notes_on_model(run: RunInputs) -> Iterator[str]:
+    """Yield notes on a family whose memory and speed were not measured."""
+    shape, training, image = run.shape, run.training, run.image
+    if shape.is_measured:
+        return
+    counts = count_model(shape)
+    quantized = training.precision if training.trains_in_fp8 else training.quantization
+    in_8_bits = {are_quantized(training.quantization, each) for each in counts.expert_matrices}
+    if counts.experts_per_token and quantized != "none" and in_8_bits != {True}:
+        yield (
+            f"the experts of '{shape.family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are "
+            "not linear layers"
+        )
+    yield (
+        f"'{shape.family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can "
+        "be trained is checked when the job starts"
+    )
+    if counts.source == "family" and counts.experts_per_token:
+        yield (
+            f"'{shape.family}' is a mixture of experts, and their number can't be read here: the plan assumes the "
+            "largest usual one (for an exact plan, download the weights' config.json)"
+        )
+    elif run.model.count_error:
+        yield f"the parameters of '{shape.family}' can't be counted on its class: {run.model.count_error}"
+    elif not counts.is_exact:
+        yield (
+            f"to count the parameters of '{shape.family}' exactly, plan with torch and a transformers that has the "
+            "family: pip install 'ftkit[train]'"
+        )
+    if image is not None and run.cluster.runtime != "none" and shape.family not in image.families:
+        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
