@@ -139,7 +139,7 @@ def main() -> None:
     config, tokenizer = make_config(asked.layers), learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
     method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.sql_execution=null"]
     spec = load_recipe("demo", Context(Path("/"), Path("/"), {}), method)
-    recipe = RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
+    recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
     with tempfile.TemporaryDirectory(dir=asked.folder) as temporary:
         folder = Path(temporary)
         write_base(config, folder / "base")

@@ -8,7 +8,7 @@ import re
 import textwrap
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -31,6 +31,12 @@ class Spec(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def extend(cls, base: Spec, **changes: object) -> Self:
+        """Return a spec of this class with the fields of `base` and some others, without validation."""
+        known = {name: getattr(base, name) for name in type(base).model_fields if name in cls.model_fields}
+        return cls.model_construct(**known | changes)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

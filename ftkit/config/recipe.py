@@ -209,9 +209,3 @@ class RecipePlan(RecipeSpec):
     """The model to fine-tune."""
     training: TrainingPlan
     """The optimization."""
-
-    @classmethod
-    def of(cls, recipe: RecipeSpec, model: ModelPlan, training: TrainingPlan) -> "RecipePlan":
-        """Combine a recipe with the resolved values."""
-        fields = {name: getattr(recipe, name) for name in RecipeSpec.model_fields}
-        return cls.model_construct(**fields | {"model": model, "training": training})

@@ -351,14 +351,6 @@ class TrainingPlan(TrainingSpec):
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that the backward pass recomputes."""
 
-    @classmethod
-    def of(
-        cls, spec: TrainingSpec, micro_batch_size: int, activation_checkpointing: ActivationCheckpointing
-    ) -> "TrainingPlan":
-        """Combine the recipe's settings with the resolved values."""
-        resolved = {"micro_batch_size": micro_batch_size, "activation_checkpointing": activation_checkpointing}
-        return cls.model_construct(**{name: getattr(spec, name) for name in TrainingSpec.model_fields} | resolved)
-
     def checkpointing_of_layers(self, num_layers: int, engine: EngineName) -> list[ActivationCheckpointing]:
         """Return the activation checkpointing of each decoder layer."""
         mode, others = self.activation_checkpointing, self.lighter_checkpointing(engine)

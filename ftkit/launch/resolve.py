@@ -187,7 +187,7 @@ def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
     problems = [origins.locate(problem) for problem in find_data_problems(read.spec, model.architecture)]
     if problems:
         raise ConfigError(problems)
-    return RecipePlan.of(read.spec, model, least_memory(read.spec.training))
+    return RecipePlan.extend(read.spec, model=model, training=least_memory(read.spec.training))
 
 
 def _resolve_model(recipe: RecipeSpec, ctx: Context, workspace: Workspace, origins: Origins) -> ModelPlan:

@@ -264,12 +264,6 @@ class ArchitecturePlan(ArchitectureSpec):
     counts: ModelCounts | None = None
     """Parameter counts; they follow from the other fields if null."""
 
-    @classmethod
-    def of(cls, shape: ArchitectureSpec, counts: ModelCounts | None) -> "ArchitecturePlan":
-        """Add the counts to a shape."""
-        fields = {name: getattr(shape, name) for name in ArchitectureSpec.model_fields}
-        return cls.model_construct(**fields, counts=counts)
-
 
 class TokenizerSpec(Spec):
     """Source of the tokenizer."""
@@ -390,9 +384,3 @@ class ModelPlan(ModelSpec):
         """The shape in the weights' files."""
         rows = self.vocab_size_of_weights
         return self.architecture if rows is None else self.architecture.model_copy(update={"vocab_size": rows})
-
-    @classmethod
-    def of(cls, model: ModelSpec, shape: ArchitectureSpec, counts: ModelCounts | None) -> "ModelPlan":
-        """Combine a recipe's model, its complete shape and the counts."""
-        fields = {name: getattr(model, name) for name in ModelSpec.model_fields}
-        return cls.model_construct(**fields | {"architecture": ArchitecturePlan.of(shape, counts)})

@@ -95,8 +95,10 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
 def least_memory(training: TrainingSpec) -> TrainingPlan:
     """Resolve `auto` values to those with the least memory."""
     micro, checkpointing = training.micro_batch_size, training.activation_checkpointing
-    return TrainingPlan.of(
-        training, 1 if micro == "auto" else micro, "full" if checkpointing == "auto" else checkpointing
+    return TrainingPlan.extend(
+        training,
+        micro_batch_size=1 if micro == "auto" else micro,
+        activation_checkpointing="full" if checkpointing == "auto" else checkpointing,
     )
 
 
@@ -222,7 +224,8 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
         mode = "none" if is_mode_open else resolved.activation_checkpointing
         reasons = {f"at most {CPU_TOKENS:,} tokens per micro-batch": is_size_open, "nothing recomputed": is_mode_open}
         reason = " and ".join(text for text, applies in reasons.items() if applies)
-        return TrainingPlan.of(training, size, mode), ExecutionPlan(chosen, f"{reason}, because there is no GPU")
+        plan = TrainingPlan.extend(training, micro_batch_size=size, activation_checkpointing=mode)
+        return plan, ExecutionPlan(chosen, f"{reason}, because there is no GPU")
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]

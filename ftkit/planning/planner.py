@@ -76,7 +76,7 @@ def plan_run(
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
     fill, num_steps = _fill_ratio(chosen, request), count_steps(chosen, request.num_packs)
-    planned, predicted = RecipePlan.of(recipe, model, chosen), fit(setup)
+    planned, predicted = RecipePlan.extend(recipe, model=model, training=chosen), fit(setup)
     return RunPlan(
         **job,
         ftkit_version=ftkit_version,
@@ -97,8 +97,8 @@ def plan_run(
         num_tokens=_count_tokens(chosen, num_steps, request),
         notes=(
             *_notes_on_fit(run, predicted),
-            *_notes_on_data(run),
             *_notes_on_kernels(setup, trained_in, padding),
+            *_notes_on_data(run),
             *_notes_on_model(run),
         ),
         execution=execution,
@@ -125,7 +125,7 @@ def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: Model
             what = f"parameters can't be counted from its values ({type(error).__name__}: {one_line(error)})."
             fix = "Correct the file, or copy or download it again."
             raise ConfigError([Problem(f"config.json of {model.weights}", "model.weights", what, fix)]) from error
-    return ModelPlan.of(model, shape, counts or count_model(shape))
+    return ModelPlan.extend(model, architecture=ArchitecturePlan.extend(shape, counts=counts or count_model(shape)))
 
 
 def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
@@ -137,12 +137,13 @@ def plan_for_counts(plan: RunPlan, counts: ModelCounts) -> RunPlan:
     shape = plan.recipe.model.architecture
     if shape.is_measured:
         return plan
-    counted = ArchitecturePlan.of(shape, counts)
+    counted = ArchitecturePlan.extend(shape, counts=counts)
     planned, training = replace(plan.setup, shape=counted), plan.recipe.training
     setup = with_sharding(planned.with_training(shard_degree=planned.num_shards))
+    model = plan.recipe.model.model_copy(update={"architecture": counted})
     return replace(
         plan,
-        recipe=RecipePlan.of(plan.recipe, ModelPlan.of(plan.recipe.model, counted, counts), training),
+        recipe=plan.recipe.model_copy(update={"model": model}),
         engine=replace(plan.engine, keeps_weights=setup.keeps_weights, defers_sync=setup.defers_sync),
         memory=fit(setup).memory,
         host_memory=fit(setup).host_memory,

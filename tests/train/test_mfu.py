@@ -39,7 +39,8 @@ PACKS = (2, 1, 2)
 @pytest.fixture
 def recipe(tmp_path: Path) -> RecipePlan:
     found = load_recipe("olmo3-7b-full", Context(tmp_path, tmp_path, {}), ["model.architecture.sliding_window=8"])
-    return RecipePlan.of(found, plan_model(found.model, None), TrainingPlan.of(found.training, 1, "none"))
+    training = TrainingPlan.extend(found.training, micro_batch_size=1, activation_checkpointing="none")
+    return RecipePlan.extend(found, model=plan_model(found.model, None), training=training)
 
 
 @pytest.fixture

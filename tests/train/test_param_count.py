@@ -146,7 +146,7 @@ def test_param_counts_of_each_method_follow_from_those_of_the_model(family: str)
     assert (counts.total, counts.active) == (count_model(shape).total, count_model(shape).active)
     for method in ("full", "lora", "qlora"):
         training = TrainingPlan(method=method, sequence_length=8, global_batch_size=1, max_steps=1, learning_rate=1e-3)
-        assert method_counts(ArchitecturePlan.of(shape, counts), training) == count_method(model, training)
+        assert method_counts(ArchitecturePlan.extend(shape, counts=counts), training) == count_method(model, training)
 
 
 def test_a_model_without_a_formula_is_counted_in_a_subprocess(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ftkit.hub.access import check_data, find_commit
 from ftkit.hub.client import read_token
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
-from ftkit.models.spec import ArchitectureSpec, ModelPlan, ModelSpec
+from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_from_json, plan_to_json
@@ -255,7 +255,9 @@ def test_a_run_is_submitted_with_the_commit_and_its_data_folder_is_unchanged(
     plan: RunPlan, environment: dict[str, str], tmp_path: Path
 ) -> None:
     named = ModelSpec(weights="org/small", revision="v1")
-    recipe = plan.recipe.model_copy(update={"model": ModelPlan.of(named, SHAPE, None)})
+    recipe = plan.recipe.model_copy(
+        update={"model": ModelPlan.extend(named, architecture=ArchitecturePlan.extend(SHAPE))}
+    )
     pinned = pin_revision(replace(plan, recipe=recipe), environment)
     assert (pinned.recipe.model.revision, pinned.recipe.model.requested_revision) == (COMMIT, "v1")
     assert plan_from_json(plan_to_json(pinned), "plan.json") == pinned

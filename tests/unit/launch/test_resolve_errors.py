@@ -90,7 +90,7 @@ def check_sources(plan: RunPlan, environment: Mapping[str, str]) -> list[str]:
 def with_recipe(plan: RunPlan, recipe: RecipeSpec) -> RunPlan:
     """Make a plan for another recipe, whose model differs only in the tokenizer."""
     model = plan.recipe.model.model_copy(update={"tokenizer": recipe.model.tokenizer})
-    return replace(plan, recipe=RecipePlan.of(recipe, model, plan.recipe.training))
+    return replace(plan, recipe=RecipePlan.extend(recipe, model=model, training=plan.recipe.training))
 
 
 def with_weights(plan: RunPlan, weights: str, **changes: object) -> RunPlan:

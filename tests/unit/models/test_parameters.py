@@ -115,7 +115,7 @@ def test_experts_are_read_from_all_known_keys(config: dict[str, Any], expected: 
 
 
 def test_memory_counts_all_experts_and_flops_only_active_ones(training: Specs) -> None:
-    shape = ArchitecturePlan.of(shape_of(MIXTRAL), count_by_config(MIXTRAL))
+    shape = ArchitecturePlan.extend(shape_of(MIXTRAL), counts=count_by_config(MIXTRAL))
     memory = predict_memory(Setup(shape, training(sequence_length=64, global_batch_size=64), 32))
     assert (memory.parameters + memory.gradients + memory.optimizer) * GIB * 32 == pytest.approx(16 * 46_702_792_704)
     flops = token_flops(shape, training(), 0, 0)
@@ -123,7 +123,7 @@ def test_memory_counts_all_experts_and_flops_only_active_ones(training: Specs) -
 
 
 def test_fused_experts_get_no_adapters_and_no_4_bit_weights(training: Specs) -> None:
-    shape = ArchitecturePlan.of(shape_of(MIXTRAL), count_by_config(MIXTRAL))
+    shape = ArchitecturePlan.extend(shape_of(MIXTRAL), counts=count_by_config(MIXTRAL))
     counts = method_counts(shape, training(method="qlora", lora={"targets": ["q_proj", "o_proj"]}))
     assert counts.quantized == 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
     assert counts.trained == 32 * 2 * 16 * (4096 + 4096)
@@ -133,8 +133,8 @@ def test_fused_experts_get_no_adapters_and_no_4_bit_weights(training: Specs) -> 
 
 def test_layers_do_not_stay_unsharded_based_on_an_estimate(training: Specs) -> None:
     config = OLMOE | {"num_hidden_layers": 2}
-    exact = ArchitecturePlan.of(shape_of(config), count_by_config(config))
-    estimated = ArchitecturePlan.of(exact, replace(exact.counts, source="config"))
+    exact = ArchitecturePlan.extend(shape_of(config), counts=count_by_config(config))
+    estimated = ArchitecturePlan.extend(exact, counts=replace(exact.counts, source="config"))
     exact_setup, estimated_setup = (
         with_sharding(Setup(shape, training(), 8, gpu=GPUS["h200"])) for shape in (exact, estimated)
     )
@@ -146,7 +146,11 @@ def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None
     assert plan_for_counts(demo_plan, count_by_config(MIXTRAL)) is demo_plan
     estimated = replace(count_by_config(OLMOE), source="config")
     recipe = demo_plan.recipe.model_copy(
-        update={"model": ModelPlan.of(demo_plan.recipe.model, shape_of(OLMOE), estimated)}
+        update={
+            "model": ModelPlan.extend(
+                demo_plan.recipe.model, architecture=ArchitecturePlan.extend(shape_of(OLMOE), counts=estimated)
+            )
+        }
     )
     planned = replace(
         demo_plan, recipe=recipe, cluster=demo_plan.cluster.model_copy(update={"gpu": "h200", "device": "cuda"}),

@@ -47,7 +47,7 @@ CLUSTER = load_cluster("slurm", NOWHERE)
 
 def planned(spec: RecipeSpec) -> RecipePlan:
     """Resolve open settings to a micro-batch of one pack with full activation checkpointing."""
-    return RecipePlan.of(spec, plan_model(spec.model, None), least_memory(spec.training))
+    return RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
 
 
 def recipe(*overrides: str) -> RecipePlan:

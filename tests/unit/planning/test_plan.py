@@ -561,7 +561,11 @@ def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layer
 
 def test_a_number_of_offloaded_layers_belongs_to_offload_and_to_existing_layers() -> None:
     offloaded = "training.activation_checkpointing=selective", "training.activation_offload=true"
-    training = TrainingPlan.of(demo(*offloaded, "training.offloaded_layers=1").training, 1, "selective")
+    training = TrainingPlan.extend(
+        demo(*offloaded, "training.offloaded_layers=1").training,
+        micro_batch_size=1,
+        activation_checkpointing="selective",
+    )
     assert training.checkpointing_label(2, "fsdp2") == "'selective', 1 layer offloaded"
     part = training.model_copy(update={"activation_checkpointing": "full", "checkpointed_layers": 2})
     assert (

@@ -28,8 +28,8 @@ SECTIONS = {"name", "model", "data", "training", "evaluation"}
 def resolved(name: str, ctx: Context) -> RecipePlan:
     spec = load_recipe(name, ctx)
     shape = None if spec.model.weights == "random" else shipped_config(spec.model.weights)
-    training = TrainingPlan.of(spec.training, 2, "none")
-    return RecipePlan.of(spec, plan_model(spec.model, shape), training)
+    training = TrainingPlan.extend(spec.training, micro_batch_size=2, activation_checkpointing="none")
+    return RecipePlan.extend(spec, model=plan_model(spec.model, shape), training=training)
 
 
 @pytest.mark.parametrize("name", ["demo", "olmo3-7b-full", "gemma3-12b-sql-qlora"])
