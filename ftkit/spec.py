@@ -8,7 +8,7 @@ import re
 import textwrap
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -36,7 +36,7 @@ class Spec(BaseModel):
     def extend(cls, base: Spec, **changes: object) -> Self:
         """Return a spec of this class with the fields of `base` and some others, without validation."""
         known = {name: getattr(base, name) for name in type(base).model_fields if name in cls.model_fields}
-        return cls.model_construct(**known | changes)
+        return cast("Self", cls.model_construct(**known | changes))  # pydantic's plug-in for mypy says Spec
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -73,21 +73,10 @@ def whole_adapter_size(lora: LoraSpec, name: str, num_inputs: int, num_outputs: 
     return lora.rank * num_inputs
 
 
-_EXPERT_NAMES = frozenset(
-    {
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "gate_up_proj",
-        "w1",
-        "w2",
-        "w3",
-        "shared_expert_gate",
-        "gate",
-        "router",
-        "proj",
-    }
-)
+_EXPERT_NAMES = frozenset([
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "shared_expert_gate", "gate", "router",
+    "proj",
+])  # fmt: skip
 """Names of routers, and of linear layers that experts may also have: peft matches targets by name."""
 
 

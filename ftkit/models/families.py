@@ -18,11 +18,7 @@ MEASURED: tuple[MeasuredFamily, ...] = get_args(MeasuredFamily)
 class SavedTensors:
     """Activations that a decoder layer saves per token for its backward pass: multiples of four widths.
 
-    Attributes:
-        hidden: multiple of the residual stream's width.
-        queries: multiple of the width of all query heads.
-        keys: multiple of the width of all key heads.
-        intermediate: multiple of the feed-forward layer's width.
+    These are the widths of the residual stream, of all query heads, of all key heads, and of the feed-forward layer.
     """
 
     hidden: int
@@ -76,17 +72,12 @@ _GEMMA = LayerSavings(
 
 @dataclass(frozen=True)
 class UsualExperts:
-    """Assumed experts of a family whose config.json can't be read: those of its largest model.
-
-    Attributes:
-        num: routed experts.
-        per_token: experts that a token is routed to.
-        narrower: `intermediate_size` divided by the width of an expert.
-    """
+    """Assumed experts of a family whose config.json can't be read: those of its largest model."""
 
     num: int
     per_token: int
     narrower: int
+    """`intermediate_size` divided by the width of an expert."""
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,7 @@ def count_parameters(shape: ArchitectureSpec) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a decoder layer, and which layers have them.
-
-    Attributes:
-        num: routed experts.
-        per_token: experts that a token is routed to.
-        width: intermediate size of each.
-        shared_width: total intermediate size of the shared experts, which every token passes through.
-        num_dense_layers: decoder layers without experts.
-    """
+    """The routed experts of a decoder layer, those that every token passes through, and the layers without any."""
 
     num: int
     per_token: int

@@ -196,19 +196,14 @@ class ExpertMatrix:
 
 @dataclass(frozen=True)
 class AttentionLayers:
-    """Decoder layers whose attention costs the same.
-
-    Attributes:
-        count: layers.
-        width: total width of the query heads; for linear attention, of the value heads.
-        is_windowed: whether they use the model's sliding window.
-        state: for linear attention, the width of a head's keys; 0 for softmax attention.
-    """
+    """Decoder layers whose attention costs the same."""
 
     count: int
     width: int
+    """Total width of the query heads; for linear attention, of the value heads."""
     is_windowed: bool = False
     state: int = 0
+    """For linear attention, the width of a head's keys; 0 for softmax attention."""
 
 
 NO_CAUSAL_CLASS = 9

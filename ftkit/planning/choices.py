@@ -35,16 +35,7 @@ SPARE = 0.8
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The engine that shards the model, and how.
-
-    Attributes:
-        name: the engine.
-        reason: why it was chosen, for the plan.
-        keeps_weights: whether layers stay unsharded from the forward pass to the backward pass.
-        num_replicas: copies of the model, each sharded over as many neighboring processes.
-        defers_sync: whether gradients are reduced only in the last micro-batch of a step.
-        has_linear_kernel: whether the predictions assume a kernel for linear attention.
-    """
+    """The engine that shards the model, why it was chosen, and how it shards: the fields of a `Setup`."""
 
     name: EngineName
     reason: str
@@ -74,12 +65,11 @@ class EnginePlan:
 
 def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int, gpu: GpuModel | None) -> EnginePlan:
     """Return the recipe's engine; with `auto`, FSDP2 unless only ZeRO-3 fits the GPU."""
-    only = wanted.only_with_fsdp2
     if wanted.engine != "auto":
         return EnginePlan(wanted.engine, "the recipe asks for it")
     if world_size == 1:
         return EnginePlan("fsdp2", "one process: a single shard")
-    if only:
+    if only := wanted.only_with_fsdp2:
         return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
     needed = {name: fit(replace(setup, engine=name)).memory.total for name in _ENGINES}
@@ -180,12 +170,7 @@ OPEN = ("micro_batch_size", "activation_checkpointing")
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """The choice of micro-batch and activation checkpointing.
-
-    Attributes:
-        chosen: keys that are `auto` in the recipe.
-        reason: why the values were chosen.
-    """
+    """The choice of micro-batch and activation checkpointing: the `auto` keys, and the reason for their values."""
 
     chosen: tuple[str, ...] = ()
     reason: str = "the recipe sets both"
@@ -198,10 +183,6 @@ class Option:
     training: TrainingPlan
     step_seconds: float
     total_gib: float
-
-    def differs_in(self, field: str, training: TrainingPlan) -> bool:
-        """Return whether a field differs from the one of other settings."""
-        return bool(getattr(self.training, field) != getattr(training, field))
 
 
 def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingPlan, ExecutionPlan]:
@@ -345,8 +326,7 @@ def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
     """
     best: Option | None = None
     for each in options:
-        fits = each.total_gib <= room_gib
-        if fits and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
+        if each.total_gib <= room_gib and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):
             best = each
     return best
 

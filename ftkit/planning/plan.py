@@ -133,30 +133,18 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class DocumentFit:
-    """How many documents of a run's data fit a pack.
-
-    Args:
-        num_read: number of documents that were tokenized.
-        num_fitting: number of those that are not longer than `training.sequence_length`.
-        longest: tokens of the longest.
-        is_complete: whether these are all documents, rather than those of the first rows.
-    """
+    """How many of the tokenized documents fit a pack, and the tokens of the longest."""
 
     num_read: int
     num_fitting: int
     longest: int
     is_complete: bool
+    """Whether these are all documents, rather than those of the first rows."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The sweep that a run belongs to, and this run's values.
-
-    Args:
-        id: id of the sweep, the same for all of its runs.
-        name: name of the sweep; the names of its runs add a number.
-        values: this run's values by key, as typed.
-    """
+    """The sweep that a run belongs to, and this run's values by key, as typed."""
 
     id: str
     name: str

@@ -37,27 +37,21 @@ RUN_FOLDER: Final = "{run}"
 
 @dataclass(frozen=True)
 class Script:
-    """The script that the processes of the run start.
-
-    Attributes:
-        path: path of the script within the copy of its folder.
-        args: its arguments; `{run}` stands for the run's folder.
-        folder: working folder of its processes.
-        accelerate: content of accelerate's configuration; null without one.
-        stop_signal: signal for its processes when the run is asked to stop.
-        can_restart: whether it resumes from its own checkpoint when it is restarted.
-        resources: resources to request from the scheduler.
-        recipe: name of the recipe that the configuration was made from; null without one.
-    """
+    """The script that the processes of the run start."""
 
     path: str
+    """Path of the script within the copy of its folder."""
     args: tuple[str, ...]
     folder: str
+    """Working folder of its processes."""
     accelerate: dict[str, Any] | None
+    """Content of accelerate's configuration; null without one."""
     stop_signal: StopSignal
     can_restart: bool
+    """Whether it resumes from its own checkpoint when it is restarted."""
     resources: ResourcesSpec
     recipe: str | None = None
+    """Name of the recipe that the configuration was made from; null without one."""
 
     @property
     def asks_for_sharding(self) -> bool:

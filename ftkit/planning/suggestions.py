@@ -48,13 +48,15 @@ Change = dict[str, Any]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """An override, and the predicted memory of a process."""
+    """An override to type after a recipe, with the predicted memory of a process and, if it is faster, the speed-up."""
 
     override: str
     total_gib: float
+    speedup: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.override} ({self.total_gib:.1f} GiB)"
+        faster = "" if self.speedup is None else f"{self.speedup:.1f} times as fast, "
+        return f"{self.override} ({faster}{self.total_gib:.1f} GiB)"
 
 
 def suggest_changes(
@@ -142,25 +144,7 @@ def _merge_changes(changes: Iterable[Change]) -> Change:
     return {field: value for each in changes for field, value in each.items()}
 
 
-@dataclass(frozen=True)
-class FasterSuggestion:
-    """Overrides that would make a run faster and still fit.
-
-    Attributes:
-        override: overrides to type after a recipe.
-        speedup: predicted speed-up, as a factor.
-        total_gib: predicted memory of a process, in GiB.
-    """
-
-    override: str
-    speedup: float
-    total_gib: float
-
-    def __str__(self) -> str:
-        return f"{self.override} ({self.speedup:.1f} times as fast, {self.total_gib:.1f} GiB)"
-
-
-def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
+def suggest_faster(setup: Setup, gpu: Gpu) -> Suggestion | None:
     """Return the micro-batch and the checkpointing for the shortest step with the same global batch.
 
     The settings must fit the GPU, though without memory to spare. Returns None if the speed-up is not worthwhile.
@@ -180,12 +164,15 @@ def suggest_faster(setup: Setup, gpu: Gpu) -> FasterSuggestion | None:
             best = other if fits_host(replace(setup, training=other.training), gpu) else best
     if best is None or now <= best.step_seconds * WORTHWHILE:
         return None
-    fields = (*OPEN, "activation_offload")
-    changed = {field: getattr(best.training, field) for field in fields if best.differs_in(field, setup.training)}
-    numbers = [field for field in ("checkpointed_layers", "offloaded_layers") if best.differs_in(field, setup.training)]
-    if numbers:
-        changed |= {field: getattr(best.training, field) for field in ("activation_checkpointing", *numbers)}
-    return FasterSuggestion(_format_override(changed), now / best.step_seconds, best.total_gib)
+    fields = [*OPEN, "activation_offload", "checkpointed_layers", "offloaded_layers"]
+    changed = {
+        field: getattr(best.training, field)
+        for field in fields
+        if getattr(best.training, field) != getattr(setup.training, field)
+    }
+    if {*fields[-2:]} & {*changed}:  # a number alone needs a mode in the recipe
+        changed = {"activation_checkpointing": best.training.activation_checkpointing} | changed
+    return Suggestion(_format_override(changed), best.total_gib, now / best.step_seconds)
 
 
 def _fastest(setup: Setup, gpu: Gpu) -> Option | None:

@@ -21,16 +21,14 @@ class Gpu:
 
     Attributes:
         device_name: torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
-        memory_gib: memory in GiB.
         bf16_flops: dense bf16 FLOP/s, on tensor cores.
-        matmul_efficiency: fraction of `bf16_flops` that the best single matmul reaches.
-        flex_efficiency: fraction of `bf16_flops` that flex attention reaches, forward and backward.
         fp32_flops: fp32 FLOP/s, on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`).
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s to the other GPUs of its node, one way.
         has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
         has_fp8: whether it has FP8 matmuls (Ada, Hopper and newer).
-        is_blackwell: whether its architecture is Blackwell.
+        matmul_efficiency: fraction of `bf16_flops` that the best single matmul reaches.
+        flex_efficiency: fraction of `bf16_flops` that flex attention reaches, forward and backward.
     """
 
     device_name: str
@@ -94,37 +92,28 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, training settings, and devices of a run.
-
-    Attributes:
-        shape: shape of the model.
-        training: settings with every `auto` resolved.
-        num_shards: processes that share a copy of the model.
-        engine: engine that shards the model over them.
-        device: device of the computation.
-        gpu: the GPU; None for a CPU, or if the profile sets no GPU.
-        num_nodes: number of nodes.
-        node_bandwidth: bytes/s of a node's network; None if unknown, and then assumed unlimited.
-        node_memory_gib: memory of a node; None if unknown.
-        keeps_weights: whether layers stay unsharded between forward and backward pass.
-        num_replicas: copies of the model, each on `num_shards` neighboring processes.
-        defers_sync: whether gradients are reduced only in the last micro-batch of a step.
-        has_linear_kernel: whether a kernel computes linear attention, if the model has any; otherwise PyTorch does.
-    """
+    """Model, training settings with every `auto` resolved, and devices of a run."""
 
     shape: ArchitectureSpec
     training: TrainingPlan
     num_shards: int = 1
+    """Processes that share a copy of the model."""
     engine: EngineName = "fsdp2"
     device: Literal["cpu", "cuda"] = "cuda"
     gpu: Gpu | None = None
+    """None for a CPU, or if the profile sets no GPU."""
     num_nodes: int = 1
     node_bandwidth: float | None = None
+    """Bytes/s of a node's network; unlimited if None."""
     node_memory_gib: float | None = None
     keeps_weights: bool = False
+    """Whether layers stay unsharded between forward and backward pass."""
     num_replicas: int = 1
+    """Copies of the model, each on `num_shards` neighboring processes."""
     defers_sync: bool = False
+    """Whether gradients are reduced only in the last micro-batch of a step."""
     has_linear_kernel: bool = True
+    """Whether a kernel computes linear attention, if the model has any; otherwise PyTorch does."""
 
     @property
     def num_processes(self) -> int:

@@ -23,14 +23,8 @@ PROCESS_GIB: Final = 4.0
 class HostMemoryPlan:
     """Predicted host memory of a node of a run that offloads, in GiB, over all processes of the node.
 
-    Copies of the state for checkpoints are not in it: without room for them, training waits for each checkpoint.
-
-    Attributes:
-        parameters: offloaded weights.
-        gradients: their gradients.
-        optimizer: optimizer states.
-        activations: saved for the backward pass of a micro-batch.
-        processes: all other memory of the processes.
+    `processes` is their memory besides offloaded tensors. Copies of the state for checkpoints are not in it: without
+    room for them, training waits for each checkpoint.
     """
 
     parameters: float

@@ -39,18 +39,10 @@ Moment = Literal["loading", "loss", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted peak memory of one process, in GiB, by part at the time of the peak.
+    """Predicted peak memory of one process, in GiB, by part at the moment of the peak.
 
-    Attributes:
-        moment: when the peak is reached: while weights are loaded, while the loss is computed, in the backward pass, or
-            in the optimizer step.
-        parameters: the process's shard of the weights.
-        gradients: its shard of the gradients.
-        optimizer: its shard of the optimizer states.
-        activations: tensors saved for the backward pass.
-        logits: the output projection's logits and gradients.
-        communication: unsharded weights, and gradients before their reduction.
-        libraries: Python, torch and transformers on a CPU, where the memory of a process is its resident set.
+    `communication` is unsharded weights, and gradients before their reduction; `libraries` is Python, torch and
+    transformers on a CPU, where the memory of a process is its resident set.
     """
 
     moment: Moment
