@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ftkit import assets
-from ftkit.config.shipped_models import read_shipped
+from ftkit.config.load import read_shipped
 from ftkit.config.training import TrainingPlan
 from ftkit.models.config_json import read_shape
 from ftkit.planning.choices import with_sharding

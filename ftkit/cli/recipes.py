@@ -40,7 +40,7 @@ def command(*, as_json: bool) -> None:
 
 def _size(model: ModelSpec) -> str:
     """Return a model's parameter count; `?` if its shape is not known without the network."""
-    from ftkit.config.shipped_models import shipped_config
+    from ftkit.config.load import shipped_config
     from ftkit.models.parameters import count_by_config, count_parameters
     from ftkit.models.spec import ArchitectureSpec
 

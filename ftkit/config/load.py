@@ -18,7 +18,6 @@ from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.shipped_models import read_shipped
 from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source, is_inline_template
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
@@ -323,3 +322,22 @@ def _with_absolute_source(
     elif isinstance(source, HubSource):
         change = {"dataset": hub_id_or_absolute(source.dataset, *key, "dataset")}
     return source.model_copy(update=change)
+
+
+# --- Configurations of published models, so that their recipes are planned without a network ---------
+
+
+def shipped_config(weights: str) -> dict[str, Any] | None:
+    """Return the shipped configuration of a hub model; None if there is none."""
+    for path in sorted(assets.ARCHITECTURES.glob("*.yaml")):
+        if weights in path.read_text(encoding="utf-8"):  # parsing all files would take longer than planning
+            config, models = read_shipped(path)
+            if weights in models:
+                return config
+    return None
+
+
+def read_shipped(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read a shipped file: return the configuration, and the hub ids of the models that have it."""
+    config = dict(read_yaml(path).values)
+    return config, tuple(config.pop("models", ()))

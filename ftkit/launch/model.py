@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit import process
 from ftkit.config.context import cache_folder
-from ftkit.config.shipped_models import shipped_config
+from ftkit.config.load import shipped_config
 from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json

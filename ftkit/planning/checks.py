@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.cluster import ClusterProfile, format_time_limit, mounted_folders, parse_time_limit
 from ftkit.config.data import CHAT_TEMPLATES
-from ftkit.config.evaluation import SCORES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
-from ftkit.config.recipe import SINK_PACKAGES, RecipeSpec, sinks_without_package
+from ftkit.config.recipe import SCORES, SINK_PACKAGES, RecipeSpec, sinks_without_package
 from ftkit.config.sources import GeneratedSource
 from ftkit.errors import Problem, plural
 from ftkit.planning.training_checks import check_training, problem
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from ftkit.config.evaluation import GenerationSpec
-    from ftkit.config.recipe import ResourcesSpec
+    from ftkit.config.recipe import GenerationSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.models.spec import ArchitecturePlan
     from ftkit.planning.plan import PlacementPlan

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.cli.main import main
-from ftkit.config.evaluation import BestSpec
+from ftkit.config.recipe import BestSpec
 from ftkit.errors import DataError
 from ftkit.evaluate.load import load_model
 from ftkit.evaluate.source import find_target

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit import assets
 from ftkit.config.execution import method_counts
-from ftkit.config.shipped_models import read_shipped
+from ftkit.config.load import read_shipped
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import parse_json

@@ -14,9 +14,8 @@ import pytest
 
 from ftkit import assets
 from ftkit.config.context import Context
-from ftkit.config.load import load_cluster, load_recipe
+from ftkit.config.load import load_cluster, load_recipe, read_shipped
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped_models import read_shipped
 from ftkit.config.training import TrainingPlan
 from ftkit.models.config_json import read_shape
 from ftkit.planning.layout import Workspace

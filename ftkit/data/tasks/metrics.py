@@ -134,7 +134,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "exact_match": (Metric("exact_match", exact_match),),
     "repetition": (_REPETITION,),
 }
-"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.evaluation.SCORES`); the first one of
+"""Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.recipe.SCORES`); the first one of
 a result determines which examples changed."""
 
 

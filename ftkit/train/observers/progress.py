@@ -12,7 +12,7 @@ from ftkit.runs.checkpoints import BestEvaluation, TrainState
 from ftkit.train.components.batches import BatchSchedule
 
 if TYPE_CHECKING:
-    from ftkit.config.evaluation import BestSpec
+    from ftkit.config.recipe import BestSpec
     from ftkit.runs.records import EvaluationRecord
     from ftkit.train.components.batches import StepBatch
 

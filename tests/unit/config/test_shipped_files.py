@@ -11,9 +11,8 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context, list_images, list_names
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import load_cluster, load_image, load_recipe
+from ftkit.config.load import load_cluster, load_image, load_recipe, read_shipped, shipped_config
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped_models import read_shipped, shipped_config
 from ftkit.models.parameters import count_by_config
 from ftkit.planning.planner import plan_model, plan_run
 from ftkit.planning.training_setup import GPUS

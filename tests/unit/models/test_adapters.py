@@ -7,8 +7,7 @@ import pytest
 from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.config.execution import GIB, method_counts, nf4_parts
-from ftkit.config.load import load_recipe
-from ftkit.config.shipped_models import read_shipped
+from ftkit.config.load import load_recipe, read_shipped
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec, count_active_adapter_parameters, count_adapter_parameters

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from ftkit.config.context import Context, list_names
 from ftkit.config.image_reference import NamedImage
-from ftkit.config.load import load_cluster, load_image, load_recipe
+from ftkit.config.load import load_cluster, load_image, load_recipe, shipped_config
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import RunRequest
-from ftkit.config.shipped_models import shipped_config
 from ftkit.errors import ConfigError
 from ftkit.planning.choices import (
     MODES,

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.config.context import Context
-from ftkit.config.load import load_recipe
+from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.shipped_models import shipped_config
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.planner import plan_model
 from ftkit.runs.card import write_card

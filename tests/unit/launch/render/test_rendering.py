@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.cluster import NcclSpec
-from ftkit.config.evaluation import EvaluationSpec
-from ftkit.config.recipe import ResourcesSpec
+from ftkit.config.recipe import EvaluationSpec, ResourcesSpec
 from ftkit.config.sources import FilesSource, HubSource
 from ftkit.launch.render import render_job
 
