@@ -34,8 +34,7 @@ def command(*, as_json: bool) -> None:
 
     Later sources override earlier ones: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
-    from ftkit.config.dotenv import FILE as DOTENV
-    from ftkit.config.dotenv import read_dotenv
+    from ftkit.config.context import DOTENV, read_dotenv
     from ftkit.config.request import load_settings
 
     terminal, ctx = Terminal(), current_context()

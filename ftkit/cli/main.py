@@ -19,8 +19,7 @@ from ftkit.cli.commands import LazyCommand, LazyGroup
 from ftkit.cli.output import in_color
 from ftkit.cli.streams import open_standard_streams, styled
 from ftkit.cli.terminal.format import printable
-from ftkit.config.context import Context, set_home
-from ftkit.config.dotenv import load_dotenv
+from ftkit.config.context import Context, load_dotenv, set_home
 from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
 
 if TYPE_CHECKING:

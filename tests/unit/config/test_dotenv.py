@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ftkit
 from ftkit.cli.remote.forward import SECRETS
-from ftkit.config.dotenv import ALLOWED, load_dotenv, read_dotenv
+from ftkit.config.context import ALLOWED, load_dotenv, read_dotenv
 from ftkit.errors import ConfigError
 
 
