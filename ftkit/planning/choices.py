@@ -44,7 +44,7 @@ class EnginePlan:
     defers_sync: bool = False
     has_linear_kernel: bool = True
 
-    def of(self, setup: Setup) -> EnginePlan:
+    def resolved(self, setup: Setup) -> EnginePlan:
         """Return the plan with a setup's sharding, and with the sharding in the reason."""
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,

@@ -82,7 +82,7 @@ def plan_run(
         ftkit_version=ftkit_version,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
         recipe=planned,
-        engine=engine.of(setup),
+        engine=engine.resolved(setup),
         batch=BatchPlan(
             chosen.micro_batch_size,
             chosen.global_batch_size // (chosen.micro_batch_size * setup.num_data_ranks),

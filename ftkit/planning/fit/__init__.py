@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log2
 from typing import TYPE_CHECKING, Final
 
 from ftkit.config.execution import FP32, GIB
 from ftkit.models.parameters import count_model
-from ftkit.planning.fit.memory import predict_memory, tensors_of
+from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB, tensors_of
 from ftkit.planning.training_setup import Setup
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class Fit:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Peak memory of a process."""
-        return predict_memory(self.setup)
+        """Peak memory of a process: the maximum over loading and four points of a step."""
+        highest = max(tensors_of(self.setup).moments(), key=lambda moment: moment.total)
+        return replace(highest, libraries=CPU_LIBRARIES_GIB) if self.setup.device == "cpu" else highest
 
     @cached_property
     def host_memory(self) -> HostMemoryPlan | None:

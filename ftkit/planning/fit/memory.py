@@ -7,7 +7,7 @@ parameter counts with the real classes. For other families, the formulas are est
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -65,25 +65,19 @@ class MemoryPlan:
         return sum(self.parts.values())
 
 
-def predict_memory(setup: Setup) -> MemoryPlan:
-    """Predict the peak memory of one process: the maximum over loading and four points of a step.
-
-    Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter in total; ZeRO-3 also has
-    them in the compute dtype); frozen weights exist once. All are sharded. While a layer runs, its unsharded weights
-    exist in the compute dtype, as do those of the prefetched next layer, and those outside the layers. If layers stay
-    unsharded, those of all layers exist from the forward pass to the backward pass.
-    """
-    highest = max(tensors_of(setup).moments(), key=lambda moment: moment.total)
-    return replace(highest, libraries=CPU_LIBRARIES_GIB) if setup.device == "cpu" else highest
-
-
 def tensors_of(setup: Setup) -> Tensors:
     """Return the tensors of a process with the setup's engine."""
     return Fsdp2Tensors(setup) if setup.engine == "fsdp2" else Zero3Tensors(setup)
 
 
 class Tensors(ABC):
-    """Bytes of the tensors of a process: those that exist between steps, and others at several points of a step."""
+    """Bytes of the tensors of a process: those that exist between steps, and others at several points of a step.
+
+    Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter in total; ZeRO-3 also has
+    them in the compute dtype); frozen weights exist once. All are sharded. While a layer runs, its unsharded weights
+    exist in the compute dtype, as do those of the prefetched next layer, and those outside the layers. If layers stay
+    unsharded, those of all layers exist from the forward pass to the backward pass.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.shape, self.training = setup, setup.shape, setup.training
