@@ -6,7 +6,7 @@ import difflib
 import re
 import typing
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, Union
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, Union
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,23 +26,18 @@ MAX_PROBLEMS: Final = 20
 """Maximum number of problems shown: more add little."""
 _LONGEST_VALUE: Final = 80
 
+_MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")
 _SENTENCES: Final = {
-    "bool_parsing": ("must be true or false", ""),
-    "bool_type": ("must be true or false", ""),
-    "dict_type": ("must be a mapping", "Write 'key: value' lines below it."),
+    **dict.fromkeys(("bool_parsing", "bool_type"), ("must be true or false", "")),
+    **dict.fromkeys(_MAPPING_EXPECTED, ("must be a mapping", "Write 'key: value' lines below it.")),
     "finite_number": ("must be a finite number", ""),
-    "float_parsing": ("must be a number", ""),
-    "float_type": ("must be a number", ""),
+    **dict.fromkeys(("float_parsing", "float_type"), ("must be a number", "")),
     "greater_than": ("must be more than {gt:g}", ""),
     "greater_than_equal": ("must be at least {ge:g}", ""),
-    "int_from_float": ("must be a whole number", ""),
-    "int_parsing": ("must be a whole number", ""),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), ("must be a whole number", "")),
     "int_parsing_size": ("must be a whole number of a few digits", ""),
-    "int_type": ("must be a whole number", ""),
     "less_than": ("must be less than {lt:g}", ""),
     "less_than_equal": ("must be at most {le:,}", ""),
-    "model_attributes_type": ("must be a mapping", "Write 'key: value' lines below it."),
-    "model_type": ("must be a mapping", "Write 'key: value' lines below it."),
     "string_type": ("must be text", "Put it in quotes."),
     "too_long": ("must have at most {max_length} values", ""),
     "too_short": ("must have at least {min_length}", "Give one, or omit the key."),
@@ -128,9 +123,8 @@ def _problem(  # noqa: PLR0911 - one for each form of message
     if kind == "missing":
         return Problem(where, key, "required, but not given.", f"Add '{path[-1]}:'.")
     if kind == "union_tag_not_found":
-        return Problem(
-            where, f"{key}.kind", "required, but not given.", f"Known here: {', '.join(_kinds(owner, path))}."
-        )
+        kinds = [tag for model in _models_at(owner, path) if (tag := _tag(model))]
+        return Problem(where, f"{key}.kind", "required, but not given.", f"Known here: {', '.join(kinds)}.")
     if kind in {"literal_error", "union_tag_invalid"}:
         if kind == "union_tag_invalid":
             where, key = layers.origin((*path, "kind")), f"{key}.kind"
@@ -140,12 +134,11 @@ def _problem(  # noqa: PLR0911 - one for each form of message
         fix = _suggestion(word, words, listing=False) or _description(owner, path)
         shown = word if given is None or isinstance(given, bool) else repr(word)
         return Problem(where, key, f"{shown} is none of {choices}.", fix)
+    message = detail["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(given, dict):
-        return Problem(
-            _origin_of_check(layers, path, given, _validator_message(detail)), key, f"{_validator_message(detail)}."
-        )
+        return Problem(_origin_of_check(layers, path, given, message), key, f"{message}.")
     if kind == "value_error":
-        message, shown = _validator_message(detail), _shown(given)
+        shown = _shown(given)
         return Problem(where, key, f"{message}." if shown in message else f"{message}, got {shown}.")
     if kind == "string_pattern_mismatch":
         form = f"{_shown(given)} does not have the required form."
@@ -159,8 +152,8 @@ def _wrong_value(where: str, path: KeyPath, key: str, owner: type[BaseModel] | N
     message, fix = _SENTENCES.get(kind, ("can't be this", ""))
     if where == COMMAND_LINE and isinstance(given, dict):  # YAML parsed text in braces as a mapping
         fix = f"Text that begins with a brace also needs quotes for YAML: {key}='\"{{column}}\"'."
-    elif kind in _MAPPING_EXPECTED and (keys := _keys(owner, path)):
-        fix = f"Its keys are {', '.join(keys)}."
+    elif kind in _MAPPING_EXPECTED and len(models := _models_at(owner, path)) == 1:
+        fix = f"Its keys are {', '.join(models[0].model_fields)}."
     elif kind == "tuple_type" and isinstance(given, str) and "," not in given:
         fix = f"Put it in brackets: [{given[:_LONGEST_VALUE]}]."
     elif given is None or not fix:
@@ -168,13 +161,9 @@ def _wrong_value(where: str, path: KeyPath, key: str, owner: type[BaseModel] | N
     return Problem(where, key, f"{message.format_map(detail.get('ctx', {}))}, got {_shown(given)}.", fix)
 
 
-_MAPPING_EXPECTED: Final = ("dict_type", "model_attributes_type", "model_type")
-
-
-def _keys(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
-    """Return the keys of the mapping at the end of `path`; none if it is a union of several specs."""
-    models = _models(owner.model_fields[path[-1]].annotation) if owner and path[-1] in owner.model_fields else []
-    return list(models[0].model_fields) if len(models) == 1 else []
+def _models_at(owner: type[BaseModel] | None, path: KeyPath) -> list[type[BaseModel]]:
+    """Return the specs that the key at the end of `path` can be."""
+    return _models(owner.model_fields[path[-1]].annotation) if owner and path[-1] in owner.model_fields else []
 
 
 def _description(owner: type[BaseModel] | None, path: KeyPath) -> str:
@@ -203,10 +192,6 @@ def _origin_of_check(layers: Layers, path: KeyPath, given: dict[str, object], me
     return COMMAND_LINE if COMMAND_LINE in places else next(iter(places), layers.origin(path))
 
 
-def _validator_message(detail: ErrorDetails) -> str:
-    return detail["msg"].removeprefix("Value error, ")
-
-
 def _shown(value: object) -> str:
     """Format a value in YAML's spelling, shortened if it is long."""
     words = {None: "null", True: "true", False: "false"}
@@ -219,12 +204,6 @@ def _suggestion(word: str, known: list[str], *, listing: bool = True) -> str:
     if close:
         return f"Did you mean '{close[0]}'?"
     return f"Known here: {', '.join(sorted(known))}." if listing and known else ""
-
-
-def _kinds(owner: type[BaseModel] | None, path: KeyPath) -> list[str]:
-    """Return the possible kinds of the key at the end of `path`."""
-    models = _models(owner.model_fields[path[-1]].annotation) if owner else []
-    return [kind for model in models if (kind := _tag(model))]
 
 
 def _follow_location(
@@ -262,7 +241,7 @@ def _tag(model: type[BaseModel]) -> str | None:
     return str(values[0]) if values else None
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     origin = typing.get_origin(annotation)

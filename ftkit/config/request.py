@@ -82,38 +82,32 @@ class Origins:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Inputs of one run besides the recipe and the profile.
-
-    Args:
-        name: name of the run; the recipe's if null.
-        num_nodes: `--nodes`; the recipe's number if null.
-        gpus_per_node: `--gpus-per-node`; the recipe's number, else the cluster's, if null.
-        image: the image to run in; None if no image is set.
-        image_is_explicit: whether `--image` set it, rather than a configuration file.
-        workspace: absolute path of the workspace.
-        python: the interpreter that ftkit runs in, for runtime `none`.
-        created: when the run was requested, in UTC.
-        suffix: makes the run's id unique.
-        data_stamp: text that changes when the recipe's files change.
-        num_packs: packs of the training split, if the data is already prepared.
-        num_tokens: tokens of their documents, without padding.
-        padding: ratio of the tokens of padded rows to those of packs; None if unknown.
-        model: the model with its complete shape and parameter counts; None if the recipe's shape is complete.
-        origins: origins of the values, for messages.
-    """
+    """Inputs of one run besides the recipe and the profile."""
 
     name: str | None
+    """The recipe's if None."""
     num_nodes: int | None
+    """`--nodes`; the recipe's number if None."""
     gpus_per_node: int | None
+    """`--gpus-per-node`; the recipe's number, else the cluster's, if None."""
     image: AnyImage | None
     image_is_explicit: bool
+    """Whether `--image` set it, rather than a configuration file."""
     workspace: Path
     python: str
+    """The interpreter that ftkit runs in, for runtime `none`."""
     created: datetime
+    """When the run was requested, in UTC."""
     suffix: str
+    """Makes the run's id unique."""
     data_stamp: str = ""
+    """Text that changes when the recipe's files change."""
     num_packs: int | None = None
+    """Packs of the training split, if the data is already prepared."""
     num_tokens: int | None = None
+    """Tokens of their documents, without padding."""
     padding: float | None = None
+    """Ratio of the tokens of padded rows to those of packs; None if unknown."""
     model: ModelPlan | None = None
+    """The model with its complete shape and parameter counts; None if the recipe's shape is complete."""
     origins: Origins = field(default_factory=Origins)
