@@ -41,11 +41,11 @@ def command(*, as_json: bool) -> None:
 def _size(model: ModelSpec) -> str:
     """Return a model's parameter count; `?` if its shape is not known without the network."""
     from ftkit.config.load import shipped_config
-    from ftkit.models.parameters import count_by_config, count_parameters
+    from ftkit.models.parameters import count_by_config, count_model
     from ftkit.models.spec import ArchitectureSpec
 
     shape = model.architecture
     if isinstance(shape, ArchitectureSpec):
-        return count(count_parameters(shape))
+        return count(count_model(shape).total)
     config = shipped_config(model.weights)
     return "?" if config is None else count(count_by_config(config).total)

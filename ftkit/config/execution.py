@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ftkit.models.adapters import count_adapter_parameters, whole_adapter_size
-from ftkit.models.parameters import count_model, count_parameters
+from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,7 +142,7 @@ def saved_by_quantization(shape: ArchitectureSpec, training: TrainingSpec) -> in
 
 def method_counts(shape: ArchitectureSpec, training: TrainingSpec) -> ParameterCounts:
     """Count the parameters of a model as a method trains it."""
-    base = count_parameters(shape)
+    base = count_model(shape).total
     if training.adapters is None:
         return ParameterCounts(total=base, trained=base)
     adapters = count_adapter_parameters(shape, training.adapters)

@@ -64,7 +64,11 @@ def check_folder(folder: Path) -> None:
     if missing := missing_files(folder):
         raise _incomplete(folder, missing)
     if (folder / ADAPTER_CONFIG).is_file():
-        raise _model_and_adapters(folder)
+        raise NotFoundError(
+            f"model.weights: {folder} has a model, and adapters as well ({ADAPTER_CONFIG})",
+            meaning="transformers would load the adapters on their own base model, and not this model",
+            fix="move the adapters to a folder of their own, and give one of the two folders",
+        )
     read_model_type(folder)
     _check_complete(folder, weight_files(folder))
     _check_tensors(folder)
@@ -78,7 +82,15 @@ def check_adapters(folder: Path) -> None:
     """
     if not (folder / ADAPTER_FILE).is_file():
         if (folder / "adapter_model.bin").is_file():
-            raise _adapters_in_bin(folder)
+            convert = (
+                "import torch, safetensors.torch as s; "
+                f's.save_file(torch.load("{folder}/adapter_model.bin", weights_only=True), "{folder}/{ADAPTER_FILE}")'
+            )
+            raise NotFoundError(
+                f"model.weights: {folder} has its adapters only as adapter_model.bin",
+                meaning="ftkit reads safetensors, which can't run code",
+                fix=f"convert them: python -c {shlex.quote(convert)}",
+            )
         raise NotFoundError(
             f"model.weights: {folder} has no {ADAPTER_FILE}",
             meaning="a copy was interrupted, or the training that writes it",
@@ -248,11 +260,6 @@ def _read_json(path: Path) -> Any:
 
 # --- Errors about other layouts, with how to get Hugging Face's --------------------------------------
 
-_CONFIG_FILES: Final = ("config.json", "adapter_config.json")
-_GGUF_FIX: Final = (
-    "give the model that it was made of, in safetensors: its hub id, or its folder; training.method=qlora trains on it "
-    "in 4 bits"
-)
 _MAX_SHOWN: Final = 3
 
 
@@ -260,7 +267,7 @@ def _not_a_folder(file: Path) -> NotFoundError:
     """Return the error that a model is a file."""
     if file.suffix.lower() == ".gguf":
         return _gguf(file)
-    has_config = any((file.parent / name).is_file() for name in _CONFIG_FILES)
+    has_config = any((file.parent / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG))
     return NotFoundError(
         f"model.weights: {file} is a file",
         meaning="a model is a folder in Hugging Face's layout: config.json, tokenizer, and weights as safetensors",
@@ -270,7 +277,7 @@ def _not_a_folder(file: Path) -> NotFoundError:
 
 def _incomplete(folder: Path, missing: Sequence[str]) -> NotFoundError:
     """Return the error that a folder lacks files, from the files that it has instead."""
-    has_config = (folder / "config.json").is_file()
+    has_config = (folder / CONFIG_FILE).is_file()
     if any(folder.glob("pytorch_model*.bin")) and has_config:
         return NotFoundError(
             f"model.weights: {folder} has its weights only as pytorch_model.bin",
@@ -301,46 +308,24 @@ def _incomplete(folder: Path, missing: Sequence[str]) -> NotFoundError:
     )
 
 
-def _model_and_adapters(folder: Path) -> NotFoundError:
-    """Return the error that a folder has the weights of a model, and adapters as well."""
-    return NotFoundError(
-        f"model.weights: {folder} has a model, and adapters as well (adapter_config.json)",
-        meaning="transformers would load the adapters on their own base model, and not this model",
-        fix="move the adapters to a folder of their own, and give one of the two folders",
-    )
-
-
-def _adapters_in_bin(folder: Path) -> NotFoundError:
-    """Return the error that adapters are in a file of pickles."""
-    convert = (
-        "import torch, safetensors.torch as s; "
-        f's.save_file(torch.load("{folder}/adapter_model.bin", weights_only=True), '
-        f'"{folder}/adapter_model.safetensors")'
-    )
-    return NotFoundError(
-        f"model.weights: {folder} has its adapters only as adapter_model.bin",
-        meaning="ftkit reads safetensors, which can't run code",
-        fix=f"convert them: python -c {shlex.quote(convert)}",
-    )
-
-
 def _gguf(file: Path) -> NotFoundError:
     return NotFoundError(
         f"model.weights: {file} is a model in GGUF, llama.cpp's format",
         meaning="its weights are usually quantized for inference; fine-tuning starts from weights in bf16 or fp32",
-        fix=_GGUF_FIX,
+        fix="give the model that it was made of, in safetensors: its hub id, or its folder; "
+        "training.method=qlora trains on it in 4 bits",
     )
 
 
 def _models_below(folder: Path) -> list[str]:
     """Return the folders below that have a model or adapters, the newest checkpoint last."""
-    found = {path.parent for name in _CONFIG_FILES for path in folder.glob(f"*/{name}")}
-    return [path.name for path in sorted(found, key=_checkpoint_number)]
 
+    def checkpoint_number(path: Path) -> tuple[int, str]:
+        number = path.name.rpartition("-")[2]
+        return (int(number) if number.isdecimal() else -1, path.name)
 
-def _checkpoint_number(path: Path) -> tuple[int, str]:
-    number = path.name.rpartition("-")[2]
-    return (int(number) if number.isdecimal() else -1, path.name)
+    found = {path.parent for name in (CONFIG_FILE, ADAPTER_CONFIG) for path in folder.glob(f"*/{name}")}
+    return [path.name for path in sorted(found, key=checkpoint_number)]
 
 
 def _merge_command(folder: Path) -> str | None:

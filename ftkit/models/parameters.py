@@ -65,11 +65,6 @@ def _config_of(shape: ArchitectureSpec) -> dict[str, Any]:
     return fill_config(filled)
 
 
-def count_parameters(shape: ArchitectureSpec) -> int:
-    """Count all parameters."""
-    return count_model(shape).total
-
-
 # --- Experts --------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from ftkit.config.execution import FP32, count_repeated_parameters, is_quantized, method_counts, saved_by_quantization
 from ftkit.models.adapters import count_active_adapter_parameters
 from ftkit.models.families import family_of
-from ftkit.models.parameters import count_model, count_parameters
+from ftkit.models.parameters import count_model
 from ftkit.planning.fit.activations import Activations, layer_bytes
 from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
 
@@ -296,7 +296,7 @@ def _gathered_bytes(setup: Setup, *, is_last: bool) -> int:
     times = 2
     if setup.keeps_weights:
         times = 1 if is_last or not setup.defers_sync else 0
-    whole = setup.training.compute_bytes * count_parameters(setup.shape)
+    whole = setup.training.compute_bytes * count_model(setup.shape).total
     saved = saved_by_quantization(setup.shape, setup.training) + setup.num_gathered_in_fp8
     return times * (whole - saved)
 
@@ -324,7 +324,7 @@ def _offload_seconds(setup: Setup, gpu_seconds: float) -> float:
     """
     shape, training, state = setup.shape, setup.training, 0
     if training.offload == "all":
-        state = 2 * training.compute_bytes * count_parameters(shape)
+        state = 2 * training.compute_bytes * count_model(shape).total
         state += training.reduce_bytes * method_counts(shape, training).trained
     out = Activations(setup).offloaded / HOST_BANDWIDTH if training.activation_offload else 0.0
     forward = gpu_seconds * FORWARD_SHARE[training.adapters is not None]

@@ -22,7 +22,7 @@ from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
 from ftkit.models.families import MEASURED
-from ftkit.models.parameters import count_parameters
+from ftkit.models.parameters import count_model
 from ftkit.models.spec import ArchitectureSpec, ModelSpec
 from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
@@ -89,7 +89,7 @@ def test_the_param_count_of_a_plan_matches_the_model_class(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     model = build(family, tokenizer, tie_word_embeddings=tied)
-    counted = count_parameters(architecture(family, tie_word_embeddings=tied))
+    counted = count_model(architecture(family, tie_word_embeddings=tied)).total
     assert counted == sum(parameter.numel() for parameter in model.parameters())
 
 

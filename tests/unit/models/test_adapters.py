@@ -12,7 +12,7 @@ from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec, count_active_adapter_parameters, count_adapter_parameters
 from ftkit.models.config_json import read_shape
-from ftkit.models.parameters import count_parameters
+from ftkit.models.parameters import count_model
 from ftkit.planning.choices import choose_engine, least_memory, with_sharding
 from ftkit.planning.fit import fit
 from ftkit.planning.training_setup import GPUS, Setup
@@ -64,7 +64,7 @@ def test_frozen_weights_take_two_bytes_per_parameter_and_4_bit_ones_a_quarter() 
     shape = architecture("llama3.3-70b")
     lora, qlora = (fit(Setup(shape, training(method=method), 8)).memory for method in ("lora", "qlora"))
     adapters = method_counts(shape, training(method="lora")).trained
-    assert lora.parameters * GIB * 8 == pytest.approx(2 * count_parameters(shape) + 4 * adapters)
+    assert lora.parameters * GIB * 8 == pytest.approx(2 * count_model(shape).total + 4 * adapters)
     assert lora.optimizer * GIB * 8 == pytest.approx(8 * adapters)
     assert 0.25 < qlora.parameters / lora.parameters < 0.3
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.config.execution import GIB
-from ftkit.models.parameters import count_parameters
+from ftkit.models.parameters import count_model
 from ftkit.planning.fit import PROCESS_GIB, fit
 from ftkit.planning.training_setup import Setup
 
@@ -53,7 +53,7 @@ def test_offloaded_state_is_divided_among_nodes(
     memory = fit(setup).host_memory
     assert memory is not None
     state = (memory.total - memory.processes) * GIB
-    assert state == pytest.approx(width * count_parameters(shape) / 2)
+    assert state == pytest.approx(width * count_model(shape).total / 2)
 
 
 def test_parameters_and_gradients_of_fsdp2_are_pinned_in_powers_of_two(architecture: Shapes, training: Specs) -> None:
@@ -61,8 +61,8 @@ def test_parameters_and_gradients_of_fsdp2_are_pinned_in_powers_of_two(architect
     setup = Setup(shape, training(offload="all"), 8)
     memory = fit(setup).host_memory
     assert memory is not None
-    assert memory.optimizer * GIB == pytest.approx(8 * count_parameters(shape))
-    assert 1.05 < memory.parameters * GIB / (4 * count_parameters(shape)) < 1.4
+    assert memory.optimizer * GIB == pytest.approx(8 * count_model(shape).total)
+    assert 1.05 < memory.parameters * GIB / (4 * count_model(shape).total) < 1.4
     assert memory.gradients == memory.parameters
     frozen = fit(replace(setup, training=training(offload="all", method="lora"))).host_memory
     assert frozen is not None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ftkit.config.execution import GIB
 from ftkit.config.training import ActivationCheckpointing
-from ftkit.models.parameters import count_model, count_parameters
+from ftkit.models.parameters import count_model
 from ftkit.planning.fit import fit
 from ftkit.planning.fit.memory import CPU_LIBRARIES_GIB
 from ftkit.planning.training_setup import Setup
@@ -35,14 +35,14 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_param_counts_match_the_model_card_or_the_weights(name: str, architecture: Shapes) -> None:
-    assert count_parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=1e-4)
+    assert count_model(architecture(name)).total == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
 def test_states_take_sixteen_bytes_per_parameter_divided_by_the_shards(architecture: Shapes, training: Specs) -> None:
     shape = architecture("olmo3-32b")
     plan = fit(Setup(shape, training(sequence_length=64, global_batch_size=32), 16)).memory
     states = plan.parameters + plan.gradients + plan.optimizer
-    assert states * GIB == pytest.approx(16 * count_parameters(shape) / 16)
+    assert states * GIB == pytest.approx(16 * count_model(shape).total / 16)
 
 
 def test_activation_checkpointing_takes_less_memory_and_longer_sequences_more(
@@ -71,13 +71,13 @@ def test_accumulated_gradients_count_while_the_loss_is_computed(architecture: Sh
     shape = architecture("gemma3-1b")
     at_once, in_two = (fit(Setup(shape, training(global_batch_size=size), 16)).memory for size in (16, 32))
     assert in_two.total > at_once.total
-    assert in_two.gradients * GIB == pytest.approx(4 * count_parameters(shape) / 16)
+    assert in_two.gradients * GIB == pytest.approx(4 * count_model(shape).total / 16)
 
 
 def test_adapters_on_one_gpu_do_not_shard_the_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     plan = fit(Setup(shape, training(method="lora", global_batch_size=1), 1)).memory
-    assert plan.parameters * GIB > 2 * count_parameters(shape)
+    assert plan.parameters * GIB > 2 * count_model(shape).total
     assert plan.communication < 0.2
 
 
@@ -181,7 +181,7 @@ def test_with_offloaded_inputs_the_peak_is_at_complete_gradients(architecture: S
 def test_unsharded_layers_hold_their_full_weights(architecture: Shapes, training: Specs) -> None:
     shape = architecture("llama3-8b")
     given_back, kept = (fit(Setup(shape, training(), 4, keeps_weights=keeps)).memory.total for keeps in (False, True))
-    layers = 2 * (count_parameters(shape) - 2 * shape.vocab_size * shape.hidden_size) / GIB
+    layers = 2 * (count_model(shape).total - 2 * shape.vocab_size * shape.hidden_size) / GIB
     assert kept - given_back == pytest.approx(layers, rel=0.1)
 
 
