@@ -16,7 +16,7 @@ from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
-from ftkit.models.weight_files import count_stored_values, stored_dtypes
+from ftkit.models.weight_files import stored_dtypes, tensors_of_model
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
@@ -166,7 +166,8 @@ class _Loaded:
 def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -> Iterator[_Loaded]:
     """Load an export with transformers, and adapters with peft: whole if there is enough memory, else streamed."""
     base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
-    counts, free = count_stored_values(base), available_bytes()
+    counts = [math.prod(tensor.kind[1]) for tensor in tensors_of_model(base).values()]
+    free = available_bytes()
     num_bytes = 4 * sum(counts)
     is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
     if is_streamed:

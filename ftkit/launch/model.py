@@ -18,7 +18,7 @@ from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
-from ftkit.models.config_json import check_dequantizable, check_dtype, text_part
+from ftkit.models.config_json import check_loadable, text_part
 from ftkit.models.families import FAMILIES, family_of
 from ftkit.models.folder import check_folder, holds_adapters, read_model_config
 from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
@@ -92,8 +92,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
             config = fetch_config(model, environment, home)
             folder = find_folder(model, environment, home)
     if config is not None:
-        check_dequantizable(config, model.weights)
-        check_dtype(config, model.weights)
+        check_loadable(config, model.weights)
     plan = _plan(model, config, environment)
     if model.added_tokens:
         plan = _with_added_tokens(plan, model, config, environment, home)

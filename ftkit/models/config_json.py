@@ -42,17 +42,6 @@ DEQUANTIZED_METHODS = ("mxfp4", "fp8")
 """Quantized weights that are dequantized while they are loaded."""
 
 
-def check_dequantizable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse weights with a quantization that ftkit does not dequantize.
-
-    Raises:
-        ConfigError: they have one; with the model to use instead.
-    """
-    if (problem := why_not_dequantizable(config)) is not None:
-        what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
-        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, unquantized_fix(weights))])
-
-
 def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
     """Return why ftkit can't dequantize the weights of a raw configuration; None if it can or need not."""
     quantization = config.get("quantization_config") or text_part(config).get("quantization_config")
@@ -76,12 +65,16 @@ _DTYPES = (
 _DTYPE_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 
 
-def check_dtype(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse a `dtype` that torch does not have: transformers can't read such a file.
+def check_loadable(config: Mapping[str, Any], weights: str) -> None:
+    """Refuse weights that ftkit does not dequantize, and a `dtype` that torch does not have.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: with the model to use instead, or the dtype to write.
     """
+    where = f"config.json of {weights}"
+    if (problem := why_not_dequantizable(config)) is not None:
+        what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
+        raise ConfigError([Problem(where, "model.weights", what, unquantized_fix(weights))])
     parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
     for key, value in ((key, part.get(key)) for part in parts for key in ("dtype", "torch_dtype")):
         if isinstance(value, str) and value not in _DTYPES:
@@ -89,7 +82,7 @@ def check_dtype(config: Mapping[str, Any], weights: str) -> None:
             name = _DTYPE_ABBREVIATIONS.get(name, name)
             fix = f'Write "{key}": "{name if name in _DTYPES else "bfloat16"}" in config.json.'
             what = f'its config.json has "{key}": "{value}", which torch does not have, so transformers can\'t read it.'
-            raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)])
+            raise ConfigError([Problem(where, "model.weights", what, fix)])
 
 
 _QUANTIZED_NAME = re.compile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,16 +29,6 @@ _MAX_NAME = 255
 """Longest name of a file, in bytes."""
 _COMPARE_CHUNK_BYTES = 2**24
 """Number of bytes that are compared at a time."""
-
-
-def count_stored_values(folder: Path) -> list[int]:
-    """Return the number of values of each tensor in a model's weight files; damaged files raise any exception."""
-    return [math.prod(shape) for shape in read_stored_shapes(folder).values()]
-
-
-def read_stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a model's weight files, from their headers; damaged files raise any error."""
-    return {name: tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
 
 
 WRAPPED = "model.language_model."
@@ -145,6 +134,7 @@ class StoredTensor:
 
 
 def tensors_of_model(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a model's weight files, from their headers; damaged files raise any error."""
     return {name: tensor for file in weight_files(folder) for name, tensor in stored_tensors(folder / file).items()}
 
 
@@ -200,7 +190,7 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
     if not isinstance(shape, ArchitecturePlan) or shape.counts is None:
         return None
     try:
-        stored = {text_name(name): sizes for name, sizes in read_stored_shapes(folder).items()}
+        stored = {text_name(name): tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
     except UNREADABLE:
         return None  # damaged files in the hub's cache are refused by the run
     layers = {int(found[4]) for name in stored if (found := _LAYER.match(name))}

@@ -8,7 +8,7 @@ import pytest
 
 from ftkit.errors import ConfigError
 from ftkit.models.config_json import (
-    check_dtype,
+    check_loadable,
     find_contradictions,
     read_shape,
     text_part,
@@ -184,9 +184,9 @@ def test_the_unquantized_model_is_suggested(name: str) -> None:
 def test_a_dtype_that_torch_lacks_is_rejected_with_its_name(key: str, value: str, fix: str) -> None:
     for config in ({key: value}, {"text_config": {key: value}}):
         with pytest.raises(ConfigError, match=f'has "{key}": "{value}", which torch .* Write "{key}": "{fix}"'):
-            check_dtype(config, "org/model")
+            check_loadable(config, "org/model")
 
 
 def test_the_dtypes_of_published_models_pass() -> None:
     for value in ("bfloat16", "float16", "float32", None, {"": "float32"}):
-        check_dtype({"torch_dtype": value, "vision_config": {"dtype": "float32"}}, "org/model")
+        check_loadable({"torch_dtype": value, "vision_config": {"dtype": "float32"}}, "org/model")

@@ -18,9 +18,13 @@ from ftkit.models.folder import (
     holds_adapters,
     read_model_config,
 )
-from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, read_stored_shapes, stored_dtypes
+from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX, stored_dtypes, tensors_of_model
 
 NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
 
 
 def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path) -> None:
@@ -162,7 +166,7 @@ def test_an_index_left_beside_one_file_has_no_effect_as_in_transformers(tmp_path
     (tmp_path / WEIGHTS_FILE).write_bytes(safetensors.numpy.save({"norm.weight": np.ones(3)}))
     (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"norm.weight": "model-1.safetensors"}}))
     check_folder(tmp_path)
-    assert read_stored_shapes(tmp_path) == {"norm.weight": (3,)}
+    assert stored_shapes(tmp_path) == {"norm.weight": (3,)}
     (tmp_path / WEIGHTS_FILE).unlink()
     with pytest.raises(NotFoundError, match=r"has no model-1\.safetensors"):
         check_folder(tmp_path)
@@ -186,11 +190,11 @@ def test_the_header_of_a_weight_file_is_read_once_as_long_as_the_file_does_not_c
     for _ in range(2):
         check_folder(tmp_path)
         read_model_config(tmp_path)
-        assert read_stored_shapes(tmp_path) == {"model.embed_tokens.weight": (4, 2)}
+        assert stored_shapes(tmp_path) == {"model.embed_tokens.weight": (4, 2)}
         assert stored_dtypes(file) == {"F32"}
     assert opened.count(WEIGHTS_FILE) == 1
     file.write_bytes(safetensors.numpy.save({"model.embed_tokens.weight": np.zeros((5, 2), np.float32)}))
-    assert read_stored_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2)}
+    assert stored_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2)}
 
 
 def test_a_model_in_gguf_is_refused_as_such(tmp_path: Path) -> None:
