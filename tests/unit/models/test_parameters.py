@@ -148,7 +148,9 @@ def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None
     recipe = demo_plan.recipe.model_copy(
         update={
             "model": ModelPlan.extend(
-                demo_plan.recipe.model, architecture=ArchitecturePlan.extend(shape_of(OLMOE), counts=estimated)
+                demo_plan.recipe.model,
+                architecture=ArchitecturePlan.extend(shape_of(OLMOE), counts=estimated),
+                source="run:earlier",
             )
         }
     )
@@ -161,4 +163,5 @@ def test_the_run_decides_again_from_the_actual_model(demo_plan: RunPlan) -> None
     assert found.engine.keeps_weights
     assert found.num_parameters == 6_919_161_856
     assert found.memory.total > planned.memory.total
+    assert found.recipe.model.source == "run:earlier"
     assert plan_from_json(plan_to_json(found), "plan.json") == found
