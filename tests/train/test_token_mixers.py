@@ -14,7 +14,6 @@ from torch._dynamo import lookup_backend
 from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
-from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, find_token_loop
 from ftkit.train.model import packed_mixers, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
@@ -68,7 +67,7 @@ def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         compiled: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
         return compiled
 
-    monkeypatch.setattr(joint_adapters, "inductor", lambda: compile_graph)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: compile_graph)
     torch._dynamo.reset()
     yield sizes
     torch._dynamo.reset()

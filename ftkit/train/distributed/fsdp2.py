@@ -26,10 +26,9 @@ from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.gradient_norm import gradient_norm
-from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.distributed.tensor_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
+from ftkit.train.engine import DEFAULT_SHARDING, ParameterShard, ShardingOptions, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.memory.compile import compiles

@@ -15,8 +15,8 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.engine import ParameterShard, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.build import find_decoder_layers
