@@ -95,16 +95,12 @@ def collect_sharding_stats(
     """Count the elements of a model; a quantized matrix counts as its weights."""
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
-    linears = [module for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
-    experts = [
-        layout
-        for module in hf_model.modules()
-        if isinstance(module, GroupedExperts)
-        for layout in module.layouts.values()
-    ]
-    quantized = sum(linear.num_weights for linear in linears) + sum(layout.num_weights for layout in experts)
-    stored_for_quantized = sum(linear.layout.num_stored for linear in linears)
-    stored_for_quantized += sum(layout.num_experts * layout.num_stored for layout in experts)
+    layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
+    for module in hf_model.modules():
+        if isinstance(module, GroupedExperts):
+            layouts += [layout for name, layout in module.layouts.items() for _ in range(module.sizes[name][0])]
+    quantized = sum(layout.num_weights for layout in layouts)
+    stored_for_quantized = sum(layout.num_stored for layout in layouts)
     return ShardingStats(
         num_layers=len(layers),
         num_units=num_units,

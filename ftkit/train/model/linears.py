@@ -5,12 +5,16 @@ A quantized matrix is one flat parameter. Engines shard it like any other, so ea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ftkit.config.execution import is_quantized, quantized_bytes
+from ftkit.config.training import Quantization
 from ftkit.train.model.build import find_decoder_layers
 
 if TYPE_CHECKING:
@@ -49,39 +53,43 @@ def transposed_weights(model: Any) -> frozenset[str]:
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
 
 
-class WeightLayout(Protocol):
-    """Quantization and layout of a matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
+@dataclass(frozen=True)
+class WeightLayout(ABC):
+    """Quantization and layout of a frozen matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
 
     The dtype of the flat form, `storage`, is the compute dtype, though its bits are not numbers of it: an engine that
     all-gathers parameters in that dtype copies them unchanged.
     """
 
-    @property
-    def name(self) -> str:
-        """The layer's representation in torch's printout."""
+    kind: ClassVar[Quantization]
+    num_outputs: int
+    num_inputs: int
+    storage: torch.dtype
+
+    @classmethod
+    def of(cls, storage: torch.dtype, num_inputs: int, num_outputs: int) -> Self | None:
+        """Return the layout of a matrix of a decoder layer; None if its sizes can't be quantized."""
+        return cls(num_outputs, num_inputs, storage) if is_quantized(cls.kind, num_inputs, num_outputs) else None
 
     @property
-    def num_outputs(self) -> int:
-        """Rows of the matrix."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Columns of the matrix."""
-
-    @property
-    def storage(self) -> torch.dtype:
-        """The dtype of the flat form."""
+    def num_weights(self) -> int:
+        """Weights of the matrix."""
+        return self.num_outputs * self.num_inputs
 
     @property
     def num_stored(self) -> int:
         """Elements of the flat form."""
+        return quantized_bytes(self.kind, self.num_inputs, self.num_outputs) // self.storage.itemsize
 
+    @abstractmethod
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize an unsharded matrix to its flat form."""
 
+    @abstractmethod
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the dequantized matrix, in the compute dtype."""
 
+    @abstractmethod
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
 
@@ -109,11 +117,6 @@ class QuantizedLinear(nn.Linear):
         self.quantized = nn.Parameter(empty, requires_grad=False)
 
     @property
-    def num_weights(self) -> int:
-        """Weights of the matrix."""
-        return self.in_features * self.out_features
-
-    @property
     def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
         """The dequantized matrix, whose magnitude DoRA uses."""
         return self.layout.dequantize(self.quantized)
@@ -125,7 +128,7 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer as torch prints modules."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.name}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.kind}"
 
 
 def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:

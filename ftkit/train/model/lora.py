@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import safe_open
 
-from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.models.folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
-from ftkit.train.model.float8 import Fp8Layout, check_fp8, check_fp8_experts, convert_linears
+from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
 from ftkit.train.model.linears import quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.nf4 import Nf4Layout
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from ftkit.train.model.peft_names import TextPlace
 
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYOUTS: dict[Quantization, type[WeightLayout]] = {"fp8": Fp8Layout, "nf4": Nf4Layout}
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
@@ -89,13 +89,13 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)
-    if training.quantization != "none":
-        quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
+    if (layout := _LAYOUTS.get(training.quantization)) is not None:
+        quantize_linears(find_decoder_layers(model), partial(layout.of, precision))
     tokens = TokenKeys(lora.dropout, training.seed)
     _inject(model, lora, tokens)
-    prepare_experts(model, lora, tokens, training.quantization, precision)
+    prepare_experts(model, lora, tokens, partial(Fp8Layout.of, precision) if training.quantization == "fp8" else None)
     if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
-        check_fp8_experts(device)
+        check_fp8(device, has_experts=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
@@ -106,13 +106,6 @@ def _require_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> None:
     """Have the first layer compute the gradient of its input, as all others do: the compiler then needs one graph."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
-
-
-def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, outputs: int) -> WeightLayout | None:
-    if not is_quantized(quantization, inputs, outputs):
-        return None
-    layout = Fp8Layout if quantization == "fp8" else Nf4Layout
-    return layout(outputs, inputs, storage)
 
 
 def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:

@@ -9,7 +9,6 @@ which the compiler fuses: the host time around bitsandbytes' operators exceeds t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, nf4_parts
-from ftkit.train.model.linears import opaque_zero
+from ftkit.train.model.linears import WeightLayout, opaque_zero
 from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 _ALIGNMENT = 8
@@ -30,28 +29,10 @@ _WORD = 8
 """Bytes that a thread assembles before it writes them, with one lookup of their absmax."""
 
 
-@dataclass(frozen=True)
-class Nf4Layout:
-    """Layout of a matrix in its flat form: 4-bit weights, absmax of blocks, absmax2 of those, an offset."""
+class Nf4Layout(WeightLayout):
+    """4-bit weights, absmax of blocks, absmax2 of those, an offset."""
 
-    num_outputs: int
-    num_inputs: int
-    storage: torch.dtype
-
-    @property
-    def name(self) -> str:
-        """The layer's representation in torch's printout."""
-        return "NF4"
-
-    @property
-    def num_weights(self) -> int:
-        """Weights of the matrix."""
-        return self.num_outputs * self.num_inputs
-
-    @property
-    def num_stored(self) -> int:
-        """Elements of the flat form."""
-        return sum(nf4_parts(self.num_weights)) // self.storage.itemsize
+    kind = "nf4"
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize an unsharded matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
