@@ -1,9 +1,13 @@
-"""Tensor parallelism: the ranks of a group divide the matrices of each decoder layer, and the tokens of each pack.
+"""Context and tensor parallelism: the ranks of a group divide the tokens of each pack; kernels see whole packs.
 
-Between matrices, a rank has its part of each pack's tokens, as with context parallelism: embedding, norms, residuals,
-output projection and loss are computed token by token. Before attention and before the feed-forward layer, an
-all-gather gives it all tokens, for its share of the heads and of the inner dimension; after them a reduce-scatter sums
-the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022). Attention kernels see whole packs.
+Embedding, norms, residuals, output projection and loss are computed token by token.
+
+* Context parallelism: before attention, an all-to-all gives a rank all tokens of its share of the heads; after it
+  another one returns the tokens (DeepSpeed Ulysses, Jacobs et al. 2023). So documents and sliding windows are exact at
+  any length.
+* Tensor parallelism: the ranks also divide the matrices of each decoder layer. Before attention and before the
+  feed-forward layer, an all-gather gives a rank all tokens, for its share of the heads and of the inner dimension;
+  after them a reduce-scatter sums the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022).
 
 Adapters: of a colwise linear layer, `lora_B` is divided; of a rowwise one, `lora_A`. The other matrix is unsharded on
 each rank, as in Megatron, and its gradients are summed over the ranks like those of norms. Adapters exchange no
@@ -14,9 +18,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -35,8 +41,8 @@ from ftkit.errors import TrainingError
 from ftkit.models.adapters import ROWWISE
 from ftkit.models.families import MEASURED
 from ftkit.train.model.adapted_linear import AdaptedLinear, merged_squares
-from ftkit.train.model.attention import masked_attention, refuse_changed_scores, register_kernel
-from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS
+from ftkit.train.model.attention import masked_attention, refuse_changed_scores, varlen_attention
+from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,11 +53,36 @@ if TYPE_CHECKING:
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Draw, Dropout
     from ftkit.train.model.attention import Kernel
+    from ftkit.train.world import ContextGroup
 
 _NAME = "ftkit_whole_packs"
-"""transformers' name of attention by SDPA that finds documents by `cu_seqlens`."""
+"""transformers' name of attention that finds documents by `cu_seqlens`."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
 _TOKENS: Placement = Shard(1)
 """Layout of hidden states, [B, T, H], between matrices."""
+
+
+def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
+    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads.
+
+    Raises:
+        TrainingError: parts of the model other than attention mix tokens, or its heads can't be divided.
+    """
+    heads = config.num_attention_heads
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
+    elif kernel not in {"flash4", "sdpa"}:
+        reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
+    elif heads % (size * tensor_parallel):
+        reason = f"its {heads} attention heads can't be divided among {size * tensor_parallel} GPUs"
+    else:
+        return
+    raise TrainingError(
+        f"training.context_parallel={size} can't train a '{config.model_type}': {reason}",
+        fix="leave training.context_parallel out, or choose a divisor of the number of attention heads",
+    )
 
 
 def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
@@ -79,14 +110,14 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
     )
 
 
-def whole_pack_attention(kernel: Kernel) -> str:
+def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
     """Register attention over whole packs with transformers, whose own masks are for a rank's tokens; return its name.
 
-    The heads are those of this rank.
+    Args:
+        kernel: flash4, or sdpa with a mask by documents.
+        exchange: ranks that exchange tokens for heads; tensor parallelism alone has one, with all tokens of its heads.
     """
-    if kernel == "flash4":
-        return register_kernel(kernel)
-    AttentionInterface.register(_NAME, _attention)
+    AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=exchange.name, size=exchange.size))
     return _NAME
 
 
@@ -97,22 +128,87 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    kernel: Kernel,
+    group: str,
+    size: int,
     cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within documents.
+    """Compute attention within documents over the tokens of all ranks of a group.
 
-    Shapes: query [B, H, T, D], key and value [B, K, T, D]; returns [B, T, H, D].
+    Shapes: query [B, H, S, D], key and value [B, K, S, D], with S tokens of each pack; returns [B, S, H, D].
+    `cu_seq_lens_q` has the offsets in the full packs.
     """
     refuse_changed_scores(module, others)
     del attention_mask
-    batch, _, length, width = query.shape
-    query, key, value = (each.transpose(1, 2).reshape(batch * length, -1, width) for each in (query, key, value))
+    batch, heads, tokens, width = query.shape
+    if size == 1:
+        queries, keys, values = (
+            each.transpose(1, 2).reshape(batch * tokens, -1, each.shape[-1]) for each in (query, key, value)
+        )
+    else:
+        queries, keys, values = _tokens_for_heads(query, key, value, group, size)
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
-    output = masked_attention(query, key, value, cu_seq_lens_q, scale, sliding_window)
-    return output.view(batch, length, -1, width), None
+    if kernel == "flash4":
+        output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    else:
+        output = masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
+    if size == 1:
+        return output.view(batch, tokens, heads, -1), None
+    sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
+    received = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
+    return received.reshape(batch, tokens, heads, -1), None
+
+
+def _tokens_for_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str, size: int
+) -> list[torch.Tensor]:
+    """Exchange queries, keys and values, [B, heads, S, D], of a rank's tokens for all tokens, [T, heads / size, D]."""
+    batch, _, tokens, _ = query.shape
+    projections = (query, _repeat_heads(key, size), _repeat_heads(value, size))
+    parts = [tensor.transpose(1, 2).reshape(batch, tokens, size, -1) for tensor in projections]
+    sent = torch.cat(parts, dim=-1).permute(2, 0, 1, 3).contiguous()
+    received = all_to_all(sent, group).transpose(0, 1)  # [B, size, S, ...]
+    exchanged = received.split([part.shape[-1] for part in parts], dim=-1)
+    return [
+        part.reshape(batch * size * tokens, -1, tensor.shape[-1])
+        for part, tensor in zip(exchanged, projections, strict=True)
+    ]
+
+
+def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat key-value heads, [B, K, S, D], so that each of `size` ranks gets one for its query heads."""
+    times = size // math.gcd(size, tensor.shape[1])
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+# An operator: the compiler doesn't trace into it, so its argument is the group's name.
+@torch.library.custom_op("ftkit::all_to_all", mutates_args=())
+def all_to_all(sent: torch.Tensor, group: str) -> torch.Tensor:
+    """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the received parts."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=process_group(group))
+    return received
+
+
+@all_to_all.register_fake
+def _(sent: torch.Tensor, _: str) -> torch.Tensor:
+    return torch.empty_like(sent)
+
+
+def _save_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    del output
+    ctx.group = inputs[1]
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return all_to_all(gradient.contiguous(), ctx.group), None
+
+
+all_to_all.register_autograd(_backward, setup_context=_save_group)
 
 
 def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters: LoraSpec | None = None) -> None:
