@@ -19,9 +19,8 @@ from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
-from ftkit.train.model.linears import quantize_linears, transposed_weights
+from ftkit.train.model.linears import Nf4Layout, quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.peft_names import (
     add_experts,
     find_text,
