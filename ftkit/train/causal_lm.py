@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from ftkit.train.private_apis.torch import Ctx
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -141,7 +143,11 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
+        ctx: Ctx,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        transform: LogitTransform,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]
@@ -169,7 +175,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum(), losses
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None
 
@@ -277,7 +283,7 @@ class CausalLM(nn.Module):
 
     def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logits of these tokens, fp32 [N, V]."""
-        model: Any = self.hf_model
+        model = self.hf_model
         if self.has_head_layers:
             self._begin_routing(batch)
             logits: torch.Tensor = model(**model_inputs(model, batch)).logits
@@ -300,14 +306,14 @@ class CausalLM(nn.Module):
         return tokens
 
 
-def _has_head_layers(hf_model: Any) -> bool:
+def _has_head_layers(hf_model: PreTrainedModel) -> bool:
     """Tell whether a model has parameters outside its decoder and its output projection."""
     parts = (find_decoder(hf_model), hf_model.get_output_embeddings())
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     return any(id(parameter) not in inside for parameter in hf_model.parameters())
 
 
-def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
     Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention

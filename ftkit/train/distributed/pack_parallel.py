@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Draw, Dropout
     from ftkit.train.model.attention import Kernel
+    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import ContextGroup
 
 _NAME = "ftkit_whole_packs"
@@ -199,12 +200,12 @@ def _(sent: torch.Tensor, _: str) -> torch.Tensor:
     return torch.empty_like(sent)
 
 
-def _save_group(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+def _save_group(ctx: Ctx, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
     del output
     ctx.group = inputs[1]
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return all_to_all(gradient.contiguous(), ctx.group), None
 
 

@@ -50,7 +50,7 @@ class ActivationOffload:
         self._being_copied: list[torch.Tensor] = []
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
-    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
 
         `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.

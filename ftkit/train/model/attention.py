@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
+    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
@@ -237,7 +238,7 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any])
         )
 
 
-def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | None:
+def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[str, Any] | None:
     """Return attention masks of packs, [1, T], for families that build them without positions; else None.
 
     Other decoders get no mask, and find document boundaries in `position_ids`.
@@ -349,12 +350,12 @@ def _(_: torch.Tensor, saved: list[torch.Tensor], *__: Any) -> tuple[torch.Tenso
     return of_query, of_key, of_value
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *saved, cu_seqlens = ctx.saved_tensors
     return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from ftkit.train.private_apis.transformers import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Dropout, TokenKeys
@@ -56,7 +58,7 @@ def _experts_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, each) for name, each in layer.named_modules() if is_experts(each)]
 
 
-def expert_matrices(model: nn.Module) -> tuple[ExpertMatrix, ...]:
+def expert_matrices(model: PreTrainedModel) -> tuple[ExpertMatrix, ...]:
     """Return the matrices of a model's routed experts that can get adapters."""
     found = Counter(
         ExpertMatrix(name, _parts(model, f"{path}.{name}"), *_sizes(experts, name), 1)
@@ -84,13 +86,13 @@ def transposed_experts(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _sizes(experts: Any, name: str) -> tuple[int, int, int]:
+def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
     """Return the number of experts, and the numbers of inputs and outputs of a matrix."""
     num, rows, columns = getattr(experts, name).shape
     return (num, rows, columns) if experts.is_transposed else (num, columns, rows)
 
 
-def _parts(model: Any, parameter: str) -> tuple[str, ...]:
+def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
     """Return the names of the matrices in files that a stacked parameter is joined from."""
     for converter in WeightConversions.of(model).converters:
         targets = [pattern.strip("$^").removesuffix(".weight") for pattern in converter.target_patterns]
@@ -172,6 +174,12 @@ class GroupedExperts(nn.Module):
         dropouts: of the inputs of adapters in training, by the names of their matrices; empty without dropout.
     """
 
+    num_experts: int  # these are set by transformers' class
+    is_transposed: bool
+    act_fn: nn.Module
+    post_expert_norm: nn.Module
+    config: PretrainedConfig
+
     def __init__(
         self,
         experts: nn.Module,
@@ -206,10 +214,12 @@ class GroupedExperts(nn.Module):
                 self.layouts[name] = layout
                 stored = torch.empty(num, layout.num_stored, dtype=layout.storage, device=weight.device)
                 if not weight.is_meta:
-                    stored.copy_(layout.quantize(weight.data.mT if cast("Any", self).is_transposed else weight.data))
+                    stored.copy_(layout.quantize(weight.data.mT if self.is_transposed else weight.data))
                 setattr(self, name, nn.Parameter(stored, requires_grad=False))
 
-    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Return the weighted sums of the chosen experts' outputs.
 
         Args:
@@ -217,33 +227,31 @@ class GroupedExperts(nn.Module):
             top_k_index: the experts of each token, [T, K].
             top_k_weights: the weights of their outputs, [T, K].
         """
-        own = cast("Any", self)
         experts, order = top_k_index.flatten().sort()
-        every = torch.arange(own.num_experts, device=order.device)
+        every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
         routing = _Routing(experts, ends, order // top_k_index.shape[-1])
         rows = hidden_states[routing.tokens]
-        if getattr(own, "has_gate", True):
-            inner = apply_gate(own, self._multiply("gate_up_proj", rows, routing))
+        if getattr(self, "has_gate", True):
+            inner = apply_gate(self, self._multiply("gate_up_proj", rows, routing))
         else:
-            inner = own.act_fn(self._multiply("up_proj", rows, routing))
+            inner = self.act_fn(self._multiply("up_proj", rows, routing))
         outputs = self._multiply("down_proj", inner, routing)
-        if getattr(own, "has_post_expert_norm", False):
-            outputs = own.post_expert_norm(outputs)
+        if getattr(self, "has_post_expert_norm", False):
+            outputs = self.post_expert_norm(outputs)
         outputs = outputs * top_k_weights.flatten()[order, None]
         sums: torch.Tensor = outputs[order.argsort()].view(*top_k_index.shape, -1).sum(dim=1)
         return sums.to(hidden_states.dtype)
 
     def _multiply(self, name: str, rows: torch.Tensor, routing: _Routing) -> torch.Tensor:
         """Multiply rows, [S, inputs], sorted by expert, by a matrix of their experts and by its adapters."""
-        own = cast("Any", self)
         weight = getattr(self, name)
         rows = rows.to(weight.dtype)
         if (layout := self.layouts.get(name)) is not None:
             product = layout.multiply_grouped(rows, weight, routing.experts, routing.ends)
         else:
-            product = self._grouped(rows, weight if own.is_transposed else weight.mT, routing.ends)
-        if getattr(own, "has_bias", False):
+            product = self._grouped(rows, weight if self.is_transposed else weight.mT, routing.ends)
+        if getattr(self, "has_bias", False):
             product = product + getattr(self, f"{name}_bias")[routing.experts]
         if name not in self._scaling:
             return product
@@ -259,7 +267,7 @@ class GroupedExperts(nn.Module):
 
     def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""
-        if not computes_experts_one_by_one(cast("Any", self).config):
+        if not computes_experts_one_by_one(self.config):
             return grouped_mm(rows, matrices, ends)
         first, products = 0, []
         for end, matrix in zip(ends.tolist(), matrices, strict=True):

@@ -8,7 +8,7 @@ with a scale for each row. On CPUs, which have no such matmuls, the factors are 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from ftkit.train.private_apis.torch import Ctx
 
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -116,7 +118,7 @@ class Fp8Linear(nn.Linear):
         """Multiply by the matrix; inputs, matrix and gradients are rounded with one scale each."""
         rows, weight = input.flatten(0, -2), self.weight
         gathered = (weight.numbers, weight.scale) if isinstance(weight, Fp8Weight) else (None, None)
-        product: torch.Tensor = cast("Any", _TrainedProduct).apply(rows, weight, *gathered)
+        product: torch.Tensor = _TrainedProduct.apply(rows, weight, *gathered)  # type: ignore[no-untyped-call]
         output = product.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
@@ -129,7 +131,11 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor | None, scale: torch.Tensor | None
+        ctx: Ctx,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        numbers: torch.Tensor | None,
+        scale: torch.Tensor | None,
     ) -> torch.Tensor:
         if numbers is None or scale is None:
             ctx.save_for_backward(inputs, weight)
@@ -138,7 +144,7 @@ class _TrainedProduct(torch.autograd.Function):
         return _multiply(_round(inputs), Scaled(numbers, scale), inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         inputs, *saved = ctx.saved_tensors
         weight = _round(*saved) if len(saved) == 1 else Scaled(*saved)
         scale = _scale_of(gradient, torch.float8_e5m2)
@@ -158,7 +164,7 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Ctx,
         rows: torch.Tensor,
         stored: torch.Tensor,
         layout: Fp8Layout,
@@ -171,7 +177,7 @@ class _FrozenProduct(torch.autograd.Function):
         return _multiply_rows(_round(rows, by_row=True), layout.parts(stored), routing, rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         stored, *routing = ctx.saved_tensors
         weight = ctx.layout.parts(stored)
         # The sum runs over the rows of the matrix, so their scales belong to the gradient.
@@ -262,7 +268,8 @@ class Fp8Layout(WeightLayout):
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply by the matrix; each token's inputs are rounded with a separate scale."""
-        product: torch.Tensor = cast("Any", _FrozenProduct).apply(inputs.flatten(0, -2), flat, self, None, None)
+        rows = inputs.flatten(0, -2)
+        product: torch.Tensor = _FrozenProduct.apply(rows, flat, self, None, None)  # type: ignore[no-untyped-call]
         return product.view(*inputs.shape[:-1], self.num_outputs)
 
     def multiply_grouped(
@@ -276,7 +283,7 @@ class Fp8Layout(WeightLayout):
             experts: of each row, [S].
             ends: of each expert, the number of rows up to its last one, int32 [E].
         """
-        product: torch.Tensor = cast("Any", _FrozenProduct).apply(rows, stored, self, experts, ends)
+        product: torch.Tensor = _FrozenProduct.apply(rows, stored, self, experts, ends)  # type: ignore[no-untyped-call]
         return product
 
     def parts(self, flat: torch.Tensor) -> Scaled:

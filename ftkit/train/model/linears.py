@@ -23,6 +23,8 @@ from ftkit.train.private_apis.libraries import import_bitsandbytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from ftkit.train.private_apis.torch import Ctx
+
 
 _SAME_AS_LINEAR = ("FalconLinear",)
 """Subclasses of `nn.Linear` that compute the same. Others, such as routers, compute something else."""
@@ -51,7 +53,7 @@ def linears_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
                 yield name, module, sizes
 
 
-def transposed_weights(model: Any) -> frozenset[str]:
+def transposed_weights(model: nn.Module) -> frozenset[str]:
     """Return the names of the matrices of a model without adapters that are stored as [inputs, outputs]."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
 
@@ -309,13 +311,13 @@ def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.T
     return factor.new_empty(*factor.shape[:-1], width)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
     del output
     ctx.save_for_backward(inputs[1])
     ctx.num_inputs = inputs[0].shape[-1]
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
 
 
@@ -326,14 +328,14 @@ class _CompiledProduct(torch.autograd.Function):
     """The same matmul for a compiler, which traces into it. `after` makes it dequantize twice."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
         ctx.save_for_backward(quantized)
         ctx.num_inputs = inputs.shape[-1]
         layout = Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype)
         return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (quantized,) = ctx.saved_tensors
         layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
         return gradient @ layout.dequantize(quantized, after=gradient), None, None

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
+    from peft import LoraConfig
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -64,7 +65,7 @@ def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.P
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
 
 
-def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.device) -> None:
+def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch.device) -> None:
     """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
@@ -98,16 +99,16 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
-    cast("Any", model).get_input_embeddings().register_forward_hook(_require_gradient)
+    model.get_input_embeddings().register_forward_hook(_require_gradient)
 
 
-def _require_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> None:
+def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
     """Have the first layer compute the gradient of its input, as all others do: the compiler then needs one graph."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 
 
-def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
+def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
     peft = import_peft()
 
     matrices = expert_matrices(model)
@@ -116,7 +117,7 @@ def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
     if fused := targets_of_experts(model, lora) - of_experts:
         raise TrainingError(
             f"training.lora.targets: {', '.join(sorted(fused))} would adapt the experts of a "
-            f"'{cast('Any', model).config.model_type}', which can't be adapted",
+            f"'{model.config.model_type}', which can't be adapted",
             meaning="its class computes them in a way of its own; linear layers of the same name can't be adapted "
             "either, because peft would load their adapters onto the experts",
             fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
@@ -131,7 +132,7 @@ def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
             # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
-            peft.inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
+            peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
     compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
@@ -237,7 +238,7 @@ class AdaptedTensors(LazyTensors):
         return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
 
 
-def peft_config(lora: LoraSpec, *, base: str | None = None, model: nn.Module | None = None) -> Any:
+def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedModel | None = None) -> LoraConfig:
     """Return peft's configuration of the adapters; for saving, with the name of their base model and the model."""
     is_of_target = tuple(f".{target}.weight" for target in lora.targets)
     transposed = () if model is None else transposed_weights(model)

@@ -12,7 +12,7 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -147,7 +147,7 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         if isinstance(module, QuantizedLinear) and own_name == "quantized":
             layout, is_turned = module.layout, module.is_transposed
         elif isinstance(module, GroupedExperts) and own_name in module.layouts:
-            layout, is_turned = module.layouts[own_name], bool(cast("Any", module).is_transposed)
+            layout, is_turned = module.layouts[own_name], module.is_transposed
         is_matrix = own_name in ("quantized", "weight")
         magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
         found[name.replace(".base_layer.", ".").replace(".quantized", ".weight")] = LoadTarget(
@@ -156,7 +156,7 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     return found
 
 
-def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None = None) -> None:
+def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
     Of a multimodal model's files, only the text model is read.
@@ -173,7 +173,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     places = {stored: path for path, names in _files(folder).items() for stored in names}
     growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
-        mapped = _map_by_first_name(cast("PreTrainedModel", model), places, targets.keys() | buffers.keys(), files.read)
+        mapped = _map_by_first_name(model, places, targets.keys() | buffers.keys(), files.read)
         if missing := sorted(targets.keys() - mapped.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
@@ -205,7 +205,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
             )
 
 
-def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
+def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     """Return the files' tensors in decoder layers, without those that the class ignores."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
@@ -276,7 +276,7 @@ class _Growth:
     num_rows: int
 
     @classmethod
-    def of(cls, model: Any, stored: int | None) -> _Growth:
+    def of(cls, model: PreTrainedModel, stored: int | None) -> _Growth:
         """Find the parameters of a model; `stored` is None if nothing grows."""
         if stored is None:
             return cls(frozenset(), None, 0)
@@ -330,13 +330,14 @@ class _OpenFiles(ExitStack):
         self._opened: dict[Path, Any] = {}
         self.used: set[str] = set()
 
-    def read(self, stored: str) -> Any:
+    def read(self, stored: str) -> TensorSource:
         """Return a slice of a tensor; only the requested rows are read."""
         path = self._places[stored]
         self.used.add(stored)
         if path not in self._opened:
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
-        return self._opened[path].get_slice(stored)
+        slices: TensorSource = self._opened[path].get_slice(stored)
+        return slices
 
 
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:
