@@ -51,7 +51,7 @@ class ShardingStats:
         total_elements: of the unsharded model; a 4-bit matrix counts as the weights that it encodes.
         max_local_elements: an even share.
         trainable_elements: of the unsharded model, with gradients.
-        quantized_elements: of the unsharded model, in 4 bits or FP8.
+        quantized_elements: of the unsharded model, stored quantized.
         offloaded_layers: decoder layers that save their activations in host memory.
         is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """

@@ -38,7 +38,6 @@ from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis.torch import (
-    FSDP2_EXTENDS_ALL_GATHERS,
     FSDP2_ON_CPUS,
     TORCH,
     complete_cpu_streams,
@@ -91,9 +90,7 @@ class Fsdp2Engine:
             _check_no_shared_layers(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
-        self._fp8_scales = None
-        if _gathers_in_fp8(training, world):
-            self._fp8_scales = GatheredScales(find_decoder_layers(hf_model), world.device)
+        self._gathered_scales = GatheredScales.of(find_decoder_layers(hf_model), training, world)
         self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
             parameter_device = torch.device("cpu") if training.offload == "all" else world.device
@@ -104,7 +101,7 @@ class Fsdp2Engine:
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self.optimizer = _make_optimizer(hf_model, training)
-        self._update_fp8_scales()
+        self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded on this rank."""
@@ -191,13 +188,13 @@ class Fsdp2Engine:
         skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._update_fp8_scales()
+        self._update_scales()
         return norm
 
-    def _update_fp8_scales(self) -> None:
-        if self._fp8_scales is not None:
+    def _update_scales(self) -> None:
+        if self._gathered_scales is not None:
             mesh = self._world.layer_mesh
-            self._fp8_scales.update(mesh.get_group(mesh.ndim - 1))
+            self._gathered_scales.update(mesh.get_group(mesh.ndim - 1))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank keeps between steps."""
@@ -250,7 +247,7 @@ class Fsdp2Engine:
         )
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
-        self._update_fp8_scales()
+        self._update_scales()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
@@ -300,19 +297,6 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
     stay in fp32, and are cast on use.
     """
     return world.size == 1 and training.adapters is not None and training.offload != "all"
-
-
-def _gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
-    """Return whether weights are all-gathered in FP8; log it, or why not."""
-    if not training.sends_fp8:
-        return False
-    against = {
-        "there is one shard": world.num_layer_shards == 1,
-        f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
-    }
-    reason = next((reason for reason, is_so in against.items() if is_so), "")
-    log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
-    return not reason
 
 
 def parallelize(

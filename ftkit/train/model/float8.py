@@ -7,6 +7,7 @@ with a scale for each row. On CPUs, which have no such matmuls, the factors are 
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,14 +20,18 @@ from ftkit.errors import PrerequisiteError
 from ftkit.train.gpu_kernels import round_and_transpose, transpose
 from ftkit.train.model.linears import WeightLayout, opaque_zero
 from ftkit.train.model.local_shard import FP8, Fp8Shard, Fp8Weight, local_tensor
-from ftkit.train.private_apis.torch import find_norms, scaled_grouped_mm, scaled_mm
+from ftkit.train.private_apis.torch import FSDP2_EXTENDS_ALL_GATHERS, find_norms, scaled_grouped_mm, scaled_mm
 from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ftkit.config.training import TrainingPlan
     from ftkit.train.private_apis.torch import Ctx
+    from ftkit.train.world import World
 
+
+log = logging.getLogger(__name__)
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _FIRST_CAPABILITY = (8, 9)
@@ -83,16 +88,29 @@ class GatheredScales:
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
         """Prepare the matrices of converted layers, which are sharded after that."""
-        linears = [
+        self._linears = [
             module
             for layer in layers
             for name, module in layer.named_modules()
             if isinstance(module, Fp8Linear)
             and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
         ]
-        self._linears, self._scales = linears, torch.ones(len(linears), _SLOT, device=device)[:, 0]
-        for linear, scale in zip(linears, self._scales, strict=True):
+        self._scales = torch.ones(len(self._linears), _SLOT, device=device)[:, 0]
+        for linear, scale in zip(self._linears, self._scales, strict=True):
             linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
+        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
+        if not training.sends_fp8:
+            return None
+        against = {
+            "there is one shard": world.num_layer_shards == 1,
+            f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
+        }
+        reason = next((reason for reason, is_so in against.items() if is_so), "")
+        log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
+        return None if reason else cls(layers, world.device)
 
     @torch.no_grad()
     def update(self, group: dist.ProcessGroup) -> None:
