@@ -245,7 +245,7 @@ def test_causal_conv1d_gets_no_packs_with_more_elements_than_its_offsets_reach()
         assert options.keys() == {"seq_idx", "activation"}
         return hidden_states
 
-    convolve = token_mixers._within_reach(kernel)
+    convolve = token_mixers._convolution(kernel, token_mixers._CONVOLUTION_REACHES)
     with torch.device("meta"):
         for length in (2**19, 2**19 + 1):
             inputs, documents = torch.empty(1, 8192, length), torch.empty(1, length, dtype=torch.int32)

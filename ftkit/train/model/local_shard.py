@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ftkit.train.gpu_kernels import round_shard
-from ftkit.train.private_apis.deepspeed import Zero3Partition, zero3_partition
+from ftkit.train.private_apis.deepspeed import zero3_partition
 from ftkit.train.private_apis.torch import find_norms, make_wrapper, map_instances
 
 if TYPE_CHECKING:
@@ -102,24 +102,11 @@ def local_shard(parameter: torch.Tensor) -> LocalShard:
         local = local_tensor(parameter).detach().view(-1)
         return LocalShard(parameter.shape, local[: len(rows) * width], rows.start * width, columns)
     if (partition := zero3_partition(parameter)) is not None:
-        return _local_shard_of_zero3(partition)
+        # ZeRO-3 partitions the flattened elements evenly, and pads the last partitions.
+        share, total = partition.values.numel(), partition.shape.numel()
+        begin = min(dist.get_rank() * share, total)
+        return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
     return LocalShard(parameter.shape, parameter.detach().view(-1), 0)
-
-
-def _local_shard_of_zero3(partition: Zero3Partition) -> LocalShard:
-    """Return this rank's shard: ZeRO-3 partitions the flattened elements evenly, and pads the last partitions."""
-    share, total = partition.values.numel(), partition.shape.numel()
-    begin = min(dist.get_rank() * share, total)
-    return LocalShard(partition.shape, partition.values.detach()[: min(share, total - begin)], begin)
-
-
-def _shard_dimension(parameter: DTensor) -> int:
-    """Return the dimension of the mesh that FSDP2 shards over: replicas are before it, tensor parallelism after it."""
-    return parameter.device_mesh.ndim - (2 if _is_tensor_parallel(parameter) else 1)
-
-
-def _is_tensor_parallel(parameter: DTensor) -> bool:
-    return "tensor" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _local_part(parameter: DTensor) -> tuple[range, range | None]:
@@ -128,13 +115,14 @@ def _local_part(parameter: DTensor) -> tuple[range, range | None]:
     Tensor parallelism divides rows or columns, then FSDP2 divides the rows.
     """
     mesh, rows, columns = parameter.device_mesh, range(parameter.shape[0]), None
-    if _is_tensor_parallel(parameter):
+    dimension = mesh.ndim - 1  # that FSDP2 shards over: replicas are before it, tensor parallelism after it
+    if "tensor" in (mesh.mesh_dim_names or ()):
+        dimension -= 1
         placement, rank, size = parameter.placements[-1], mesh.get_local_rank("tensor"), mesh.size(mesh.ndim - 1)
         if placement.is_shard(0):
             rows = _chunk(rows, rank, size)
         elif placement.is_shard(1):
             columns = _chunk(range(parameter.shape[1]), rank, size)
-    dimension = _shard_dimension(parameter)
     return _chunk(rows, mesh.get_local_rank(dimension), mesh.size(dimension)), columns
 
 

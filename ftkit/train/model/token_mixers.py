@@ -91,7 +91,7 @@ def _choose(function: KernelFunction, failure: str | None) -> MixerChoice:
     """Replace a function by its kernel, or by what computes it if the kernel can't be used."""
     kernel, package = function.kernel, package_of(function)
     if kernel is not None and failure is None:
-        compute = _within_reach(kernel) if function.name == CONVOLUTION else kernel
+        compute = _convolution(kernel, _CONVOLUTION_REACHES) if function.name == CONVOLUTION else kernel
         _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
         return MixerChoice(f"{function.name}: {package} {version_of(package)}")
     accepted = {*inspect.signature(function.fallback).parameters, *_SEPARATES_DOCUMENTS}
@@ -134,24 +134,17 @@ def _delta_rule(fallback: _Function) -> _Function:
     return compute
 
 
-def _convolution(fallback: _Function) -> _Function:
-    """Return a causal convolution that does not reach into the document before, for packs without causal-conv1d."""
+def _convolution(function: _Function, reach: int = 0) -> _Function:
+    """Return a causal convolution; that of packs is ftkit's from more than `reach` elements on.
+
+    causal-conv1d's offsets reach as far. transformers' in PyTorch would reach into the document before.
+    """
 
     def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if seq_idx is None:
-            return fallback(hidden_states, *args, **kwargs)
-        return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
-
-    return convolve
-
-
-def _within_reach(kernel: _Function) -> _Function:
-    """Return causal-conv1d's convolution; for packs with more elements than its offsets reach, ftkit's."""
-
-    def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if seq_idx is None or hidden_states.numel() <= _CONVOLUTION_REACHES:
-            return kernel(hidden_states, *args, seq_idx=seq_idx, **kwargs)
-        return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
+            return function(hidden_states, *args, **kwargs)
+        compute = function if hidden_states.numel() <= reach else convolve_documents
+        return compute(hidden_states, *args, seq_idx=seq_idx, **kwargs)
 
     return convolve
 
