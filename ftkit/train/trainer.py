@@ -32,6 +32,7 @@ from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.distributed.checks import (
+    choose_packing,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -61,7 +62,6 @@ from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.observers import make_observers
 from ftkit.train.observers.profiler import check_profile
 from ftkit.train.observers.progress import Progress, by_criterion, check_is_measured, last_step
-from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World, with_tensor_parallel
 
