@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import InitWeights, ShardingStats
+    from ftkit.train.engine import InitWeights, ShardingStats, State
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -207,13 +207,13 @@ class Fsdp2Engine:
             ],
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return weights and optimizer states as shards."""
         model, optimizer = self._state_dicts()
         # The plan defines the parameter groups.
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
-    def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state_dicts(self) -> tuple[State, State]:
         hf_model = self.model.hf_model
         model, optimizer = get_state_dict(hf_model, self.optimizer, options=self._state_options())
         # `get_state_dict` also returns buffers, and tied parameters under each of their names.

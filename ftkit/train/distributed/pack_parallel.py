@@ -136,7 +136,7 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     max_length_q: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention within documents over the tokens of all ranks of a group.
 

@@ -58,7 +58,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     return config
 
 
-def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
+def _windows(shape: ArchitectureSpec) -> dict[str, object]:
     """Return configuration keys about each layer's attention window, for families that have them."""
     if shape.is_measured and not family_of(shape.family).full_attention_every:
         return {}
@@ -111,7 +111,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     return TextConfig(config, None if config is stored else stored)
 
 
-def shape_fields(config: PretrainedConfig) -> dict[str, Any]:
+def shape_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a configuration about the shape, by their public names.
 
     They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
@@ -135,7 +135,7 @@ def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
     config.max_position_embeddings = shape.max_position_embeddings
 
 
-def _kept_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
+def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
     return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
 
 

@@ -25,6 +25,7 @@ from ftkit.train.private_apis.torch import find_norms, make_wrapper, map_instanc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch._ops import OpOverload
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -197,7 +198,7 @@ class Fp8Shard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
-        cls, function: Any, _: Any, args: Any = (), kwargs: Any = None
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute on the shard."""
         plain, named = map_instances(cls, lambda shard: shard.master, (args, kwargs or {}))
@@ -209,7 +210,7 @@ class Fp8Shard(torch.Tensor):
         return map_instances(torch.Tensor, lambda master: cls(master, args[0].scale), result)
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
         """Return the shard rounded, as bytes, padded to the number of rows that all ranks send; and the scale."""
         del outer_stride, module, mp_policy
@@ -258,7 +259,7 @@ class Fp8Weight(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: Any, outer_stride: Any
+        inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: object, outer_stride: object
     ) -> Fp8Weight:
         """Make the weight of its inner tensors."""
         del outer_size, outer_stride
@@ -266,7 +267,7 @@ class Fp8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
-        cls, function: Any, _: Any, args: Any = (), kwargs: Any = None
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute on the dequantized weight."""
         if function in _OF_WEIGHTS:

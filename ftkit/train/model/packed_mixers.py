@@ -40,7 +40,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,  # noqa: FBT001, FBT002
     cu_seqlens: torch.Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Return the outputs, [B, T, H, V], in the dtype of the query; computed in fp32.
 
@@ -152,7 +152,7 @@ def convolve_documents(
     activation: str | None = None,
     *,
     seq_idx: torch.Tensor,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Convolve each channel of [B, D, T] over the last K tokens of the same document.
 

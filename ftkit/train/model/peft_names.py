@@ -80,11 +80,7 @@ def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tenso
 
 def shape_in_peft(name: str, shape: torch.Size) -> list[int]:
     """Return the shape of an adapter in peft's form."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return [*shape]
-    experts, first, second = shape
-    return [experts * first, second] if match["factor"] == "A" else [first, second * experts]
+    return [*to_peft(name, torch.empty(shape, device="meta")).shape]
 
 
 def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
