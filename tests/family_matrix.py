@@ -32,7 +32,13 @@ from ftkit.planning.planner import plan_model
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, export
 from ftkit.train.components.generation import Generation
-from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits, verify_sharding
+from ftkit.train.distributed.checks import (
+    choose_packing,
+    verify_causality,
+    verify_isolation,
+    verify_logits,
+    verify_sharding,
+)
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.build import TextConfig, build_empty
@@ -41,7 +47,6 @@ from ftkit.train.model.linears import linears_in_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import load_weights
-from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method
 from ftkit.train.world import World
 

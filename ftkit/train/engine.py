@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.config.training import ActivationCheckpointing
+from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, is_offloaded
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.linears import QuantizedLinear
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -46,7 +51,7 @@ class ShardingStats:
         total_elements: of the unsharded model; a 4-bit matrix counts as the weights that it encodes.
         max_local_elements: an even share.
         trainable_elements: of the unsharded model, with gradients.
-        quantized_elements: of the unsharded model, in 4 bits or FP8.
+        quantized_elements: of the unsharded model, stored quantized.
         offloaded_layers: decoder layers that save their activations in host memory.
         is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
     """
@@ -62,6 +67,53 @@ class ShardingStats:
     quantized_elements: int = 0
     offloaded_layers: int = 0
     is_unsharded: bool = False
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """Elements of one parameter.
+
+    Attributes:
+        total: all of them, unsharded.
+        local: those on this rank.
+        allowed: the maximum on this rank.
+    """
+
+    total: int
+    local: int
+    allowed: int
+
+
+def collect_sharding_stats(
+    hf_model: nn.Module,
+    shard_of: Callable[[nn.Parameter], ParameterShard],
+    num_units: int,
+    num_sharded_layers: int,
+    *,
+    is_unsharded: bool = False,
+) -> ShardingStats:
+    """Count the elements of a model; a quantized matrix counts as its weights."""
+    layers = find_decoder_layers(hf_model)
+    shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
+    layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
+    for module in hf_model.modules():
+        if isinstance(module, GroupedExperts):
+            layouts += [layout for name, layout in module.layouts.items() for _ in range(module.sizes[name][0])]
+    quantized = sum(layout.num_weights for layout in layouts)
+    stored_for_quantized = sum(layout.num_stored for layout in layouts)
+    return ShardingStats(
+        num_layers=len(layers),
+        num_units=num_units,
+        num_sharded_layers=num_sharded_layers,
+        checkpointed_layers=Counter(activation_checkpointing_of(layer) for layer in layers),
+        total_elements=sum(shard.total for shard in shards.values()) - stored_for_quantized + quantized,
+        local_elements=sum(shard.local for shard in shards.values()),
+        max_local_elements=sum(shard.allowed for shard in shards.values()),
+        trainable_elements=sum(shard.total for parameter, shard in shards.items() if parameter.requires_grad),
+        quantized_elements=quantized,
+        offloaded_layers=sum(is_offloaded(layer) for layer in layers),
+        is_unsharded=is_unsharded,
+    )
 
 
 class Engine(Protocol):

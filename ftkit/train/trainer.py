@@ -32,6 +32,7 @@ from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.distributed.checks import (
+    choose_packing,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -39,7 +40,11 @@ from ftkit.train.distributed.checks import (
     verify_targets,
 )
 from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.tensor_parallel import check_tensor_parallel, whole_pack_attention
+from ftkit.train.distributed.pack_parallel import (
+    check_context_parallel,
+    check_tensor_parallel,
+    whole_pack_attention,
+)
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import TrainingLoop
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
@@ -51,14 +56,12 @@ from ftkit.train.model.build import (
     make_config,
     read_config,
 )
-from ftkit.train.model.context_parallel import check_context_parallel, context_parallel_attention
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.observers import make_observers
 from ftkit.train.observers.profiler import check_profile
 from ftkit.train.observers.progress import Progress, by_criterion, check_is_measured, last_step
-from ftkit.train.packing import choose_packing
 from ftkit.train.param_count import count_method, count_modules
 from ftkit.train.world import World, with_tensor_parallel
 
@@ -271,8 +274,8 @@ class Trainer:
         if exchange.size > 1:
             check_context_parallel(config, kernel, exchange.size, tensor_parallel)
             log.info("context parallelism: %d GPUs divide the tokens of a pack", exchange.size)
-            return context_parallel_attention(kernel, exchange)
-        return whole_pack_attention(kernel) if tensor_parallel > 1 else register_kernel(kernel)
+        is_divided = exchange.size > 1 or tensor_parallel > 1
+        return whole_pack_attention(kernel, exchange) if is_divided else register_kernel(kernel)
 
     def _verify(self, engine: Engine, expected: ParameterCounts, store: PackStore) -> bool:
         """Run the checks before step 1; return whether documents are trained in packs."""

@@ -43,12 +43,11 @@ from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.pack_parallel import whole_pack_attention
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.distributed.tensor_parallel import whole_pack_attention
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.build import make_config
-from ftkit.train.model.context_parallel import context_parallel_attention
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
@@ -217,10 +216,10 @@ def train(case: Case, world: World) -> dict[str, Any]:
     own_attention = {}
     if layers == "divided":
         world = with_tensor_parallel(world, world.size)
-        own_attention = {"attn_implementation": whole_pack_attention("sdpa")}
+        own_attention = {"attn_implementation": whole_pack_attention("sdpa", world.exchange)}
     if packs == "halved":
         world = replace(world, context=ContextGroup(world.rank, world.size, torch.distributed.group.WORLD))
-        own_attention = {"attn_implementation": context_parallel_attention("sdpa", world.context)}
+        own_attention = {"attn_implementation": whole_pack_attention("sdpa", world.context)}
     passes = world.size // world.data_size
     shape = architecture(family)
     adapters = LoraSpec(targets=ADAPTED.get(family, ALL_PROJECTIONS)) if method != "full" else None

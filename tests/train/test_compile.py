@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.compile import CompiledForward
 
 
 @pytest.fixture(autouse=True)
 def _without_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_adapters, "inductor", lambda: lookup_backend("eager"))
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: lookup_backend("eager"))
 
 
 def test_a_graph_break_is_reported_once_and_computes_the_same(

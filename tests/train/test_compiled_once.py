@@ -26,7 +26,6 @@ from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.memory import joint_adapters
 from ftkit.train.model.attention import Kernel, register_kernel
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
@@ -116,7 +115,7 @@ def test_checks_and_steps_with_any_number_of_documents_share_a_graph_for_each_ki
     method: str, kernel: Kernel, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(joint_adapters, "inductor", lambda: compiles)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: compiles)
     check_and_train(make_engine(world, kernel, method=method), world)
     # flash-attn-4: with a window and without. SDPA: with a mask, and without for packs of a single document.
     assert compiles.frame_count == 2
@@ -150,7 +149,7 @@ def test_graphs_of_layers_can_be_in_the_compilers_caches(
             bypasses.append(str(error))
         return graph.forward
 
-    monkeypatch.setattr(joint_adapters, "inductor", lambda: compile_graph)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: compile_graph)
     engine = make_engine(world, "flash4", **changes)
     engine.forward(pack(PACKS[0]))
     assert bypasses == []

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from ftkit.errors import TrainingError
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
-from ftkit.train.model.context_parallel import check_context_parallel
+from ftkit.train.distributed.pack_parallel import check_context_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

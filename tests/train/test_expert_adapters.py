@@ -26,7 +26,7 @@ from ftkit.train.memory.activation_checkpointing import apply_activation_checkpo
 from ftkit.train.model.adapted_linear import TokenKeys, token_keys
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
-from ftkit.train.model.float8 import Fp8Experts
+from ftkit.train.model.float8 import Fp8Layout
 from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, load_adapters, prepare_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
@@ -148,12 +148,15 @@ def test_frozen_experts_in_fp8_are_those_of_dequantized_weights_but_for_the_roun
 def test_products_of_experts_in_fp8_are_those_of_dequantized_weights() -> None:
     """The second expert has no rows. Tokens, and gradients with the scales of the weights, are rounded to 3 bits."""
     torch.manual_seed(0)
-    layout, ends = Fp8Experts(4, 32, 48, torch.bfloat16), torch.tensor([3, 3, 20, 40], dtype=torch.int32)
+    layout, ends = Fp8Layout(48, 32, torch.bfloat16), torch.tensor([3, 3, 20, 40], dtype=torch.int32)
     expert_of_row = torch.tensor([0] * 3 + [2] * 17 + [3] * 20)
     stored = layout.quantize(torch.randn(4, 48, 32) * torch.rand(4, 48, 1))
     rows = torch.randn(40, 32, dtype=torch.bfloat16, requires_grad=True)
     again = rows.detach().clone().requires_grad_()
-    product, upstream = layout.multiply(rows, stored, expert_of_row, ends), torch.randn(40, 48, dtype=torch.bfloat16)
+    product, upstream = (
+        layout.multiply_grouped(rows, stored, expert_of_row, ends),
+        torch.randn(40, 48, dtype=torch.bfloat16),
+    )
     expected = torch.einsum("si,soi->so", again, layout.dequantize(stored)[expert_of_row])
     product.backward(upstream)
     expected.backward(upstream)

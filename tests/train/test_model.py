@@ -28,6 +28,8 @@ from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.distributed.checks import (
+    PackingChoice,
+    choose_packing,
     verify_causality,
     verify_isolation,
     verify_logits,
@@ -40,7 +42,6 @@ from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
 from ftkit.train.model.build import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
 from ftkit.train.model.weights import load_weights
-from ftkit.train.packing import PackingChoice, choose_packing
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

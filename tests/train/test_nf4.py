@@ -13,8 +13,7 @@ from compiler_warnings import COMPILER_WARNINGS
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.model.linears import QuantizedLinear, quantize_linears
-from ftkit.train.model.nf4 import Nf4Layout
+from ftkit.train.model.linears import Nf4Layout, QuantizedLinear, quantize_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

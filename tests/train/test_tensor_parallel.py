@@ -15,7 +15,7 @@ from ftkit.models.folder import ADAPTER_FILE
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import read_state, saved_sizes
 from ftkit.train.components.adamw8bit import _codes
-from ftkit.train.distributed.tensor_parallel import check_tensor_parallel
+from ftkit.train.distributed.pack_parallel import check_tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

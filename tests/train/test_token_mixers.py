@@ -14,7 +14,6 @@ from torch._dynamo import lookup_backend
 from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
-from ftkit.train.memory import joint_adapters
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, find_token_loop
 from ftkit.train.model import packed_mixers, token_mixers
 from ftkit.train.model.build import find_decoder, find_decoder_layers
@@ -68,7 +67,7 @@ def graph_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         compiled: Callable[..., Any] = lookup_backend("aot_eager")(graph, inputs)
         return compiled
 
-    monkeypatch.setattr(joint_adapters, "inductor", lambda: compile_graph)
+    monkeypatch.setattr("ftkit.train.memory.compile.inductor", lambda: compile_graph)
     torch._dynamo.reset()
     yield sizes
     torch._dynamo.reset()
@@ -246,7 +245,7 @@ def test_causal_conv1d_gets_no_packs_with_more_elements_than_its_offsets_reach()
         assert options.keys() == {"seq_idx", "activation"}
         return hidden_states
 
-    convolve = token_mixers._within_reach(kernel)
+    convolve = token_mixers._convolution(kernel, token_mixers._CONVOLUTION_REACHES)
     with torch.device("meta"):
         for length in (2**19, 2**19 + 1):
             inputs, documents = torch.empty(1, 8192, length), torch.empty(1, length, dtype=torch.int32)

@@ -24,7 +24,6 @@ from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.build import TextConfig, make_config
-from ftkit.train.model.load_targets import LoadTarget
 from ftkit.train.model.weight_conversion import (
     Fp8Tensor,
     JoinedPieces,
@@ -33,7 +32,7 @@ from ftkit.train.model.weight_conversion import (
     map_tensors,
     split_as_stored,
 )
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.weights import LoadTarget, load_weights
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

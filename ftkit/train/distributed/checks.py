@@ -1,4 +1,4 @@
-"""Checks before step 1, on every rank: the model is sharded as planned, and equals its own class.
+"""Checks before step 1, on every rank: the model is sharded as planned, and equals its own class; packs or padded rows.
 
 A check that fails ends the run in seconds instead of wasting a night.
 """
@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ftkit.errors import TrainingError
+from ftkit.errors import TrainingError, one_line
+from ftkit.train.distributed.probe import ProbeResult, run_probe
+from ftkit.train.model.build import why_not_packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ftkit.config.data import Packing
     from ftkit.config.execution import ParameterCounts
     from ftkit.config.training import EngineName, TrainingPlan
+    from ftkit.planning.plan import BatchPlan
     from ftkit.runs.records import Checks
-    from ftkit.train.distributed.probe import ProbeResult
-    from ftkit.train.engine import ShardingStats
+    from ftkit.train.engine import Engine, ShardingStats
+    from ftkit.train.world import World
 
 GRADIENT_TOLERANCE = 1e-3
 """Largest gradient at a neighbor's tokens, relative to the mean at a document's own tokens."""
@@ -153,6 +158,62 @@ def verify_isolation(probe: ProbeResult, *, shares_scales: bool = False) -> Chec
 def _leak(probe: ProbeResult, to: torch.Tensor) -> float:
     """Return the largest gradient at some tokens, relative to the mean at the kept ones."""
     return _largest_ratio(probe.gradient_norms[to], probe.kept_norm)
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """Packs or padded rows, the reason, and the probe that was run with them.
+
+    Attributes:
+        reason: why not packs; None for packs.
+    """
+
+    is_packed: bool
+    reason: str | None
+    probe: ProbeResult
+
+
+def choose_packing(
+    engine: Engine, world: World, wanted: Packing, vocab_size: int, batch: BatchPlan, training: TrainingPlan
+) -> PackingChoice:
+    """Choose packs if the model isolates packed documents, else padded rows. Collective: every rank must call it.
+
+    Raises:
+        TrainingError: the model can't be trained on packs, but context or tensor parallelism needs them.
+    """
+
+    def probe(*, is_packed: bool) -> ProbeResult:
+        return run_probe(
+            engine,
+            world,
+            vocab_size,
+            micro_batch_size=batch.micro_batch_size,
+            sequence_length=training.sequence_length,
+            is_packed=is_packed,
+        )
+
+    reason: str | None = "the recipe asks for it"
+    if wanted == "auto":
+        packed, reason = None, why_not_packed(engine.model.hf_model)
+        if reason is None:
+            try:
+                packed = probe(is_packed=True)
+                verify_isolation(packed, shares_scales=training.precision == "fp8")
+            except TrainingError as error:
+                reason = error.what
+            except (ValueError, NotImplementedError) as error:  # a kernel for packs is missing: transformers says which
+                reason = one_line(error)
+        reason = next((one for one in world.gather_objects(reason) if one is not None), None)
+        if packed is not None and reason is None:
+            return PackingChoice(is_packed=True, reason=None, probe=packed)
+    if world.context.size > 1:
+        size = world.tensor_parallel if world.tensor_parallel > 1 else world.exchange.size
+        key = "tensor_parallel" if world.tensor_parallel > 1 else "context_parallel"
+        raise TrainingError(
+            f"training.{key}={size} needs packs, but this model is trained on padded rows: {reason}",
+            fix=f"leave training.{key} out, or choose another model",
+        )
+    return PackingChoice(is_packed=False, reason=reason, probe=probe(is_packed=False))
 
 
 def verify_logits(probe: ProbeResult) -> Checks:

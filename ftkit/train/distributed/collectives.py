@@ -124,7 +124,7 @@ class ReduceScatter:
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's interface
     ) -> None:
         """Fill `output_tensor` [n] with the mean over the ranks of this rank's part of `input_tensor` [ranks × n].

@@ -58,26 +58,24 @@ class FoundSharding:
                 "torch.distributed.init_process_group()"
             )
         if self.sharding in {"ddp", "none"}:
-            return f"{self._describe_copies()}{_reason(was_asked=was_asked, device=device)}"
+            copies = (
+                "DistributedDataParallel averages their gradients" if self.sharding == "ddp" else "nothing wraps them"
+            )
+            reason = ". To shard the model, give a recipe or --accelerate-config FILE"
+            if was_asked and device == "cpu":
+                reason = ". accelerate does not shard on CPUs; on GPUs this run is refused"
+            elif was_asked:
+                reason = ", although accelerate.json enables it: the script does not prepare its model with accelerate"
+            return (
+                f"FSDP is not on: each of the {self.world_size} processes holds all {self.num_parameters:,} parameters "
+                f"({copies}){reason}"
+            )
         if self.sharding != "zero3" and self.num_units < _MIN_UNITS:
             return (
                 f"FSDP is on, but the model is {plural(self.num_units, 'unit')}: all {self.num_parameters:,} "
                 "parameters are all-gathered in one piece. Check the wrap policy of accelerate's configuration"
             )
         return ""
-
-    def _describe_copies(self) -> str:
-        copies = "DistributedDataParallel averages their gradients" if self.sharding == "ddp" else "nothing wraps them"
-        each = f"each of the {self.world_size} processes holds all {self.num_parameters:,} parameters"
-        return f"FSDP is not on: {each} ({copies})"
-
-
-def _reason(*, was_asked: bool, device: str) -> str:
-    if was_asked and device == "cpu":
-        return ". accelerate does not shard on CPUs; on GPUs this run is refused"
-    if was_asked:
-        return ", although accelerate.json enables it: the script does not prepare its model with accelerate"
-    return ". To shard the model, give a recipe or --accelerate-config FILE"
 
 
 def live_modules() -> list[nn.Module]:

@@ -25,22 +25,19 @@ from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
 from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
-from ftkit.train.distributed.gradient_norm import gradient_norm
-from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
-from ftkit.train.distributed.tensor_parallel import divide_layers
+from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
+from ftkit.train.engine import DEFAULT_SHARDING, ParameterShard, ShardingOptions, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.memory.compile import compiles
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import GatheredScales
-from ftkit.train.model.local_shard import local_tensor, with_ordinary_shard
+from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordinary_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
 from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis.torch import (
-    FSDP2_EXTENDS_ALL_GATHERS,
     FSDP2_ON_CPUS,
     TORCH,
     complete_cpu_streams,
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import InitWeights, ShardingStats
+    from ftkit.train.engine import InitWeights, ShardingStats, State
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -93,9 +90,7 @@ class Fsdp2Engine:
             _check_no_shared_layers(hf_model)
         _check_device(world)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
-        self._fp8_scales = None
-        if _gathers_in_fp8(training, world):
-            self._fp8_scales = GatheredScales(find_decoder_layers(hf_model), world.device)
+        self._gathered_scales = GatheredScales.of(find_decoder_layers(hf_model), training, world)
         self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
             parameter_device = torch.device("cpu") if training.offload == "all" else world.device
@@ -106,7 +101,7 @@ class Fsdp2Engine:
         self._shards = list(hf_model.parameters())
         """The sharded parameters; during forward and backward, the model has unsharded ones in their place."""
         self.optimizer = _make_optimizer(hf_model, training)
-        self._update_fp8_scales()
+        self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
         """Return how the model is sharded on this rank."""
@@ -193,13 +188,13 @@ class Fsdp2Engine:
         skip_step(self.optimizer, 1.0 - norm.isfinite().float())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._update_fp8_scales()
+        self._update_scales()
         return norm
 
-    def _update_fp8_scales(self) -> None:
-        if self._fp8_scales is not None:
+    def _update_scales(self) -> None:
+        if self._gathered_scales is not None:
             mesh = self._world.layer_mesh
-            self._fp8_scales.update(mesh.get_group(mesh.ndim - 1))
+            self._gathered_scales.update(mesh.get_group(mesh.ndim - 1))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors that this rank keeps between steps."""
@@ -212,13 +207,13 @@ class Fsdp2Engine:
             ],
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return weights and optimizer states as shards."""
         model, optimizer = self._state_dicts()
         # The plan defines the parameter groups.
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
 
-    def _state_dicts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _state_dicts(self) -> tuple[State, State]:
         hf_model = self.model.hf_model
         model, optimizer = get_state_dict(hf_model, self.optimizer, options=self._state_options())
         # `get_state_dict` also returns buffers, and tied parameters under each of their names.
@@ -252,7 +247,7 @@ class Fsdp2Engine:
         )
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
-        self._update_fp8_scales()
+        self._update_scales()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
@@ -302,19 +297,6 @@ def is_unsharded(training: TrainingPlan, world: World) -> bool:
     stay in fp32, and are cast on use.
     """
     return world.size == 1 and training.adapters is not None and training.offload != "all"
-
-
-def _gathers_in_fp8(training: TrainingPlan, world: World) -> bool:
-    """Return whether weights are all-gathered in FP8; log it, or why not."""
-    if not training.sends_fp8:
-        return False
-    against = {
-        "there is one shard": world.num_layer_shards == 1,
-        f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
-    }
-    reason = next((reason for reason, is_so in against.items() if is_so), "")
-    log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
-    return not reason
 
 
 def parallelize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ftkit.train.model.build import accepted_inputs, find_decoder, find_decoder_
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers.modeling_outputs import BaseModelOutput
 
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
@@ -121,16 +122,16 @@ def _class_logits(
     states: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
 
-    def watch_decoder(_: nn.Module, __: Any, output: Any) -> None:
+    def watch_decoder(_: nn.Module, __: object, output: BaseModelOutput) -> None:
         states.append(output.last_hidden_state.detach())
 
-    def watch_projection(module: Any, __: Any, ___: Any) -> None:
+    def watch_projection(module: nn.Linear, __: object, ___: object) -> None:
         # In a hook, because ZeRO-3 gathers the weight only for this call.
         hidden = states[0][:, -num_logits:].to(module.weight.dtype)
         products = functional.linear(hidden, module.weight, module.bias)
         expected.append(model.logit_transform.apply(products.detach().float()))
 
-    hf_model: Any = model.hf_model
+    hf_model = model.hf_model
     with (
         find_decoder(hf_model).register_forward_hook(watch_decoder),
         hf_model.get_output_embeddings().register_forward_hook(watch_projection),
@@ -163,7 +164,7 @@ def _states_and_gradients(
     """
     outputs: list[torch.Tensor] = []
 
-    def watch(_: nn.Module, __: Any, output: Any) -> None:
+    def watch(_: nn.Module, __: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         outputs.append(output if isinstance(output, torch.Tensor) else output[0])
 
     with find_decoder_layers(model.hf_model)[0].register_forward_hook(watch):

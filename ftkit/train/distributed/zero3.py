@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.distributed.sharding_stats import ParameterShard, collect_sharding_stats
 from ftkit.train.dtypes import DTYPES
+from ftkit.train.engine import ParameterShard, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.build import find_decoder_layers
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.train.engine import InitWeights, ShardingStats
+    from ftkit.train.engine import InitWeights, ShardingStats, State
     from ftkit.train.world import World
 
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -198,7 +198,7 @@ class Zero3Engine:
             if (partition := zero3_partition(parameter)) is not None
         ]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return fp32 weights and optimizer states as shards of flat tensors: DeepSpeed divides as `chunk`."""
         read = self._deepspeed.utils
         saved = self._saved()
@@ -257,10 +257,10 @@ def hide_activations(model: nn.Module) -> None:
                 object.__setattr__(experts, name, module)  # nn.Module would register it again
 
 
-def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, Any]:
+def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]:
     """Return DeepSpeed's configuration of a run."""
     to_host = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
-    zero: dict[str, Any] = {
+    zero: dict[str, object] = {
         "stage": 3,
         "overlap_comm": world.device.type == "cuda",
         "reduce_bucket_size": ZERO3_BUCKET,

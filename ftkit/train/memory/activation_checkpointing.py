@@ -193,10 +193,6 @@ def _name_of(operation: OpOverload) -> str:
     return str(operation.name())  # type: ignore[no-untyped-call]
 
 
-def _is_nothing(*_: object) -> bool:
-    return False
-
-
 def _contexts(
     is_saved: Callable[[OpOverload, tuple[torch.Tensor, ...]], bool],
     otherwise: CheckpointPolicy = CheckpointPolicy.MUST_RECOMPUTE,
@@ -212,7 +208,7 @@ def _contexts(
 
 @cacheable_policy
 def _save_nothing() -> Contexts:
-    return _contexts(_is_nothing)
+    return _contexts(lambda *_: False)
 
 
 @cacheable_policy

@@ -50,7 +50,7 @@ class ActivationOffload:
         self._being_copied: list[torch.Tensor] = []
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
-    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    def offloading(self, layer_input: torch.Tensor, existing: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         """Return a context to call a layer in, which offloads the layer's input and all that the layer computes.
 
         `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.
@@ -138,7 +138,7 @@ def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> l
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, weights gathered in FP8)."""
+    """Yield the addresses of a tensor's memory, or of that of the tensors in it (DTensor, gathered weights)."""
     if hasattr(tensor, "__tensor_flatten__"):
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for part in parts:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftkit.models.adapters import LoraSpec
+    from ftkit.train.private_apis.torch import Ctx
 
 
 ADAPTER = "default"
@@ -215,14 +216,19 @@ class Draw(NamedTuple):
 class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
+        ctx: Ctx,
+        inputs: torch.Tensor,
+        rows: torch.Tensor,
+        key: torch.Tensor,
+        probability: float,
+        first: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, key)
         ctx.settings = probability, first
         return gpu_kernels.drop(inputs, rows, key, probability, first)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, key = ctx.saved_tensors
         return gpu_kernels.drop(gradient, rows, _after(gradient, key), *ctx.settings), None, None, None, None
 
@@ -230,7 +236,7 @@ class _Dropped(torch.autograd.Function):
 class _DroppedProduct(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 - those of `Draw`
-        ctx: Any,
+        ctx: Ctx,
         inputs: torch.Tensor,
         weight: torch.Tensor,
         rows: torch.Tensor,
@@ -243,7 +249,7 @@ class _DroppedProduct(torch.autograd.Function):
         return functional.linear(gpu_kernels.drop(inputs, rows, key, probability, first), weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight, rows, key = ctx.saved_tensors
         key = _after(gradient, key)
         of_inputs = of_weight = None

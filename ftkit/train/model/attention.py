@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
+    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
@@ -204,7 +205,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention within documents with flash-attn-4; an attention function for transformers.
 
@@ -223,7 +224,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     return output.view(batch, length, -1, width), None
 
 
-def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
     """Refuse attention arguments with which a model changes its scores.
 
     Raises:
@@ -237,7 +238,7 @@ def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, Any])
         )
 
 
-def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | None:
+def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[str, object] | None:
     """Return attention masks of packs, [1, T], for families that build them without positions; else None.
 
     Other decoders get no mask, and find document boundaries in `position_ids`.
@@ -250,7 +251,7 @@ def packed_masks(module: Any, position_ids: torch.Tensor) -> dict[str, Any] | No
     )
 
     weight = next(module.parameters())
-    inputs: dict[str, Any] = {
+    inputs: dict[str, object] = {
         "config": module.config,
         "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=weight.dtype, device=position_ids.device),
         "attention_mask": None,
@@ -324,7 +325,7 @@ def _varlen_backward(
     return of_query, of_key, of_value
 
 
-def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, Any]:
+def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, object]:
     return {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
@@ -338,23 +339,23 @@ def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_wi
 
 
 @varlen_attention.register_fake
-def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query: torch.Tensor, _: torch.Tensor, value: torch.Tensor, *__: object) -> tuple[torch.Tensor, torch.Tensor]:
     length, heads, _width = query.shape
     return query.new_empty(length, heads, value.shape[-1]), query.new_empty(heads, length, dtype=torch.float32)
 
 
 @_varlen_backward.register_fake
-def _(_: torch.Tensor, saved: list[torch.Tensor], *__: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(_: torch.Tensor, saved: list[torch.Tensor], *__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in saved[:3])
     return of_query, of_key, of_value
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     *saved, cu_seqlens = ctx.saved_tensors
     return (*_varlen_backward(gradient, saved, cu_seqlens, *ctx.settings), None, None, None, None)
 

@@ -23,6 +23,8 @@ from ftkit.models.weight_files import CONFIG_FILE
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
 
 _NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
@@ -56,7 +58,7 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     return config
 
 
-def _windows(shape: ArchitectureSpec) -> dict[str, Any]:
+def _windows(shape: ArchitectureSpec) -> dict[str, object]:
     """Return configuration keys about each layer's attention window, for families that have them."""
     if shape.is_measured and not family_of(shape.family).full_attention_every:
         return {}
@@ -109,7 +111,7 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     return TextConfig(config, None if config is stored else stored)
 
 
-def shape_fields(config: PretrainedConfig) -> dict[str, Any]:
+def shape_fields(config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of a configuration about the shape, by their public names.
 
     They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
@@ -133,7 +135,7 @@ def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
     config.max_position_embeddings = shape.max_position_embeddings
 
 
-def _kept_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
+def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
     return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
 
 
@@ -183,7 +185,7 @@ def _read_stored(folder: Path) -> PretrainedConfig:
         ) from error
 
 
-def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
+def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     """Build a model with its parameters on the meta device; its buffers are real.
 
     Raises:
@@ -206,7 +208,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> nn.Module:
     return _prepared(built)
 
 
-def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
+def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
     """Load a model as transformers does, except that experts of odd sizes are computed one by one.
 
     Args:
@@ -231,7 +233,7 @@ def auto_class_of(config: PretrainedConfig) -> Any:
     return transformers.AutoModelForImageTextToText if has_class else AutoModelForCausalLM
 
 
-def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
+def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
     """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
     stacked = [
         parameter.shape
@@ -243,7 +245,7 @@ def _avoid_grouped_mm_of_odd_sizes(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
-def _check_has_decoder(model: Any) -> None:
+def _check_has_decoder(model: PreTrainedModel) -> None:
     """Refuse a model without a decoder separate from its output projection."""
     decoder = find_decoder(model)
     if decoder is model or model.get_output_embeddings() is None:
@@ -254,7 +256,7 @@ def _check_has_decoder(model: Any) -> None:
         )
 
 
-def why_not_packed(model: Any) -> str | None:
+def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why a model can't be told where packed documents begin; None if it can."""
     decoder = find_decoder(model)
     accepted = _parameters(decoder)
@@ -282,13 +284,13 @@ def _parameters(module: nn.Module) -> frozenset[str] | None:
     return None if takes_any and not is_listed else frozenset(parameters)
 
 
-def has_recurrent_layers(config: Any) -> bool:
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether some layers are recurrent, in addition to or instead of attention."""
     kinds = getattr(config, "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
 
 
-def _prepared(model: Any) -> nn.Module:
+def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     # With a cache, transformers ignores where packed documents end: they would attend to each other.
     model.config.use_cache = False
     # Some published configurations ask for tuples, or for what each layer computes.
@@ -298,7 +300,7 @@ def _prepared(model: Any) -> nn.Module:
     return result
 
 
-def find_decoder(model: Any) -> Any:
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module under the output projection; the model itself if there is none.
 
     For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose

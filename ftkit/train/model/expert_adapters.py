@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.models.spec import ExpertMatrix
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.float8 import Fp8Experts
 from ftkit.train.private_apis.transformers import (
     WeightConversions,
     apply_gate,
@@ -30,11 +28,15 @@ from ftkit.train.private_apis.transformers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
-    from ftkit.config.training import Quantization
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from ftkit.models.adapters import LoraSpec
     from ftkit.train.model.adapted_linear import Dropout, TokenKeys
+    from ftkit.train.model.float8 import Fp8Layout
+
+    LayoutOf = Callable[[int, int], Fp8Layout | None]
 
 _NDIM = 3
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
@@ -56,7 +58,7 @@ def _experts_in(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, each) for name, each in layer.named_modules() if is_experts(each)]
 
 
-def expert_matrices(model: nn.Module) -> tuple[ExpertMatrix, ...]:
+def expert_matrices(model: PreTrainedModel) -> tuple[ExpertMatrix, ...]:
     """Return the matrices of a model's routed experts that can get adapters."""
     found = Counter(
         ExpertMatrix(name, _parts(model, f"{path}.{name}"), *_sizes(experts, name), 1)
@@ -84,13 +86,13 @@ def transposed_experts(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _sizes(experts: Any, name: str) -> tuple[int, int, int]:
+def _sizes(experts: nn.Module, name: str) -> tuple[int, int, int]:
     """Return the number of experts, and the numbers of inputs and outputs of a matrix."""
     num, rows, columns = getattr(experts, name).shape
     return (num, rows, columns) if experts.is_transposed else (num, columns, rows)
 
 
-def _parts(model: Any, parameter: str) -> tuple[str, ...]:
+def _parts(model: PreTrainedModel, parameter: str) -> tuple[str, ...]:
     """Return the names of the matrices in files that a stacked parameter is joined from."""
     for converter in WeightConversions.of(model).converters:
         targets = [pattern.strip("$^").removesuffix(".weight") for pattern in converter.target_patterns]
@@ -123,10 +125,8 @@ def check_expert_targets(matrices: Collection[ExpertMatrix], lora: LoraSpec) -> 
             )
 
 
-def prepare_experts(
-    model: nn.Module, lora: LoraSpec, tokens: TokenKeys, quantization: Quantization, storage: torch.dtype
-) -> None:
-    """Add adapters in fp32 to the stacked experts that are targets, and store frozen weights in FP8, if asked for.
+def prepare_experts(model: nn.Module, lora: LoraSpec, tokens: TokenKeys, layout_of: LayoutOf | None = None) -> None:
+    """Add adapters in fp32 to the stacked experts that are targets, and quantize frozen weights if asked to.
 
     `init_adapters` initializes adapters.
 
@@ -134,18 +134,17 @@ def prepare_experts(
         model: frozen.
         lora: its adapters.
         tokens: for their dropout.
-        quantization: of its frozen weights; there are no experts in 4 bits.
-        storage: the compute dtype.
+        layout_of: returns the layout of a matrix from its numbers of inputs and outputs, or None to keep it; None to
+            keep all, as there are no experts in 4 bits.
     """
     ranks = {each.name: each.num_ranks(lora.targets) for each in expert_matrices(model)}
-    if not any(ranks.values()) and quantization != "fp8":
+    if not any(ranks.values()) and layout_of is None:
         return
     for index, layer in enumerate(find_decoder_layers(model)):
         for name, experts in _experts_in(layer):
             drawn = {each: tokens.dropout_of(f"{index}.{name}.{each}") for each, rank in ranks.items() if rank}
             grouped_class = _grouped_class(type(experts))  # type: ignore[arg-type] # a class can be hashed
-            fp8_storage = storage if quantization == "fp8" else None
-            layer.set_submodule(name, grouped_class(experts, lora, ranks, drawn, fp8_storage))
+            layer.set_submodule(name, grouped_class(experts, lora, ranks, drawn, layout_of))
 
 
 class _Routing(NamedTuple):
@@ -163,7 +162,7 @@ class _Routing(NamedTuple):
 
 
 class GroupedExperts(nn.Module):
-    """Frozen experts with adapters, weights in FP8, or both.
+    """Frozen experts with adapters, quantized weights, or both.
 
     Mixed into the class of a layer's experts, so that the names of their parameters don't change. The adapters of a
     matrix, such as `down_proj`, are the parameters `lora_A_down_proj`, [E, R, inputs], and `lora_B_down_proj`,
@@ -171,9 +170,15 @@ class GroupedExperts(nn.Module):
 
     Attributes:
         sizes: number of experts, inputs, and outputs of each matrix, by name.
-        layouts: the layouts of matrices in FP8, by name.
+        layouts: the layouts of quantized matrices, by name; each row of such a parameter is an expert.
         dropouts: of the inputs of adapters in training, by the names of their matrices; empty without dropout.
     """
+
+    num_experts: int  # these are set by transformers' class
+    is_transposed: bool
+    act_fn: nn.Module
+    post_expert_norm: nn.Module
+    config: PretrainedConfig
 
     def __init__(
         self,
@@ -181,7 +186,7 @@ class GroupedExperts(nn.Module):
         lora: LoraSpec,
         ranks: dict[str, int],
         dropouts: dict[str, Dropout | None],
-        fp8_storage: torch.dtype | None,
+        layout_of: LayoutOf | None,
     ) -> None:
         """Adopt the experts' parameters, submodules and attributes.
 
@@ -190,11 +195,12 @@ class GroupedExperts(nn.Module):
             lora: the adapters.
             ranks: the ranks of adapters by matrix, in ranks of `lora`; 0 without one.
             dropouts: of the adapters by matrix, if any.
-            fp8_storage: dtype in which FP8 weights are stored. They stay as they are if None.
+            layout_of: of matrices that are stored quantized; None if all stay as they are.
         """
         sizes = {name: _sizes(experts, name) for name in matrix_names(experts)}
         vars(self).update(vars(experts))
-        self.sizes, self.layouts = sizes, {}
+        self.sizes = sizes
+        self.layouts: dict[str, Fp8Layout] = {}
         self._scaling = {name: lora.scaling_of(ranks[name]) for name in sizes if ranks[name]}
         self.dropouts = nn.ModuleDict({name: each for name, each in dropouts.items() if each is not None})
         for name, (num, inputs, outputs) in sizes.items():
@@ -203,14 +209,17 @@ class GroupedExperts(nn.Module):
                 rank, device = ranks[name] * lora.rank, weight.device
                 self.register_parameter(f"lora_A_{name}", nn.Parameter(torch.empty(num, rank, inputs, device=device)))
                 self.register_parameter(f"lora_B_{name}", nn.Parameter(torch.empty(num, outputs, rank, device=device)))
-            if fp8_storage is not None and is_quantized("fp8", inputs, outputs):
-                layout = self.layouts[name] = Fp8Experts(num, inputs, outputs, fp8_storage)
-                stored = torch.empty(num, layout.num_stored, dtype=fp8_storage, device=weight.device)
+            layout = None if layout_of is None else layout_of(inputs, outputs)
+            if layout is not None:
+                self.layouts[name] = layout
+                stored = torch.empty(num, layout.num_stored, dtype=layout.storage, device=weight.device)
                 if not weight.is_meta:
-                    stored.copy_(layout.quantize(weight.data.mT if cast("Any", self).is_transposed else weight.data))
+                    stored.copy_(layout.quantize(weight.data.mT if self.is_transposed else weight.data))
                 setattr(self, name, nn.Parameter(stored, requires_grad=False))
 
-    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Return the weighted sums of the chosen experts' outputs.
 
         Args:
@@ -218,33 +227,31 @@ class GroupedExperts(nn.Module):
             top_k_index: the experts of each token, [T, K].
             top_k_weights: the weights of their outputs, [T, K].
         """
-        own = cast("Any", self)
         experts, order = top_k_index.flatten().sort()
-        every = torch.arange(own.num_experts, device=order.device)
+        every = torch.arange(self.num_experts, device=order.device)
         ends = torch.searchsorted(experts, every, right=True, out_int32=True)
         routing = _Routing(experts, ends, order // top_k_index.shape[-1])
         rows = hidden_states[routing.tokens]
-        if getattr(own, "has_gate", True):
-            inner = apply_gate(own, self._multiply("gate_up_proj", rows, routing))
+        if getattr(self, "has_gate", True):
+            inner = apply_gate(self, self._multiply("gate_up_proj", rows, routing))
         else:
-            inner = own.act_fn(self._multiply("up_proj", rows, routing))
+            inner = self.act_fn(self._multiply("up_proj", rows, routing))
         outputs = self._multiply("down_proj", inner, routing)
-        if getattr(own, "has_post_expert_norm", False):
-            outputs = own.post_expert_norm(outputs)
+        if getattr(self, "has_post_expert_norm", False):
+            outputs = self.post_expert_norm(outputs)
         outputs = outputs * top_k_weights.flatten()[order, None]
         sums: torch.Tensor = outputs[order.argsort()].view(*top_k_index.shape, -1).sum(dim=1)
         return sums.to(hidden_states.dtype)
 
     def _multiply(self, name: str, rows: torch.Tensor, routing: _Routing) -> torch.Tensor:
         """Multiply rows, [S, inputs], sorted by expert, by a matrix of their experts and by its adapters."""
-        own = cast("Any", self)
         weight = getattr(self, name)
         rows = rows.to(weight.dtype)
         if (layout := self.layouts.get(name)) is not None:
-            product = layout.multiply(rows, weight, routing.experts, routing.ends)
+            product = layout.multiply_grouped(rows, weight, routing.experts, routing.ends)
         else:
-            product = self._grouped(rows, weight if own.is_transposed else weight.mT, routing.ends)
-        if getattr(own, "has_bias", False):
+            product = self._grouped(rows, weight if self.is_transposed else weight.mT, routing.ends)
+        if getattr(self, "has_bias", False):
             product = product + getattr(self, f"{name}_bias")[routing.experts]
         if name not in self._scaling:
             return product
@@ -260,7 +267,7 @@ class GroupedExperts(nn.Module):
 
     def _grouped(self, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Multiply each row, [S, I], by its expert's matrix, of [E, I, O]; expert e has the rows before ends[e]."""
-        if not computes_experts_one_by_one(cast("Any", self).config):
+        if not computes_experts_one_by_one(self.config):
             return grouped_mm(rows, matrices, ends)
         first, products = 0, []
         for end, matrix in zip(ends.tolist(), matrices, strict=True):

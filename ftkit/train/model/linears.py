@@ -5,16 +5,25 @@ A quantized matrix is one flat parameter. Engines shard it like any other, so ea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, is_quantized, nf4_parts, quantized_bytes
+from ftkit.config.training import Quantization
 from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from ftkit.train.private_apis.torch import Ctx
 
 
 _SAME_AS_LINEAR = ("FalconLinear",)
@@ -44,44 +53,48 @@ def linears_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[
                 yield name, module, sizes
 
 
-def transposed_weights(model: Any) -> frozenset[str]:
+def transposed_weights(model: nn.Module) -> frozenset[str]:
     """Return the names of the matrices of a model without adapters that are stored as [inputs, outputs]."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
 
 
-class WeightLayout(Protocol):
-    """Quantization and layout of a matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
+@dataclass(frozen=True)
+class WeightLayout(ABC):
+    """Quantization and layout of a frozen matrix, [num_outputs, num_inputs], in its flat form, [num_stored].
 
     The dtype of the flat form, `storage`, is the compute dtype, though its bits are not numbers of it: an engine that
     all-gathers parameters in that dtype copies them unchanged.
     """
 
-    @property
-    def name(self) -> str:
-        """The layer's representation in torch's printout."""
+    kind: ClassVar[Quantization]
+    num_outputs: int
+    num_inputs: int
+    storage: torch.dtype
+
+    @classmethod
+    def of(cls, storage: torch.dtype, num_inputs: int, num_outputs: int) -> Self | None:
+        """Return the layout of a matrix of a decoder layer; None if its sizes can't be quantized."""
+        return cls(num_outputs, num_inputs, storage) if is_quantized(cls.kind, num_inputs, num_outputs) else None
 
     @property
-    def num_outputs(self) -> int:
-        """Rows of the matrix."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Columns of the matrix."""
-
-    @property
-    def storage(self) -> torch.dtype:
-        """The dtype of the flat form."""
+    def num_weights(self) -> int:
+        """Weights of the matrix."""
+        return self.num_outputs * self.num_inputs
 
     @property
     def num_stored(self) -> int:
         """Elements of the flat form."""
+        return quantized_bytes(self.kind, self.num_inputs, self.num_outputs) // self.storage.itemsize
 
+    @abstractmethod
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize an unsharded matrix to its flat form."""
 
+    @abstractmethod
     def dequantize(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the dequantized matrix, in the compute dtype."""
 
+    @abstractmethod
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply inputs, [..., num_inputs], by the matrix: [..., num_outputs]. Only the inputs get a gradient."""
 
@@ -109,11 +122,6 @@ class QuantizedLinear(nn.Linear):
         self.quantized = nn.Parameter(empty, requires_grad=False)
 
     @property
-    def num_weights(self) -> int:
-        """Weights of the matrix."""
-        return self.in_features * self.out_features
-
-    @property
     def weight(self) -> torch.Tensor:  # type: ignore[override] # computed, where a Linear holds a parameter
         """The dequantized matrix, whose magnitude DoRA uses."""
         return self.layout.dequantize(self.quantized)
@@ -125,7 +133,7 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer as torch prints modules."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.name}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.kind}"
 
 
 def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:
@@ -153,3 +161,203 @@ def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
     """Return a zero, uint8, that no compiler can fold: values combined with it are computed after `tensor`."""
     first = tensor.flatten()[0]
     return ((first > 0) & (first < 0)).to(torch.uint8)
+
+
+# --- NF4 -----------------------------------------------------------------------------------------
+#
+# bitsandbytes' 4-bit weights with double quantization. Weights, absmax and absmax2 of a matrix are in one flat
+# parameter, which engines shard; bitsandbytes' layer keeps the absmax separately, unsharded on every rank.
+#
+# bitsandbytes' operators dequantize in eager mode. Compiled layers use plain operations (`_dequantize_compiled`), which
+# the compiler fuses: the host time around bitsandbytes' operators exceeds the GPU time within them.
+
+_ALIGNMENT = 8
+"""GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Integer dtypes by their size in bytes."""
+
+_WORD = 8
+"""Bytes that a thread assembles before it writes them, with one lookup of their absmax."""
+
+
+class Nf4Layout(WeightLayout):
+    """4-bit weights, absmax of blocks, absmax2 of those, an offset."""
+
+    kind = "nf4"
+
+    def quantize(self, weight: torch.Tensor) -> torch.Tensor:
+        """Quantize an unsharded matrix, [num_outputs, num_inputs], to its flat form, [num_stored]."""
+        quantized, state = _bitsandbytes().quantize_4bit(
+            weight.to(self.storage).contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
+        )
+        values = [quantized, state.absmax, state.state2.absmax, state.offset.reshape(1)]
+        flat = torch.zeros(self.num_stored, dtype=self.storage, device=weight.device)
+        for part, value in zip(self.parts(flat), values, strict=True):
+            content = value.flatten().view(torch.uint8)
+            part[: len(content)] = content
+        return flat
+
+    def dequantize(self, flat: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the dequantized matrix.
+
+        Args:
+            flat: the flat form.
+            after: a tensor that compiled code waits for; see `_dequantize_compiled`.
+        """
+        flat = flat.detach()
+        if torch.compiler.is_compiling():
+            tables = _tables(flat.device)
+            weights: torch.Tensor = torch.ops.ftkit.nf4_matrix(flat, self.num_outputs, self.num_inputs, *tables, after)
+            return weights
+        if flat.is_meta:  # peft looks at each matrix 21 times
+            return flat.new_empty(self.num_outputs, self.num_inputs)
+        return self._dequantize_eager(flat).view(self.num_outputs, self.num_inputs)
+
+    def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Multiply by the matrix, which exists only during the product."""
+        product: Any = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
+        output: torch.Tensor = product(inputs, flat, self.num_outputs)
+        return output
+
+    def _dequantize_eager(self, flat: torch.Tensor) -> torch.Tensor:
+        _bitsandbytes()  # defines the operators; bitsandbytes' function around them takes more host time than they take
+        operators = torch.ops.bitsandbytes
+        if flat.storage_offset() % _ALIGNMENT:  # an engine may all-gather it together with others
+            flat = flat.clone()
+        quantized, absmax, absmax2, offset = self.parts(flat)
+        blocks = -(-self.num_weights // NF4_BLOCK)
+        exact_absmax = operators.dequantize_blockwise(
+            absmax[:blocks],
+            absmax2.view(torch.float32)[: -(-blocks // NF4_NESTED_BLOCK)],
+            _absmax_code(flat.device),
+            NF4_NESTED_BLOCK,
+            torch.float32,
+        )
+        exact_absmax += offset.view(torch.float32)[0]
+        quantized = quantized[: -(-self.num_weights // 2)].unsqueeze(1)
+        # Not by rows: on CPUs the operator uses another row's absmax if a row ends within a block.
+        weights: torch.Tensor = operators.dequantize_4bit(
+            quantized, exact_absmax, NF4_BLOCK, "nf4", (self.num_weights,), self.storage
+        )
+        return weights
+
+    def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a flat form, as bytes."""
+        return torch.split(flat.view(torch.uint8), list(nf4_parts(self.num_weights)))
+
+
+def _dequantize_compiled(
+    flat: torch.Tensor,
+    num_outputs: int,
+    num_inputs: int,
+    levels: torch.Tensor,
+    code: torch.Tensor,
+    after: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the matrix of a flat form, in plain operations that a compiler fuses into two kernels.
+
+    Args:
+        flat: the flat form, whose 4-bit weights and absmax fill their blocks.
+        num_outputs: rows of the matrix.
+        num_inputs: its columns.
+        levels: the 16 values of 4-bit weights.
+        code: the 256 values of absmax.
+        after: an artificial dependency of the weights: the other factor of their matmul. A compiler sees forward and
+            backward together; otherwise it would compute the same weights once for both and keep them, or those of
+            several matmuls in advance.
+    """
+    layout, storage = Nf4Layout(num_outputs, num_inputs, flat.dtype), flat.dtype
+    quantized, absmax, absmax2, offset = layout.parts(flat)
+    if after is not None:
+        zero = opaque_zero(after)
+        quantized, absmax = quantized | zero, absmax | zero
+    per_block_of_blocks = absmax2.view(torch.float32)[: len(absmax) // NF4_NESTED_BLOCK].unsqueeze(1)
+    exact_absmax = code[absmax.int()].view(-1, NF4_NESTED_BLOCK) * per_block_of_blocks + offset.view(torch.float32)[0]
+    per_block = exact_absmax.flatten()[: 2 * len(quantized) // NF4_BLOCK].unsqueeze(1)
+    width = storage.itemsize
+    columns = quantized.view(-1, NF4_BLOCK * width // _WORD, _WORD // width // 2).int().unbind(-1)
+    words = torch.zeros((), dtype=torch.int64, device=quantized.device)
+    for place, numbers in enumerate(number for column in columns for number in (column >> 4, column & 15)):
+        bits = (levels[numbers] * per_block).to(storage).view(_INTEGERS[width]).long() & ((1 << 8 * width) - 1)
+        words = words | bits << (8 * width * place)
+    return words.flatten().view(storage)[: layout.num_weights].view(num_outputs, num_inputs)
+
+
+# An operator made of others: the compiler decomposes it when it differentiates a layer, which its caches save at later
+# starts. Tracing its operations in Python, for each matrix of a layer, would take seconds at each start.
+_OPERATORS = torch.library.Library("ftkit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPERATORS.define(  # type: ignore[no-untyped-call]
+    "nf4_matrix(Tensor flat, int num_outputs, int num_inputs, Tensor levels, Tensor code, Tensor? after) -> Tensor"
+)
+_OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+# A custom operator, so that activation checkpointing finds it by name. Autograd saves the parameter, not views of it:
+# an engine may free and all-gather it in between.
+@torch.library.custom_op("ftkit::nf4_product", mutates_args=())
+def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))
+
+
+@torch.library.custom_op("ftkit::nf4_product_backward", mutates_args=())
+def _product_backward(gradient: torch.Tensor, quantized: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, quantized.dtype).dequantize(quantized)
+
+
+@_product.register_fake
+@_product_backward.register_fake
+def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
+    return factor.new_empty(*factor.shape[:-1], width)
+
+
+def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[1])
+    ctx.num_inputs = inputs[0].shape[-1]
+
+
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
+
+
+_product.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _CompiledProduct(torch.autograd.Function):
+    """The same matmul for a compiler, which traces into it. `after` makes it dequantize twice."""
+
+    @staticmethod
+    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        ctx.save_for_backward(quantized)
+        ctx.num_inputs = inputs.shape[-1]
+        layout = Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype)
+        return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
+
+    @staticmethod
+    def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (quantized,) = ctx.saved_tensors
+        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
+        return gradient @ layout.dequantize(quantized, after=gradient), None, None
+
+
+def _bitsandbytes() -> Any:
+    return import_bitsandbytes("method 'qlora'")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of 4-bit weights, and those of an 8-bit absmax."""
+    return _levels(device), _absmax_code(device)
+
+
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    levels: torch.Tensor = _bitsandbytes().get_4bit_type("nf4", device=device)
+    return levels
+
+
+@cache
+def _absmax_code(device: torch.device) -> torch.Tensor:
+    code: torch.Tensor = _bitsandbytes().create_dynamic_map().to(device)
+    return code

@@ -7,22 +7,20 @@ import math
 import re
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 
-from ftkit.config.execution import is_quantized
 from ftkit.errors import TrainingError
 from ftkit.models.folder import ADAPTER_FILE, check_adapters
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
 from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
-from ftkit.train.model.float8 import Fp8Layout, check_fp8, check_fp8_experts, convert_linears
-from ftkit.train.model.linears import quantize_linears, transposed_weights
+from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
+from ftkit.train.model.linears import Nf4Layout, quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
-from ftkit.train.model.nf4 import Nf4Layout
 from ftkit.train.model.peft_names import (
     add_experts,
     find_text,
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
+    from peft import LoraConfig
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from ftkit.train.model.peft_names import TextPlace
 
 _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYOUTS: dict[Quantization, type[WeightLayout]] = {"fp8": Fp8Layout, "nf4": Nf4Layout}
 DORA_MAGNITUDE = f"lora_magnitude_vector.{ADAPTER}.weight"
 
 
@@ -65,7 +65,7 @@ def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.P
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}
 
 
-def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.device) -> None:
+def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch.device) -> None:
     """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
@@ -89,33 +89,26 @@ def prepare_method(model: nn.Module, training: TrainingPlan, device: torch.devic
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # noqa: FBT003
         parameter.data = parameter.data.to(precision)
-    if training.quantization != "none":
-        quantize_linears(find_decoder_layers(model), partial(_layout_of, training.quantization, precision))
+    if (layout := _LAYOUTS.get(training.quantization)) is not None:
+        quantize_linears(find_decoder_layers(model), partial(layout.of, precision))
     tokens = TokenKeys(lora.dropout, training.seed)
     _inject(model, lora, tokens)
-    prepare_experts(model, lora, tokens, training.quantization, precision)
+    prepare_experts(model, lora, tokens, partial(Fp8Layout.of, precision) if training.quantization == "fp8" else None)
     if any(isinstance(module, GroupedExperts) and module.layouts for module in model.modules()):
-        check_fp8_experts(device)
+        check_fp8(device, has_experts=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()  # peft created it in the dtype of the layer
-    cast("Any", model).get_input_embeddings().register_forward_hook(_require_gradient)
+    model.get_input_embeddings().register_forward_hook(_require_gradient)
 
 
-def _require_gradient(_: nn.Module, __: Any, embedded: torch.Tensor) -> None:
+def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
     """Have the first layer compute the gradient of its input, as all others do: the compiler then needs one graph."""
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 
 
-def _layout_of(quantization: Quantization, storage: torch.dtype, inputs: int, outputs: int) -> WeightLayout | None:
-    if not is_quantized(quantization, inputs, outputs):
-        return None
-    layout = Fp8Layout if quantization == "fp8" else Nf4Layout
-    return layout(outputs, inputs, storage)
-
-
-def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
+def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
     peft = import_peft()
 
     matrices = expert_matrices(model)
@@ -124,7 +117,7 @@ def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
     if fused := targets_of_experts(model, lora) - of_experts:
         raise TrainingError(
             f"training.lora.targets: {', '.join(sorted(fused))} would adapt the experts of a "
-            f"'{cast('Any', model).config.model_type}', which can't be adapted",
+            f"'{model.config.model_type}', which can't be adapted",
             meaning="its class computes them in a way of its own; linear layers of the same name can't be adapted "
             "either, because peft would load their adapters onto the experts",
             fix="name other layers, for example training.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
@@ -139,7 +132,7 @@ def _inject(model: nn.Module, lora: LoraSpec, tokens: TokenKeys) -> None:
             # Not wrapped in a PeftModel: parameters keep the names that they have in the family. Given the layers
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
-            peft.inject_adapter_in_model(config, cast("Any", owner), ADAPTER, low_cpu_mem_usage=is_empty)
+            peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
     compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
@@ -245,7 +238,7 @@ class AdaptedTensors(LazyTensors):
         return self._adapters[name] if is_adapter(name) else self._base[name.replace(".base_layer.", ".")]
 
 
-def peft_config(lora: LoraSpec, *, base: str | None = None, model: nn.Module | None = None) -> Any:
+def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedModel | None = None) -> LoraConfig:
     """Return peft's configuration of the adapters; for saving, with the name of their base model and the model."""
     is_of_target = tuple(f".{target}.weight" for target in lora.targets)
     transposed = () if model is None else transposed_weights(model)

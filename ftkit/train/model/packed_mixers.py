@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from ftkit.errors import one_line
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from ftkit.train.private_apis.transformers import KernelFunction
 
@@ -40,7 +40,7 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,  # noqa: FBT001, FBT002
     cu_seqlens: torch.Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Return the outputs, [B, T, H, V], in the dtype of the query; computed in fp32.
 
@@ -152,7 +152,7 @@ def convolve_documents(
     activation: str | None = None,
     *,
     seq_idx: torch.Tensor,
-    **_: Any,
+    **_: object,
 ) -> torch.Tensor:
     """Convolve each channel of [B, D, T] over the last K tokens of the same document.
 
@@ -197,7 +197,7 @@ def package_of(function: KernelFunction) -> str:
     return _DISTRIBUTIONS.get(function.package, function.package)
 
 
-def why_no_kernel(function: KernelFunction, model: nn.Module, device: torch.device) -> str | None:
+def why_no_kernel(function: KernelFunction, model: PreTrainedModel, device: torch.device) -> str | None:
     """Return why a package's kernel can't be used on a device; None if it can."""
     package = package_of(function)
     if function.kernel is None:
@@ -254,7 +254,7 @@ def version_of(package: str) -> str:
         return "of unknown version"
 
 
-def _difference(function: KernelFunction, model: nn.Module, device: torch.device) -> float:
+def _difference(function: KernelFunction, model: PreTrainedModel, device: torch.device) -> float:
     """Return the largest difference of a kernel from PyTorch on two packed documents, relative to its norm.
 
     Of outputs and gradients. Zero for kernels that are not tested.
@@ -293,7 +293,9 @@ def _first(result: Any) -> torch.Tensor:
     return output
 
 
-def _delta_rule_inputs(name: str, model: Any, device: torch.device) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def _delta_rule_inputs(
+    name: str, model: PreTrainedModel, device: torch.device
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return inputs with the model's heads: training reuses the kernels that are compiled for them."""
     config, lengths = model.config, _TEST_TOKENS[device.type]
     length = sum(lengths)

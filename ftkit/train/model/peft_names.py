@@ -10,7 +10,7 @@ import logging
 import re
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +23,9 @@ from ftkit.train.model.linears import linears_in_layers
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from peft import LoraConfig
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.models.adapters import LoraSpec
 
@@ -79,14 +80,10 @@ def from_peft(name: str, stored: torch.Tensor, shape: torch.Size) -> torch.Tenso
 
 def shape_in_peft(name: str, shape: torch.Size) -> list[int]:
     """Return the shape of an adapter in peft's form."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return [*shape]
-    experts, first, second = shape
-    return [experts * first, second] if match["factor"] == "A" else [first, second * experts]
+    return [*to_peft(name, torch.empty(shape, device="meta")).shape]
 
 
-def add_experts(config: Any, model: nn.Module, lora: LoraSpec, ambiguous: Collection[str]) -> None:
+def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
     """Add the adapters of experts to peft's configuration of exported adapters.
 
     Args:
@@ -138,7 +135,7 @@ class TextPlace:
         return rf"{re.escape(self.wrapped)}.*\.({'|'.join(map(re.escape, projections))})"
 
 
-def find_text(model: nn.Module, wrapper: PretrainedConfig | None) -> TextPlace | None:
+def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
     """Return where a text model lies in the multimodal class that loads the weights, by the class of its decoder.
 
     Args:

@@ -33,9 +33,10 @@ from ftkit.train.world import ContextGroup
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from ftkit.config.training import TrainingSpec
+    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
 
@@ -164,7 +165,7 @@ class Routers:
         return taken
 
 
-def _coefficient(config: Any, training: TrainingSpec) -> float:
+def _coefficient(config: PretrainedConfig, training: TrainingSpec) -> float:
     """Return the weight of the load-balancing loss: the recipe's, else the model's own as a transformers trainer does.
 
     Adapters leave routers as they are, so only a recipe can ask for it then.
@@ -245,13 +246,17 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights: torch.Tensor, logits: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor
+        ctx: Ctx,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        gradient: torch.Tensor,
+        is_token: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(logits, gradient, is_token)
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, gradient, is_token = ctx.saved_tensors
         probability, each = _probability(logits, *gradient.shape), gradient[:, None]
         of_logits = probability * (each - (probability * each).sum(-1, keepdim=True)) * is_token[..., None]
@@ -262,12 +267,12 @@ class _AddBalance(torch.autograd.Function):
     """The identity of the loss; the backward pass, which runs before all others, sets the gradient for `_Routed`."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Ctx, loss: torch.Tensor, gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ctx.gradient, ctx.target = gradient, target
         return loss.clone()  # FSDP2 warns of views
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # `.data`: autograd refuses saved tensors that changed, and here the change is the purpose.
         ctx.target.data.copy_(ctx.gradient * grads[0])
         return grads[0], None, None

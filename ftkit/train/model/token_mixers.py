@@ -18,7 +18,7 @@ import json
 import textwrap
 from ast import For, parse, walk
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -37,8 +37,9 @@ from ftkit.train.private_apis.transformers import KernelFunction, kernel_functio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import nn
+    from transformers import PreTrainedModel
 
+    from ftkit.train.private_apis.torch import Ctx
     from ftkit.train.world import World
 
 _OUTPUT_SHAPED_LIKE = dict.fromkeys(DELTA_RULES, 2) | {
@@ -48,6 +49,8 @@ _OUTPUT_SHAPED_LIKE = dict.fromkeys(DELTA_RULES, 2) | {
 }
 """Functions that compiled layers may call as operators, each with the argument that has the shape of its output. The
 output's dtype is that of the first argument."""
+_Function: TypeAlias = "Callable[..., Any]"
+"""Computes what transformers' function of a name computes, from the same arguments."""
 _RETURNS_STATE = ("output_final_state", "return_final_states", "return_last_state")
 """Arguments that ask for a state besides the output; generation alone needs it."""
 _SEPARATES_DOCUMENTS = ("cu_seqlens", "seq_idx")
@@ -68,7 +71,7 @@ class MixerChoice:
     is_slow: bool = False
 
 
-def choose_token_mixers(model: nn.Module, world: World) -> list[MixerChoice]:
+def choose_token_mixers(model: PreTrainedModel, world: World) -> list[MixerChoice]:
     """Let a model compute linear attention and convolutions by kernels that run here. Collective.
 
     Returns:
@@ -88,7 +91,7 @@ def _choose(function: KernelFunction, failure: str | None) -> MixerChoice:
     """Replace a function by its kernel, or by what computes it if the kernel can't be used."""
     kernel, package = function.kernel, package_of(function)
     if kernel is not None and failure is None:
-        compute = _within_reach(kernel) if function.name == CONVOLUTION else kernel
+        compute = _convolution(kernel, _CONVOLUTION_REACHES) if function.name == CONVOLUTION else kernel
         _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
         return MixerChoice(f"{function.name}: {package} {version_of(package)}")
     accepted = {*inspect.signature(function.fallback).parameters, *_SEPARATES_DOCUMENTS}
@@ -103,13 +106,13 @@ def _choose(function: KernelFunction, failure: str | None) -> MixerChoice:
     return MixerChoice(f"{function.name}: transformers' in PyTorch, since {failure}", is_slow)
 
 
-def _has_loop(function: Callable[..., Any]) -> bool:
+def _has_loop(function: _Function) -> bool:
     """Tell whether a function has a loop, which a compiler would unroll."""
     source = textwrap.dedent(inspect.getsource(function))
     return any(isinstance(node, For) for node in walk(parse(source)))
 
 
-def _refusing_packs(function: KernelFunction, package: str) -> Callable[..., Any]:
+def _refusing_packs(function: KernelFunction, package: str) -> _Function:
     """Wrap transformers' function in PyTorch, which ignores where packed documents end."""
 
     @functools.wraps(function.fallback)
@@ -121,7 +124,7 @@ def _refusing_packs(function: KernelFunction, package: str) -> Callable[..., Any
     return compute
 
 
-def _delta_rule(fallback: Callable[..., Any]) -> Callable[..., Any]:
+def _delta_rule(fallback: _Function) -> _Function:
     """Return the gated delta rule that ftkit computes in training, and transformers with a state, in generation."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -131,37 +134,28 @@ def _delta_rule(fallback: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _convolution(fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a causal convolution that does not reach into the document before, for packs without causal-conv1d."""
+def _convolution(function: _Function, reach: int = 0) -> _Function:
+    """Return a causal convolution; that of packs is ftkit's from more than `reach` elements on.
+
+    causal-conv1d's offsets reach as far. transformers' in PyTorch would reach into the document before.
+    """
 
     def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if seq_idx is None:
-            return fallback(hidden_states, *args, **kwargs)
-        return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
-
-    return convolve
-
-
-def _within_reach(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return causal-conv1d's convolution; for packs with more elements than its offsets reach, ftkit's."""
-
-    def convolve(hidden_states: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if seq_idx is None or hidden_states.numel() <= _CONVOLUTION_REACHES:
-            return kernel(hidden_states, *args, seq_idx=seq_idx, **kwargs)
-        return convolve_documents(hidden_states, *args, seq_idx=seq_idx, **kwargs)
+            return function(hidden_states, *args, **kwargs)
+        compute = function if hidden_states.numel() <= reach else convolve_documents
+        return compute(hidden_states, *args, seq_idx=seq_idx, **kwargs)
 
     return convolve
 
 
 # Calls from compiled layers
 
-_computed: dict[str, Callable[..., Any]] = {}
+_computed: dict[str, _Function] = {}
 """What computes each function, by the names of its file and of itself."""
 
 
-def _replace(
-    function: KernelFunction, compute: Callable[..., Any], parameters: Iterable[str], *, is_traced: bool
-) -> None:
+def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[str], *, is_traced: bool) -> None:
     """Let a model call `compute` instead of a function: in compiled layers as an operator, unless it `is_traced`.
 
     Keyword arguments that are not among its parameters are left out, as transformers does.
@@ -257,13 +251,13 @@ def _(_: torch.Tensor, tensors: list[torch.Tensor], needed: list[bool], __: str)
     return [one.new_empty(one.shape) for one in wanted]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Ctx, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
     tensors, _, ctx.call = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[0])
     gradients = iter(
         torch.ops.ftkit.token_mixer_backward(gradient.contiguous(), list(ctx.saved_tensors), needed, ctx.call)

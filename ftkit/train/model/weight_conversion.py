@@ -35,7 +35,7 @@ _MXFP4_BIAS = 127
 """Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
 
 
-FP8_SCALES = "_scale_inv"
+_FP8_SCALES = "_scale_inv"
 """Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -58,7 +58,7 @@ class MappedTensor:
     Attributes:
         first: one of the files' tensors that it is read from; determines the file.
         source: the tensor; a rank may read only some of the files' tensors.
-        joined: all of the files' tensors that are joined to it, without scales; empty if it is one.
+        joined: all of the files' tensors that are joined to it, with their scales; empty if it is one.
     """
 
     first: str
@@ -95,6 +95,7 @@ def map_tensors(
     Raises:
         TrainingError: pieces of a tensor are missing.
     """
+    stored = set(stored)
     names, read = dequantized(stored, read)
     found: dict[str, MappedTensor] = {}
     pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -114,10 +115,11 @@ def map_tensors(
         elif pattern is not None:
             pieces[name][pattern].append(one)
     for name, by_pattern in pieces.items():
-        first, joined = next(iter(by_pattern.values()))[0], frozenset(chain.from_iterable(by_pattern.values()))
+        first, joined = next(iter(by_pattern.values()))[0], {*chain.from_iterable(by_pattern.values())}
+        joined |= {one + _FP8_SCALES for one in joined} & stored
         for target, source in _join(conversions.converters, name, by_pattern, model, read).items():
             if target in known:
-                found[target] = MappedTensor(first, source, joined)
+                found[target] = MappedTensor(first, source, frozenset(joined))
     return found
 
 
@@ -223,12 +225,12 @@ def dequantized(
 ) -> tuple[set[str], Callable[[str], TensorSource]]:
     """Return the names of the files' tensors without FP8 scales, and a reader that applies the scales."""
     names = set(stored)
-    scaled = {name for name in names if name + FP8_SCALES in names}
+    scaled = {name for name in names if name + _FP8_SCALES in names}
 
     def read_dequantized(name: str) -> TensorSource:
-        return Fp8Tensor(read(name), read(name + FP8_SCALES)) if name in scaled else read(name)
+        return Fp8Tensor(read(name), read(name + _FP8_SCALES)) if name in scaled else read(name)
 
-    return names - {name + FP8_SCALES for name in scaled}, read_dequantized
+    return names - {name + _FP8_SCALES for name in scaled}, read_dequantized
 
 
 @dataclass(frozen=True)

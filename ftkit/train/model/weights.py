@@ -12,7 +12,7 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -25,9 +25,11 @@ from ftkit.models.folder import check_folder
 from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name, weight_files
 from ftkit.paths import is_path
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.model.load_targets import LoadTarget, load_targets
-from ftkit.train.model.local_shard import rows_per_read
-from ftkit.train.model.weight_conversion import FP8_SCALES, LazyTensors, MappedTensor, TensorSource, map_tensors
+from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.linears import QuantizedLinear, WeightLayout, is_transposed
+from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
+from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
+from ftkit.train.model.weight_conversion import LazyTensors, MappedTensor, TensorSource, map_tensors
 from ftkit.train.private_apis.transformers import ignored_tensors
 
 if TYPE_CHECKING:
@@ -72,7 +74,89 @@ def materialize(model: nn.Module, device: torch.device, parameter_device: torch.
         setattr(model.get_submodule(owner), own_name, buffer)
 
 
-def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None = None) -> None:
+@dataclass(frozen=True)
+class LoadTarget:
+    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized.
+
+    Attributes:
+        shard: this rank's shard; if quantized, of the flat form, or of those of stacked experts.
+        layout: the layout of its quantized form; None if it is not quantized.
+        magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
+        is_transposed: whether the files have a matrix as [inputs, outputs].
+    """
+
+    shard: LocalShard
+    layout: WeightLayout | None = None
+    magnitude: LocalShard | None = None
+    is_transposed: bool = False
+
+    @property
+    def expected_shape(self) -> list[int]:
+        """The expected shape of the tensor in the files."""
+        if self.layout is None:
+            return [*self.shard.shape]
+        shape = [self.layout.num_outputs, self.layout.num_inputs]
+        return [*self.shard.shape[:-1], *(shape[::-1] if self.is_transposed else shape)]
+
+    def load(self, source: TensorSource, name: str) -> None:
+        """Read this rank's rows of a tensor, or its experts; the whole matrix if every shard depends on it."""
+        shape, device = list(source.get_shape()), self.shard.values.device
+        if shape != self.expected_shape:
+            raise TrainingError(
+                f"'{name}' has shape {shape} in the files and {self.expected_shape} in the model",
+                fix="check model.architecture against the weights' config.json, and copy or download both again",
+            )
+
+        def read(first: int = 0, last: int | None = None) -> torch.Tensor:
+            return source[first:last].to(device)
+
+        if (layout := self.layout) is None:
+            self.shard.copy_rows(lambda first, last: source[first:last])
+            if self.magnitude is not None:
+                turned = self.is_transposed
+                self.magnitude.copy_rows(
+                    lambda first, last: _row_norms(read().T[first:last] if turned else read(first, last))
+                )
+        elif len(self.shard.shape) > 1:
+            self.shard.copy_rows(lambda first, last: self._quantized(layout, read(first, last)))
+        else:
+            flat = self._quantized(layout, read())
+            self.shard.copy_from(flat)
+            if self.magnitude is not None:
+                self.magnitude.copy_from(_row_norms(layout.dequantize(flat)))
+
+    def _quantized(self, layout: WeightLayout, stored: torch.Tensor) -> torch.Tensor:
+        return layout.quantize(stored.mT if self.is_transposed else stored)
+
+
+def _row_norms(rows: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.norm(rows.float(), dim=1)
+    return norms
+
+
+def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
+    """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
+    parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
+    found: dict[str, LoadTarget] = {}
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            continue
+        owner, _, own_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        layout, is_turned = None, own_name == "weight" and is_transposed(module)
+        if isinstance(module, QuantizedLinear) and own_name == "quantized":
+            layout, is_turned = module.layout, module.is_transposed
+        elif isinstance(module, GroupedExperts) and own_name in module.layouts:
+            layout, is_turned = module.layouts[own_name], module.is_transposed
+        is_matrix = own_name in ("quantized", "weight")
+        magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
+        found[name.replace(".base_layer.", ".").replace(".quantized", ".weight")] = LoadTarget(
+            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), is_turned
+        )
+    return found
+
+
+def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | None = None) -> None:
     """Load a sharded model's parameters, except adapters, and the buffers in the files.
 
     Of a multimodal model's files, only the text model is read.
@@ -89,15 +173,14 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
     places = {stored: path for path, names in _files(folder).items() for stored in names}
     growth = _Growth.of(model, stored_vocab_size)
     with _OpenFiles(places) as files:
-        mapped = _map_by_first_name(cast("PreTrainedModel", model), places, targets.keys() | buffers.keys(), files.read)
+        mapped = _map_by_first_name(model, places, targets.keys() | buffers.keys(), files.read)
         if missing := sorted(targets.keys() - mapped.keys()):
             raise TrainingError(
                 f"{len(missing)} of the model's parameters are not in {folder}: {', '.join(missing[:3])} …",
                 meaning="the files are incomplete, or belong to another model",
                 fix="download them again; check model.weights and model.architecture",
             )
-        joined = {stored for one in mapped.values() for stored in one.joined}  # of all ranks
-        used = joined | {stored + FP8_SCALES for stored in joined}
+        used = {stored for one in mapped.values() for stored in one.joined}  # by all ranks
         for name in sorted(mapped, key=lambda name: (places[mapped[name].first], mapped[name].first)):
             one = mapped.pop(name)  # sources of conversions are freed with their last result
             if name in targets:
@@ -122,7 +205,7 @@ def load_weights(model: nn.Module, folder: Path, stored_vocab_size: int | None =
             )
 
 
-def _in_layers(model: Any, stored: Iterable[str]) -> list[str]:
+def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
     """Return the files' tensors in decoder layers, without those that the class ignores."""
     layers = find_decoder_layers(model)
     prefix = next(name for name, module in model.named_modules() if module is layers) + "."
@@ -193,7 +276,7 @@ class _Growth:
     num_rows: int
 
     @classmethod
-    def of(cls, model: Any, stored: int | None) -> _Growth:
+    def of(cls, model: PreTrainedModel, stored: int | None) -> _Growth:
         """Find the parameters of a model; `stored` is None if nothing grows."""
         if stored is None:
             return cls(frozenset(), None, 0)
@@ -247,13 +330,14 @@ class _OpenFiles(ExitStack):
         self._opened: dict[Path, Any] = {}
         self.used: set[str] = set()
 
-    def read(self, stored: str) -> Any:
+    def read(self, stored: str) -> TensorSource:
         """Return a slice of a tensor; only the requested rows are read."""
         path = self._places[stored]
         self.used.add(stored)
         if path not in self._opened:
             self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
-        return self._opened[path].get_slice(stored)
+        slices: TensorSource = self._opened[path].get_slice(stored)
+        return slices
 
 
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import ModuleType
+
+
+class Ctx(Protocol):
+    """The `ctx` of an autograd function or operator, which torch does not type; functions add attributes."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Save inputs and outputs for the backward pass."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

@@ -1,0 +1,386 @@
+"""Context and tensor parallelism: the ranks of a group divide the tokens of each pack; kernels see whole packs.
+
+Embedding, norms, residuals, output projection and loss are computed token by token.
+
+* Context parallelism: before attention, an all-to-all gives a rank all tokens of its share of the heads; after it
+  another one returns the tokens (DeepSpeed Ulysses, Jacobs et al. 2023). So documents and sliding windows are exact at
+  any length.
+* Tensor parallelism: the ranks also divide the matrices of each decoder layer. Before attention and before the
+  feed-forward layer, an all-gather gives a rank all tokens, for its share of the heads and of the inner dimension;
+  after them a reduce-scatter sums the results and returns the tokens (sequence parallelism, Korthikanti et al. 2022).
+
+Adapters: of a colwise linear layer, `lora_B` is divided; of a rowwise one, `lora_A`. The other matrix is unsharded on
+each rank, as in Megatron, and its gradients are summed over the ranks like those of norms. Adapters exchange no
+activations of their own: their outputs join the base layer's before these are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from ftkit.config.execution import indivisible_sizes
+from ftkit.errors import TrainingError
+from ftkit.models.adapters import ROWWISE
+from ftkit.models.families import MEASURED
+from ftkit.train.model.adapted_linear import AdaptedLinear, merged_squares
+from ftkit.train.model.attention import masked_attention, refuse_changed_scores, varlen_attention
+from ftkit.train.private_apis.torch import FSDP2_SETS_DIVISORS, process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig
+
+    from ftkit.models.adapters import LoraSpec
+    from ftkit.train.model.adapted_linear import Draw, Dropout
+    from ftkit.train.model.attention import Kernel
+    from ftkit.train.private_apis.torch import Ctx
+    from ftkit.train.world import ContextGroup
+
+_NAME = "ftkit_whole_packs"
+"""transformers' name of attention that finds documents by `cu_seqlens`."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Types of layers in which only attention mixes tokens, with masks that `cu_seqlens` and a window describe."""
+_TOKENS: Placement = Shard(1)
+"""Layout of hidden states, [B, T, H], between matrices."""
+
+
+def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
+    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads.
+
+    Raises:
+        TrainingError: parts of the model other than attention mix tokens, or its heads can't be divided.
+    """
+    heads = config.num_attention_heads
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        reason = f"its layers of type {', '.join(sorted(others))} carry a state from token to token"
+    elif kernel not in {"flash4", "sdpa"}:
+        reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
+    elif heads % (size * tensor_parallel):
+        reason = f"its {heads} attention heads can't be divided among {size * tensor_parallel} GPUs"
+    else:
+        return
+    raise TrainingError(
+        f"training.context_parallel={size} can't train a '{config.model_type}': {reason}",
+        fix="leave training.context_parallel out, or choose a divisor of the number of attention heads",
+    )
+
+
+def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
+    """Check that the decoder layers of a model can be divided among `size` ranks.
+
+    Raises:
+        TrainingError: they can't, or this version of torch can't train them.
+    """
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    indivisible = indivisible_sizes(*sizes, size)
+    if config.model_type not in MEASURED:
+        reason = f"ftkit divides the layers of {', '.join(MEASURED)}"
+    elif indivisible:
+        name, number = next(iter(indivisible.items()))
+        reason = f"its {number:,} {name} can't be divided among {size} GPUs"
+    elif kernel not in {"flash4", "sdpa"}:
+        reason = f"its attention needs the kernel '{kernel}', which does not take packs by 'cu_seqlens'"
+    elif not FSDP2_SETS_DIVISORS:
+        reason = f"torch {torch.__version__} can't combine it with FSDP2, versions from 2.9 on can"
+    else:
+        return
+    raise TrainingError(
+        f"training.tensor_parallel={size} can't train a '{config.model_type}': {reason}",
+        fix="leave training.tensor_parallel out, or choose a divisor of these numbers",
+    )
+
+
+def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
+    """Register attention over whole packs with transformers, whose own masks are for a rank's tokens; return its name.
+
+    Args:
+        kernel: flash4, or sdpa with a mask by documents.
+        exchange: ranks that exchange tokens for heads; tensor parallelism alone has one, with all tokens of its heads.
+    """
+    AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=exchange.name, size=exchange.size))
+    return _NAME
+
+
+def _attention(  # noqa: PLR0913 - the interface is transformers'
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    kernel: Kernel,
+    group: str,
+    size: int,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within documents over the tokens of all ranks of a group.
+
+    Shapes: query [B, H, S, D], key and value [B, K, S, D], with S tokens of each pack; returns [B, S, H, D].
+    `cu_seq_lens_q` has the offsets in the full packs.
+    """
+    refuse_changed_scores(module, others)
+    del attention_mask
+    batch, heads, tokens, width = query.shape
+    if size == 1:
+        queries, keys, values = (
+            each.transpose(1, 2).reshape(batch * tokens, -1, each.shape[-1]) for each in (query, key, value)
+        )
+    else:
+        queries, keys, values = _tokens_for_heads(query, key, value, group, size)
+    scale = scaling if scaling is not None else 1 / math.sqrt(width)
+    if kernel == "flash4":
+        output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
+    else:
+        output = masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
+    if size == 1:
+        return output.view(batch, tokens, heads, -1), None
+    sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
+    received = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
+    return received.reshape(batch, tokens, heads, -1), None
+
+
+def _tokens_for_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str, size: int
+) -> list[torch.Tensor]:
+    """Exchange queries, keys and values, [B, heads, S, D], of a rank's tokens for all tokens, [T, heads / size, D]."""
+    batch, _, tokens, _ = query.shape
+    projections = (query, _repeat_heads(key, size), _repeat_heads(value, size))
+    parts = [tensor.transpose(1, 2).reshape(batch, tokens, size, -1) for tensor in projections]
+    sent = torch.cat(parts, dim=-1).permute(2, 0, 1, 3).contiguous()
+    received = all_to_all(sent, group).transpose(0, 1)  # [B, size, S, ...]
+    exchanged = received.split([part.shape[-1] for part in parts], dim=-1)
+    return [
+        part.reshape(batch * size * tokens, -1, tensor.shape[-1])
+        for part, tensor in zip(exchanged, projections, strict=True)
+    ]
+
+
+def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat key-value heads, [B, K, S, D], so that each of `size` ranks gets one for its query heads."""
+    times = size // math.gcd(size, tensor.shape[1])
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+# An operator: the compiler doesn't trace into it, so its argument is the group's name.
+@torch.library.custom_op("ftkit::all_to_all", mutates_args=())
+def all_to_all(sent: torch.Tensor, group: str) -> torch.Tensor:
+    """Send the i-th part of a contiguous tensor, [size, ...], to rank i of a group; return the received parts."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=process_group(group))
+    return received
+
+
+@all_to_all.register_fake
+def _(sent: torch.Tensor, _: str) -> torch.Tensor:
+    return torch.empty_like(sent)
+
+
+def _save_group(ctx: Ctx, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    del output
+    ctx.group = inputs[1]
+
+
+def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return all_to_all(gradient.contiguous(), ctx.group), None
+
+
+all_to_all.register_autograd(_backward, setup_context=_save_group)
+
+
+def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters: LoraSpec | None = None) -> None:
+    """Divide the matrices of decoder layers among the ranks of a mesh of one dimension, and have their inputs gathered.
+
+    Parameters may be on the meta device. Norms are whole on each rank, and their gradients are summed over the ranks;
+    OLMo 3's norms of all heads are divided with the heads.
+    """
+    for layer in layers:
+        names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
+        norms = dict.fromkeys(names, SequenceParallel(use_local_output=True))
+        styles = norms | _attention_styles(family) | _mlp_styles()
+        if adapters is not None:
+            for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
+                del styles[name]
+                kind = RowwiseAdapter if name.rpartition(".")[2] in ROWWISE else ColwiseAdapter
+                layer.set_submodule(name, kind(cast("AdaptedLinear", layer.get_submodule(name)), mesh))
+        is_trained = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        parallelize_module(layer, mesh, styles)
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(is_trained[name])  # torch's styles of norms make their weights trainable
+
+
+def _attention_styles(family: str) -> dict[str, ParallelStyle]:
+    """Return the styles of attention by the modules' names, with those of its norms of queries and keys."""
+    norms: dict[str, ParallelStyle] = {
+        "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, heads, D]
+        "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # of [B, heads, T, D]
+        "olmo3": _DividedNorm(),
+    }
+    gathered = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": _TOKENS}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    )
+    return {
+        "self_attn": gathered,
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **({f"self_attn.{name}_norm": norms[family] for name in "qk"} if family in norms else {}),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=_TOKENS),
+    }
+
+
+def _mlp_styles() -> dict[str, ParallelStyle]:
+    """Return the styles of the feed-forward layer by the modules' names."""
+    return {
+        "mlp": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=_TOKENS),
+    }
+
+
+class _DividedNorm(ParallelStyle):
+    """An RMS norm over all heads, of which each rank has some: the mean square is summed over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._divide, self._as_part, self._as_local)
+
+    @staticmethod
+    def _divide(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = module.get_parameter("weight")
+        divided = distribute_tensor(weight, mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(divided, requires_grad=weight.requires_grad))
+
+    @staticmethod
+    def _as_part(_: nn.Module, inputs: tuple[torch.Tensor], mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
+
+    @staticmethod
+    def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
+        return output.redistribute(placements=[Shard(2)]).to_local()
+
+
+class DividedAdapter(AdaptedLinear, ABC):
+    """A frozen linear layer with its adapter, divided among ranks; parameters have peft's names.
+
+    Dropout is that of the whole layer: ranks have equal masks for inputs that all of them have; of divided inputs, each
+    has the part of its features.
+    """
+
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+        """Divide a layer; its parameters may be on the meta device."""
+        super().__init__(adapted, adapted.lora, adapted.dropout)
+        self._mesh = mesh
+
+    def _divide(self, base: Placement, down: Placement, up: Placement, outputs: Placement) -> None:
+        """Make the parameters DTensors; biases and magnitudes, one for each output, are divided as `outputs`."""
+        _distribute(self.base_layer, self._mesh, lambda weight: base if weight.ndim > 1 else outputs)
+        _distribute(self.lora_A, self._mesh, lambda _: down)
+        _distribute(self.lora_B, self._mesh, lambda _: up)
+        _distribute(self.lora_magnitude_vector, self._mesh, lambda _: outputs)
+
+    def _product(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the outputs, or its summands of them, without the bias."""
+        return self.adapt(inputs, self._multiply(inputs))
+
+    def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
+        down = _local(_only(self.lora_A))
+        return functional.linear(inputs, down) if draw is None else draw.multiply(inputs, down)
+
+    def _up(self, products: torch.Tensor) -> torch.Tensor:
+        return functional.linear(products, _local(_only(self.lora_B)))
+
+    def _multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.linear(inputs, _local(_only(self.base_layer)))
+
+    def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
+        return output  # `forward` adds it
+
+    def _magnitudes(self) -> torch.Tensor:
+        return _local(_only(self.lora_magnitude_vector))
+
+    def _norms(self) -> torch.Tensor:
+        base, down, up = (_local(_only(part)) for part in (self.base_layer, self.lora_A, self.lora_B))
+        return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
+
+    @abstractmethod
+    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        """Return the sums over whole rows of the weight, from those over this rank's part of each."""
+
+
+class ColwiseAdapter(DividedAdapter):
+    """Inputs are DTensors of all tokens, whole on each rank; outputs are local tensors, of a rank's features."""
+
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+        super().__init__(adapted, mesh)
+        self._divide(base=Shard(0), down=Replicate(), up=Shard(0), outputs=Shard(0))
+
+    def forward(self, inputs: DTensor) -> torch.Tensor:  # type: ignore[override]
+        """Return this rank's features, [B, T, outputs / ranks], for inputs [B, T, inputs]."""
+        product = self._product(inputs.to_local(grad_placements=[Partial()]))
+        return product if self.base_layer.bias is None else product + _local(self.base_layer.bias)
+
+    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        return squares
+
+
+class RowwiseAdapter(DividedAdapter):
+    """Inputs are local tensors, of a rank's features; outputs too, of a rank's tokens."""
+
+    def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
+        super().__init__(adapted, mesh)
+        self._divide(base=Shard(1), down=Shard(1), up=Replicate(), outputs=Replicate())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens, [B, T / ranks, outputs], for inputs [B, T, inputs / ranks]."""
+        summed = DTensor.from_local(self._product(inputs), self._mesh, [Partial()], run_check=False)
+        outputs = summed.redistribute(placements=[Shard(1)]).to_local()
+        return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
+
+    def _draw(self, inputs: torch.Tensor, dropout: Dropout) -> Draw:
+        return dropout.draw(inputs, self._mesh.get_local_rank())
+
+    def _sum(self, squares: torch.Tensor) -> torch.Tensor:
+        summed = DTensor.from_local(squares, self._mesh, [Partial()], run_check=False)
+        return summed.redistribute(placements=[Replicate()]).to_local()
+
+
+def _distribute(owner: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Placement]) -> None:
+    for module in owner.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            divided = distribute_tensor(parameter, mesh, [placement_of(parameter)])
+            module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def _only(owner: nn.Module) -> nn.Parameter:
+    """Return the first parameter of a module, its weight."""
+    return next(owner.parameters())
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's part on this rank; the gradient of one that is whole there has to be summed."""
+    divided = cast("DTensor", parameter)
+    is_whole = divided.placements[0].is_replicate()
+    return divided.to_local(grad_placements=[Partial()] if is_whole else None)
