@@ -103,7 +103,7 @@ def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
-    from ftkit.evaluate.devices import available_devices
+    from ftkit.evaluate.load import available_devices
     from ftkit.evaluate.load import load_model as load
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft

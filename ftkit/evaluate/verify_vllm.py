@@ -10,7 +10,7 @@ import torch
 from ftkit.errors import NotFoundError, one_line, plural
 from ftkit.evaluate.source import fetch_model
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
-from ftkit.evaluate.vllm_engine import VllmEngine, VllmError, start_engine
+from ftkit.evaluate.vllm import VllmEngine, VllmError, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
