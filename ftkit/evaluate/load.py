@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -42,67 +43,64 @@ from ftkit.train.private_apis.libraries import import_peft
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, TextStreamer
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
 
 
-class GeneratingModel(Protocol):
-    """A model that completes prompts, in any engine."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def generation(self) -> Generation: ...
-
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one."""
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Return whether a completion has its end token."""
-
-
-class MeasurableModel(GeneratingModel, Protocol):
-    """A model that also computes losses.
+@dataclass(frozen=True)
+class GeneratingModel(ABC):
+    """A model ready for inference, in any engine.
 
     Attributes:
         schedules: whether the engine forms its own batches, so that it gets all requests at once.
     """
 
-    schedules: ClassVar[bool]
+    schedules: ClassVar[bool] = False
+    label: str
+    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
 
     @property
+    @abstractmethod
     def input(self) -> ModelInput:
         """Limits of the model's inputs."""
 
+    @abstractmethod
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        """Return the completion of each prompt in tokens, with its end token if it has one.
+
+        A streamer gets the prompt and the completion of a single prompt.
+        """
+
+    @abstractmethod
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
 
-    def close(self) -> None:
+    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
+        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
+
+    def is_ended(self, completion: Sequence[int]) -> bool:
+        """Return whether a completion has its end token."""
+        return bool(completion) and completion[-1] in self.generation.end_tokens
+
+    def close(self) -> None:  # noqa: B027 - a model in this process has nothing to end
         """End other processes of the model, and free their memory."""
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model ready for inference.
+class LoadedModel(GeneratingModel):
+    """A model of transformers.
 
     Attributes:
         autocast: creates the autocast context if adapters have another dtype than the weights.
     """
 
-    schedules: ClassVar[bool] = False
-    label: str
     hf_model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    generation: Generation
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -117,14 +115,15 @@ class LoadedModel:
         with torch.inference_mode(), self.autocast(), generation_attention(self.hf_model):
             yield self.hf_model
 
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one."""
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        options = {} if streamer is None else {"streamer": streamer}
         with self.inference() as model:
             generate = cast("Callable[..., torch.Tensor]", model.generate)
             return self.generation.complete(generate, prompts, config, self.device, **options)
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
         length = max(len(document.tokens) for document in documents)
         inputs = np.zeros((len(documents), length), np.int64)
         labels = np.full((len(documents), length), IGNORED, np.int64)
@@ -143,17 +142,6 @@ class LoadedModel:
                 total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
                 sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
         return sums
-
-    def close(self) -> None:
-        """Do nothing: the model is in this process."""
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Return whether a completion has its end token."""
-        return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
 def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
@@ -182,7 +170,7 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     place(model, devices)
-    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0])
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0])
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
@@ -270,7 +258,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     generation = Generation.of(tokenizer, folder)
     model.generation_config.eos_token_id = list(generation.end_tokens) or None
     place(model, devices)
-    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0], autocast)
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], autocast)
 
 
 def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:

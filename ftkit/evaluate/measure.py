@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.load import MeasurableModel
+    from ftkit.evaluate.load import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan
 
@@ -161,7 +161,7 @@ class Measurements:
 
 
 def evaluation_set(
-    model: MeasurableModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
+    model: GeneratingModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
     """Read and encode the rows of an evaluation, and select the metrics of completions.
 
@@ -184,7 +184,7 @@ def evaluation_set(
 def measure_target(
     target: Target,
     settings: MeasureSettings,
-    load: Callable[[ModelSource], MeasurableModel],
+    load: Callable[[ModelSource], GeneratingModel],
     report: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> Measurements:
@@ -214,7 +214,7 @@ def measure_target(
 
 
 def measure(
-    model: MeasurableModel,
+    model: GeneratingModel,
     data: EvaluationSet,
     metrics: Sequence[Metric],
     settings: MeasureSettings,
@@ -253,7 +253,7 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _complete(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
+def _complete(model: GeneratingModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
     config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
     batch_size = max(1, len(order)) if model.schedules else settings.batch_size

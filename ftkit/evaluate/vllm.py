@@ -20,12 +20,12 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.load import find_generation, tokenizer_of
+from ftkit.evaluate.load import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, find_base
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.models.weight_files import CONFIG_FILE
@@ -34,7 +34,7 @@ from ftkit.train.components.generation import Generation
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, TextStreamer
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
@@ -74,30 +74,21 @@ def _has_files(source: ModelSource) -> bool:
 
 
 @dataclass(frozen=True)
-class VllmModel:
-    """A model in vLLM's engine.
-
-    Attributes:
-        base: the folder of the full weights.
-    """
+class VllmModel(GeneratingModel):
+    """A model in vLLM's engine; `base` is the folder of the full weights."""
 
     schedules: ClassVar[bool] = True
-    label: str
     engine: VllmEngine
-    tokenizer: PreTrainedTokenizerBase
-    generation: Generation
     base: Path
 
     @property
     def input(self) -> ModelInput:
-        """Limits of the model's inputs."""
         return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.base))
 
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one.
-
-        A `streamer` gets the completion once it is complete: vLLM's offline engine returns no tokens before.
-        """
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        """Return the completion of each prompt; a streamer gets it once it is complete, as the engine does."""
         from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
 
         params = SamplingParams(
@@ -110,7 +101,6 @@ class VllmModel:
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.engine.generate(given, params)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
-        streamer = options.get("streamer")
         if streamer is not None:
             streamer.put(torch.tensor(prompts[0]))
             for token in completions[0]:
@@ -119,10 +109,7 @@ class VllmModel:
         return completions
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return each document's summed loss, its number of labels, and how many of these are the most probable token.
-
-        They are computed from the log-probability and the rank that the engine returns for each token of a prompt.
-        """
+        """Compute them from the log-probability and the rank that the engine returns for each token of a prompt."""
         from vllm import SamplingParams  # noqa: PLC0415 - see above
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
@@ -140,16 +127,7 @@ class VllmModel:
         return sums
 
     def close(self) -> None:
-        """End the engine's processes, which hold the memory of the GPUs."""
         self.engine.close()
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Tell whether a completion has its end token."""
-        return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
 def load_with_vllm(source: ModelSource) -> VllmModel:
@@ -168,7 +146,7 @@ def load_with_vllm(source: ModelSource) -> VllmModel:
         generation = Generation.of(tokenizer, weights)
     # "vllm": only the settings of each request apply, not those of the folder.
     engine = start_engine(folder, weights, generation_config="vllm")
-    return VllmModel(source.label, engine, tokenizer, generation, weights)
+    return VllmModel(source.label, tokenizer, generation, engine, weights)
 
 
 # --- The engine ----------------------------------------------------------------------------------
