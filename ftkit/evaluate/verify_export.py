@@ -18,7 +18,8 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
+from ftkit.train.components.export import ExportRecord, sample_logits
+from ftkit.train.components.generation import render, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import load_pretrained
 from ftkit.train.private_apis.libraries import import_peft

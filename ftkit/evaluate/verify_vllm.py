@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from ftkit.train.components.export_record import ExportRecord
+    from ftkit.train.components.export import ExportRecord
 
 _TOLERANCE = 1e-3
 """Largest error of log-probabilities in fp32, as `verify_export.TOLERANCE` is that of logits; measured: see
