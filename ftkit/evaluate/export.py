@@ -11,7 +11,7 @@ from ftkit.config.training import Precision
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.load import tokenizer_of
 from ftkit.evaluate.source import TrainedStep, find_base
-from ftkit.evaluate.streamed_model import check_memory, peak_bytes
+from ftkit.evaluate.verify_export import check_memory, peak_bytes
 from ftkit.files import atomic_folder
 from ftkit.models.folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan_to_use

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,10 @@ from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
-from ftkit.errors import PrerequisiteError, TrainingError, one_line
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.load import GeneratingModel, find_generation, tokenizer_of
-from ftkit.evaluate.source import ModelFolder, find_base
+from ftkit.evaluate.source import ModelFolder, fetch_model, find_base
+from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.train.components.generation import Generation
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
+    from ftkit.train.components.export import ExportRecord
 
 EngineName = Literal["auto", "transformers", "vllm"]
 
@@ -65,7 +67,6 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
 
 
 def _has_files(source: ModelSource) -> bool:
-    """Return whether a model is in Hugging Face's layout: an export, or the unchanged model before training."""
     if isinstance(source, ModelFolder):
         return True
     model = source.plan.recipe.model
@@ -89,14 +90,11 @@ class VllmModel(GeneratingModel):
         self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
     ) -> list[list[int]]:
         """Return the completion of each prompt; a streamer gets it once it is complete, as the engine does."""
-        from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
-
-        params = SamplingParams(
+        params = _sampling(
             max_tokens=config.max_new_tokens,
             temperature=config.temperature if config.do_sample else 0.0,
             seed=torch.initial_seed() % 2**31 if config.do_sample else None,
             stop_token_ids=list(self.generation.end_tokens),
-            detokenize=False,
         )
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.engine.generate(given, params)
@@ -110,9 +108,7 @@ class VllmModel(GeneratingModel):
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Compute them from the log-probability and the rank that the engine returns for each token of a prompt."""
-        from vllm import SamplingParams  # noqa: PLC0415 - see above
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        params = _sampling(max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
         given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
         # With adapters, vLLM 0.32 mistakes the tokens of several prompts for those of one, and fails.
         batches = [[each] for each in given] if self.engine.adapter else [given]
@@ -247,6 +243,13 @@ def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
     return engine
 
 
+def _sampling(**settings: Any) -> Any:
+    """Return vLLM's settings of a request, greedy by default, for completions as tokens."""
+    from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
+
+    return SamplingParams(**{"temperature": 0.0, "detokenize": False} | settings)
+
+
 def _load(folder: Path, base: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     from vllm import LLM  # noqa: PLC0415 - only installed where vLLM runs the model
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
@@ -289,3 +292,108 @@ def _stderr_to(file: IO[bytes]) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
+
+
+# --- Verify an export ----------------------------------------------------------------------------
+
+
+_TOLERANCE = 1e-3
+"""Largest error of log-probabilities in fp32, as `verify_export.TOLERANCE` is that of logits; measured: see
+docs/use-the-model.md."""
+_ROUNDED_TOLERANCE = 5e-2
+"""The same on GPUs, where vLLM computes in the dtype of the files: its attention kernels take no fp32."""
+_NUM_TOKENS = 4
+
+_Rows = list[list[list[float]]]
+
+
+def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
+    """Load an export as `vllm serve` does, and compare what the engine computes with the record.
+
+    vLLM silently drops tensors of an adapter that it does not know, and then serves the base model. So the
+    log-probabilities must be the trained model's, and not the base's.
+    """
+    try:
+        base = folder if record.kind == "model" else fetch_model(str(record.base), record.revision).folder
+        longest = max(len(prompt.tokens) for prompt in record.prompts)
+        engine = start_engine(
+            folder,
+            base,
+            generation_config=str(folder),
+            dtype="auto" if torch.cuda.is_available() else "float32",
+            max_model_len=2 * longest + _NUM_TOKENS,  # another template may render longer prompts
+            max_logprobs=-1,
+        )
+        with closing(engine):
+            return [*_check_logprobs(engine, record), _check_end(engine, record), _check_template(engine, record)]
+    except NotFoundError:
+        raise
+    except VllmError as error:
+        return [Check("vLLM: loads", ": ".join((error.what, *error.last_lines[-1:])), passed=False)]
+    except Exception as error:  # noqa: BLE001 - vLLM and its workers raise anything
+        return [Check("vLLM: loads", f"{type(error).__name__}: {one_line(error)}", passed=False)]
+
+
+def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
+    trained = _logprobs(record.exported or record.trained or [])
+    found = _engine_logprobs(engine, record)
+    error, tolerance = distance(found, trained), _ROUNDED_TOLERANCE if torch.cuda.is_available() else _TOLERANCE
+    checks = []
+    if record.untrained is not None:
+        untrained = _logprobs(record.untrained)
+        effect, from_base = distance(untrained, trained), distance(found, untrained, trained)
+        tolerance = min(tolerance, CLOSER_THAN_BASE * effect)
+        text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
+        checks.append(Check("vLLM: and the base model's", text, passed=from_base > error))
+    text = f"log-probabilities differ by {error:.2g}, tolerance {tolerance:.2g}"
+    return [*checks, Check("vLLM: and the trained model's", text, passed=error <= tolerance)]
+
+
+def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> _Rows:
+    """Return log-probabilities, from logits with their log-sum-exp last, of all tokens but each prompt's last."""
+    return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
+
+
+def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> _Rows:
+    """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
+    columns = record.columns
+    params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)
+    found = []
+    for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
+        given = {"prompt_token_ids": list(prompt.tokens)}
+        (output,) = engine.generate([given], params)
+        flat = output.prompt_logprobs
+        rows = []
+        for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
+            values = dict(zip(flat.token_ids[first:last], flat.logprobs[first:last], strict=True))
+            rows.append([values[column] for column in columns])
+        found.append(rows)
+    return found
+
+
+def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
+    """Have the engine generate nothing but an end token: it must stop at the first one."""
+    prompt, missed = {"prompt_token_ids": list(record.prompts[0].tokens)}, []
+    for end in record.end_tokens:
+        params = _sampling(max_tokens=_NUM_TOKENS, allowed_token_ids=[end])
+        (output,) = engine.generate([prompt], params)
+        if output.outputs[0].finish_reason != "stop" or len(output.outputs[0].token_ids) != 1:
+            missed.append(str(end))
+    if missed:
+        return Check("vLLM: end of turn", f"does not stop at token {', '.join(missed)}", passed=False)
+    return Check("vLLM: end of turn", f"stops at {', '.join(map(str, record.end_tokens))}", passed=True)
+
+
+def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
+    """Have the engine render the record's conversations as its server does."""
+    open_prompts = [prompt for prompt in record.prompts if prompt.asks]
+    params = _sampling(max_tokens=1)
+    messages = [prompt.messages for prompt in open_prompts]
+    outputs = engine.llm.chat(messages, params, use_tqdm=False, lora_request=engine.adapter) if messages else []
+    wrong = sum(
+        tuple(output.prompt_token_ids) != prompt.tokens for output, prompt in zip(outputs, open_prompts, strict=True)
+    )
+    text = f"renders {plural(len(messages), 'prompt')} as in training"
+    if wrong:
+        text = f"{wrong} of {len(messages)} prompts rendered differently than in training"
+    return Check("vLLM: chat template", text, passed=not wrong)
