@@ -96,7 +96,7 @@ class CheckpointEvaluations:
 
     def _send_late(self) -> None:
         """Send the trackers the evaluations that the trainer did not copy before it ended."""
-        from ftkit.train.components.recorder import send_late  # noqa: PLC0415 - imports torch, as above
+        from ftkit.train.components.recorder import open_trackers  # noqa: PLC0415 - imports torch, as above
 
         late = read_job_evaluations(self._layout.metrics, self._layout.evaluations)
         start = end = None
@@ -107,7 +107,12 @@ class CheckpointEvaluations:
             step = max(record.step for record in late)
             # Like a run that is resumed after the last step, so that trackers keep earlier records.
             start = replace(start, resumed_from=max(step, end.step if end else 0))
-            send_late(self._plan, [start, *late, *([end] if end else [])])
+            with open_trackers(self._plan) as send:
+                send(start)
+                for evaluation in late:
+                    send(evaluation)
+                if end is not None:
+                    send(end)
 
 
 def main(plan_path: Path, settings: str) -> int:

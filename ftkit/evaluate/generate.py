@@ -125,7 +125,7 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
     return len(lines)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, object]:
     try:
         parsed = json.loads(line)
     except ValueError:
@@ -201,7 +201,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc] # transformers has no types
         super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=not is_raw)
         self._on_text, self._ends = on_text, set(model.generation.end_tokens)
 
-    def put(self, value: Any) -> None:
+    def put(self, value: torch.Tensor) -> None:
         if value.numel() > 1 or value.item() not in self._ends:
             super().put(value)
 

@@ -11,7 +11,7 @@ import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -24,7 +24,7 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import count_stored_values, stored_dtypes
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export import ExportRecord, sample_logits
+from ftkit.train.components.export import ExportRecord, Logits, sample_logits
 from ftkit.train.components.generation import render, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import auto_class_of, load_pretrained
@@ -34,8 +34,7 @@ from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
@@ -158,7 +157,9 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
 
 
 @contextmanager
-def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -> Iterator[tuple[Any, bool]]:
+def _loaded(
+    folder: Path, record: ExportRecord, report: Callable[[str], None]
+) -> Iterator[tuple[PreTrainedModel, bool]]:
     """Load an export in fp32, and tell whether its weights stay in the files, for want of memory."""
     base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
     counts, free = count_stored_values(base), available_bytes()
@@ -172,7 +173,7 @@ def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked later
         if is_streamed:
-            loading: AbstractContextManager[Any] = streamed_model(base, adapters, num_bytes)
+            loading: AbstractContextManager[PreTrainedModel] = streamed_model(base, adapters, num_bytes)
         else:
             loading = nullcontext(_with_adapters(load_pretrained(base, torch.float32), adapters))
         with loading as hf_model:
@@ -203,7 +204,7 @@ def _find_base(record: ExportRecord) -> Path:
         ) from error
 
 
-def _check_logits(model: Any, record: ExportRecord) -> list[Check]:
+def _check_logits(model: PreTrainedModel, record: ExportRecord) -> list[Check]:
     logits, trained = sample_logits(model, record), record.trained or []
     error = distance(logits, record.exported or trained)
     tolerance = TOLERANCE
@@ -229,7 +230,7 @@ def _check_logits(model: Any, record: ExportRecord) -> list[Check]:
     return [*checks, *_check_reply_end(logits, record)]
 
 
-def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
+def distance(one: Logits, other: Logits, scale: Logits | None = None) -> float:
     """Return the root-mean-square difference, relative to the standard deviation of the last argument."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return float("inf")
@@ -238,11 +239,11 @@ def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -
     )
     if first.shape != second.shape:
         return float("inf")
-    distance = float((first - second).square().mean().sqrt() / third.std())
-    return distance if distance == distance else float("inf")  # noqa: PLR0124 - NaN
+    found = float((first - second).square().mean().sqrt() / third.std())
+    return float("inf") if math.isnan(found) else found
 
 
-def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
+def _check_reply_end(logits: Logits, record: ExportRecord) -> list[Check]:
     """Compare the probability of the end token where a reply of the prompts ends."""
     expected, found = (_end_probability(rows, record) for rows in (record.exported or record.trained or [], logits))
     if expected is None or found is None:
@@ -251,7 +252,7 @@ def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
     return [Check("end of a reply", text, passed=abs(found - expected) <= _MAX_ERROR_OF_PROBABILITY)]
 
 
-def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
+def _end_probability(logits: Logits, record: ExportRecord) -> float | None:
     """Return the trained end token's probability at the end of the last reply; None if the prompts have no such end."""
     end = next(iter(record.end_tokens), None)
     if end is None or end not in record.columns:
@@ -264,11 +265,11 @@ def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
     return None
 
 
-def _check_end(folder: Path, model: Any, record: ExportRecord, *, is_streamed: bool) -> Check:
+def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is_streamed: bool) -> Check:
     """Generate with the exported settings; a completion must end at each end token.
 
-    All tokens are forced, so the logits don't matter. A streamed model would read its weights for each token: then, a
-    small model generates.
+    All tokens are forced, so logits don't matter; for a streamed model, which reads its weights for each token, a small
+    one generates.
     """
     if not record.end_tokens:
         return Check("end of turn", "no token ends a completion, as in training", passed=True)
@@ -299,7 +300,7 @@ def _check_end(folder: Path, model: Any, record: ExportRecord, *, is_streamed: b
     return Check("end of turn", text, passed=True)
 
 
-def _small_model(config: Any) -> LlamaForCausalLM:
+def _small_model(config: PretrainedConfig) -> LlamaForCausalLM:
     """Return a model with the same vocabulary."""
     vocab_size, tiny = config.get_text_config().vocab_size, {"num_hidden_layers": 1, "num_attention_heads": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, **tiny)).eval()
@@ -315,7 +316,7 @@ _PROCESS_BYTES = 2**29
 
 
 def peak_bytes(largest: int) -> int:
-    """Return the memory of a process that runs a `streamed_model` whose largest tensor has `largest` values."""
+    """Return the memory of a process with a `streamed_model` whose largest tensor has `largest` values."""
     return _BYTES_PER_VALUE * largest + _PROCESS_BYTES
 
 
@@ -334,13 +335,12 @@ def check_memory(needed: int, free: int) -> None:
 
 
 @contextmanager
-def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Iterator[Any]:
+def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Iterator[PreTrainedModel]:
     """Load a model in fp32 with transformers, and adapters with peft; the model's weights stay in the files.
 
     accelerate loads those of one module at a time. Tensors that transformers converts, such as stacked experts, are
-    written to the disk first.
-
-    The adapters, a folder in peft's layout, stay in memory. `num_bytes` are those of the weights in fp32.
+    written to the disk first. The adapters, a folder in peft's layout, stay in memory. `num_bytes` are those of
+    the weights in fp32.
 
     Raises:
         PrerequisiteError: the disk has no room for converted tensors.
@@ -387,13 +387,14 @@ def _fill_with_zeros(model: PreTrainedModel) -> None:
     del model.hf_device_map  # with it, peft would dispatch the model again, and fail
 
 
-def _with_adapters(model: PreTrainedModel, folder: Path | None) -> PreTrainedModel | PeftModel:
-    return model if folder is None else import_peft().PeftModel.from_pretrained(model, str(folder))
+def _with_adapters(model: PreTrainedModel, folder: Path | None) -> PreTrainedModel:
+    # peft's models have the attributes and methods of the model.
+    return model if folder is None else cast("PreTrainedModel", import_peft().PeftModel.from_pretrained(model, folder))
 
 
-def _load_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+def _load_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module]) -> None:
     load_offloaded(kwargs["base_layer"])
 
 
-def _free_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, Any], _output: object) -> None:
+def _free_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module], _output: object) -> None:
     free_offloaded(kwargs["base_layer"])

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
-    from ftkit.train.components.export import ExportRecord
+    from ftkit.train.components.export import ExportRecord, Logits
 
 EngineName = Literal["auto", "transformers", "vllm"]
 
@@ -304,8 +304,6 @@ _ROUNDED_TOLERANCE = 5e-2
 """The same on GPUs, where vLLM computes in the dtype of the files: its attention kernels take no fp32."""
 _NUM_TOKENS = 4
 
-_Rows = list[list[list[float]]]
-
 
 def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
     """Load an export as `vllm serve` does, and compare what the engine computes with the record.
@@ -349,12 +347,12 @@ def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
     return [*checks, Check("vLLM: and the trained model's", text, passed=error <= tolerance)]
 
 
-def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> _Rows:
+def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> Logits:
     """Return log-probabilities, from logits with their log-sum-exp last, of all tokens but each prompt's last."""
     return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
 
 
-def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> _Rows:
+def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> Logits:
     """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
     columns = record.columns
     params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)

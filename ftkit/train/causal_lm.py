@@ -162,7 +162,7 @@ class CausalLM(nn.Module):
 
     def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logits of these tokens, fp32 [N, V]."""
-        model: Any = self.hf_model
+        model = self.hf_model
         if self.has_head_layers:
             self._begin_routing(batch)
             logits: torch.Tensor = model(**model_inputs(model, batch)).logits
@@ -185,14 +185,14 @@ class CausalLM(nn.Module):
         return tokens
 
 
-def _has_head_layers(hf_model: Any) -> bool:
+def _has_head_layers(hf_model: PreTrainedModel) -> bool:
     """Tell whether a model has parameters outside its decoder and its output projection."""
     parts = (find_decoder(hf_model), hf_model.get_output_embeddings())
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     return any(id(parameter) not in inside for parameter in hf_model.parameters())
 
 
-def model_inputs(module: Any, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
     Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention

@@ -294,7 +294,7 @@ class ExportRecord:
 
 
 @torch.no_grad()
-def sample_logits(model: Any, record: ExportRecord) -> Logits:
+def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
     """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
 
     Rows are padded on their right without a mask: in a causal model no token sees what follows.

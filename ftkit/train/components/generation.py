@@ -67,7 +67,9 @@ class Generation:
             pad_token_id=tokenizer.pad_token_id,
         )
 
-    def to_completion(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Completion:
+    def to_completion(
+        self, tokenizer: PreTrainedTokenizerBase, completion: list[int], reference: list[int] | None
+    ) -> Completion:
         """Return a completion for metrics, with the reference from the data."""
         return Completion(
             self.up_to_end(completion),
@@ -77,7 +79,7 @@ class Generation:
             None if reference is None else self.text_of(tokenizer, reference, is_raw=True),
         )
 
-    def text_of(self, tokenizer: Any, completion: Sequence[int], *, is_raw: bool = False) -> str:
+    def text_of(self, tokenizer: PreTrainedTokenizerBase, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
         return str(tokenizer.decode(self.up_to_end(list(completion)), skip_special_tokens=not is_raw)).strip()
 
