@@ -205,13 +205,8 @@ def paired_interval(
     """Return the 95% interval of a function of ratios over the same rows, by percentiles.
 
     The rows of a resample are the same for all ratios, so the difficulty of a row cancels in the difference of two
-    models (Efron and Tibshirani 1993, chapter 13).
-
-    Args:
-        ratios: ratios over the same rows.
-        combine: takes an array of values for each ratio, one value for each resample.
-        seed: seed of the random resamples.
-        num_resamples: number of resamples.
+    models (Efron and Tibshirani 1993, chapter 13). `combine` takes an array for each ratio, of its value in each
+    resample.
     """
     rng, num_rows = np.random.default_rng(seed), len(ratios[0].numerators)
     found = []
@@ -237,11 +232,7 @@ class Harness:
     """The selected tasks of lm-evaluation-harness."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
-        """Find the tasks.
-
-        Args:
-            tasks: names of tasks or groups, or patterns of them.
-            folder: a folder with additional tasks as YAML files. Only the harness's tasks if None.
+        """Find tasks by names, groups or patterns, in the harness and in a folder with additional ones as YAML files.
 
         Raises:
             PrerequisiteError: the harness is not installed.
@@ -267,12 +258,7 @@ class Harness:
         self._tasks = self._manager.match_tasks(list(tasks))
 
     def evaluate(self, model: LoadedModel, limit: int | None, batch_size: int) -> dict[str, Any]:
-        """Return the harness's results for a model.
-
-        Args:
-            model: the model.
-            limit: maximum number of questions of each task. All if None.
-            batch_size: questions per batch.
+        """Return the harness's results for a model, on at most `limit` questions of each task; all if None.
 
         Raises:
             DataError: a task can't be loaded or run; most are downloaded from the hub.
@@ -302,28 +288,27 @@ def compare_harness(after: Mapping[str, Any], before: Mapping[str, Any] | None) 
     """
     results = []
     for task, scores in after["results"].items():
-        counts = after.get("n-samples", {}).get(task, {})
-        is_better_higher = after.get("higher_is_better", {}).get(task, {})
+        earlier_scores = {} if before is None else before["results"].get(task, {})
+        num_cases = after.get("n-samples", {}).get(task, {}).get("effective", 0)
         for key, value in scores.items():
             name, _, variant = key.partition(",")
             if not variant or name.endswith("_stderr") or not isinstance(value, float | int):
                 continue
-            earlier = None if before is None else before["results"].get(task, {}).get(key)
-            error = _error(scores, name, variant)
-            change = None if earlier is None else value - earlier
-            if earlier is not None and before is not None:
-                error = math.hypot(error, _error(before["results"][task], name, variant))
-            middle = value if change is None else change
-            is_lower_better = is_better_higher.get(name) is False
+            error_key = f"{name}_stderr,{variant}"
+            earlier = earlier_scores.get(key)
+            middle, error = value, _number(scores.get(error_key))
+            if earlier is not None:
+                middle, error = value - earlier, math.hypot(error, _number(earlier_scores.get(error_key)))
+            is_lower_better = after.get("higher_is_better", {}).get(task, {}).get(name) is False
             results.append(
                 Result(
                     metric=f"{task} {name}" + (f" ({variant})" if variant != "none" else ""),
                     source="",
                     before=earlier,
                     after=value,
-                    change=change,
+                    change=None if earlier is None else middle,
                     interval=(middle - _QUANTILE * error, middle + _QUANTILE * error),
-                    num_cases=counts.get("effective", 0),
+                    num_cases=num_cases,
                     is_part=not is_lower_better and 0 <= value <= 1,
                     is_lower_better=is_lower_better,
                 )
@@ -331,7 +316,6 @@ def compare_harness(after: Mapping[str, Any], before: Mapping[str, Any] | None) 
     return results
 
 
-def _error(scores: Mapping[str, Any], name: str, variant: str) -> float:
-    """Return the standard error of a score; NaN if the harness has none."""
-    error = scores.get(f"{name}_stderr,{variant}")
+def _number(error: object) -> float:
+    """Return a standard error; NaN if the harness has none."""
     return float(error) if isinstance(error, float | int) else math.nan
