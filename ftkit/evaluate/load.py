@@ -191,7 +191,9 @@ def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokeniz
         own = read_generation_config(source.folder).get("eos_token_id")
         ends = [token for token in (own if isinstance(own, list) else [own]) if token is not None]
         generation = replace(generation, end_tokens=tuple(dict.fromkeys([*ends, *generation.end_tokens])))
-    return base, _with_padding(tokenizer), generation
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return base, tokenizer, generation
 
 
 def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
@@ -212,12 +214,6 @@ def _base_of(source: ModelFolder) -> ModelFolder:
             fix="try a checkpoint of the run instead: RUN@STEP",
         )
     return fetch_model(name, stored.get("revision"), source.hub_home)
-
-
-def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 # --- Checkpoints ---------------------------------------------------------------------------------
@@ -322,7 +318,8 @@ def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
     Raises:
         PrerequisiteError: it does not fit on all of them together.
     """
-    memory = {} if devices[0].type == "cpu" else {each.index: _weight_capacity(each) for each in devices}
+    free = {} if devices[0].type == "cpu" else {each.index: torch.cuda.mem_get_info(each)[0] for each in devices}
+    memory = {index: int(_MAX_WEIGHTS_FRACTION * num_bytes) for index, num_bytes in free.items()}
     num_bytes = weight_bytes(model)
     if not memory or num_bytes <= memory[devices[0].index]:
         model.to(devices[0])
@@ -362,8 +359,3 @@ def split_layers(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str,
         if set(split.values()) <= memory.keys():  # else parts of it are left to the CPU or the disk
             return split
     return None
-
-
-def _weight_capacity(device: torch.device) -> int:
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(_MAX_WEIGHTS_FRACTION * free)

@@ -163,13 +163,9 @@ class Measurements:
 def evaluation_set(
     model: GeneratingModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
-    """Read and encode the rows of an evaluation, and select the metrics of completions.
+    """Read and encode the rows of an evaluation for a model's tokenizer, and select the metrics of completions.
 
-    Args:
-        model: the model, or one with the same tokenizer.
-        plan: the plan of the model's run, if it has one.
-        settings: rows and metrics.
-        report: called with messages about skipped rows.
+    `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
 
     Raises:
         DataError: there are no usable rows.
