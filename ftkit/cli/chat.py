@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.data.conversations import JsonObject
-    from ftkit.evaluate.chat import ChatSession
+    from ftkit.evaluate.generate import ChatSession
     from ftkit.evaluate.vllm import EngineName
 
 
@@ -59,8 +59,7 @@ def command(
 ) -> None:
     """Chat with a model."""
     terminal, target = Terminal(), find_model(reference)
-    from ftkit.evaluate.chat import ChatSession
-    from ftkit.evaluate.generate import Decoding
+    from ftkit.evaluate.generate import ChatSession, Decoding
 
     sources = {"answer": target.source}
     if with_before:

@@ -26,7 +26,8 @@ from ftkit.cli.terminal.format import short_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.evaluate.measure import Example, Measurements, Result
+    from ftkit.evaluate.compare import Example, Result
+    from ftkit.evaluate.measure import Measurements
     from ftkit.evaluate.source import Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -137,8 +138,7 @@ def command(  # noqa: PLR0913 - one for each option
         )  # fmt: skip
         return
     from ftkit.data.tasks.metrics import choose_metrics
-    from ftkit.evaluate.measure import MeasureSettings, measure_target
-    from ftkit.evaluate.ranks import is_a_rank, joined_ranks, run_ranks
+    from ftkit.evaluate.measure import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:
         choose_metrics(names, [])  # report an unknown metric before a model is loaded
@@ -169,7 +169,7 @@ def _report(  # noqa: PLR0913 - what to report, and how
     found: Measurements, target: Target, engine: EngineName, seed: int, num_examples: int, terminal: Terminal, *,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from ftkit.evaluate.measure import changed_examples, compare
+    from ftkit.evaluate.compare import changed_examples, compare
 
     results = compare(found.data, found.metrics, found.after, found.before, seed)
     examples = []
@@ -199,7 +199,7 @@ def _run_harness(  # noqa: PLR0913 - one for each option
     target: Target, tasks: list[str], folder: Path | None, limit: int, batch_size: int, terminal: Terminal, *,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from ftkit.evaluate.harness import Harness, compare_harness
+    from ftkit.evaluate.compare import Harness, compare_harness
 
     harness = Harness(tasks, folder)
     after, before = harness.evaluate(load_model(target.source, terminal), limit, batch_size), None

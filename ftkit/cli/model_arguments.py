@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.evaluate.load import LoadedModel, MeasurableModel
+    from ftkit.evaluate.load import GeneratingModel, LoadedModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -84,7 +84,7 @@ def find_model(reference: str) -> Target:
     return target
 
 
-def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> MeasurableModel:
+def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
     """Load a model into the selected engine, and print where it is loaded.
 
     Raises:
@@ -103,7 +103,7 @@ def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
-    from ftkit.evaluate.devices import available_devices
+    from ftkit.evaluate.load import available_devices
     from ftkit.evaluate.load import load_model as load
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft

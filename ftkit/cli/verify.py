@@ -102,7 +102,7 @@ def _verify_export(folder: Path, engine: EngineName, *, as_json: bool) -> None:
     has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # report a missing vLLM before a model is loaded
     checks = verify_export(folder, terminal.say)
     if has_vllm:
-        from ftkit.evaluate.verify_vllm import verify_with_vllm
+        from ftkit.evaluate.vllm import verify_with_vllm
 
         terminal.say("loading the model with vLLM")
         checks += verify_with_vllm(folder, read_record(folder))

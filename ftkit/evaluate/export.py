@@ -11,14 +11,13 @@ from ftkit.config.training import Precision
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.load import tokenizer_of
 from ftkit.evaluate.source import TrainedStep, find_base
-from ftkit.evaluate.streamed_model import check_memory, peak_bytes
+from ftkit.evaluate.verify_export import check_memory, peak_bytes
 from ftkit.files import atomic_folder
 from ftkit.models.folder import EXPORT_RECORD, check_folder
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
-from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
-from ftkit.train.components.export_record import streamed_bytes
+from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, streamed_bytes
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import TextConfig, make_config, read_config
@@ -26,26 +25,17 @@ from ftkit.train.model.build import TextConfig, make_config, read_config
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel
-
     from ftkit.planning.layout import RunLayout
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """A request for an export.
+    """A request for an export."""
 
-    Attributes:
-        step: a step that has a checkpoint; `last`; or `best`, the one with the lowest validation loss.
-        merges: whether adapters are merged into the base model.
-        precision: dtype of the weights; that of training if None.
-        folder: destination; a folder in the run's folder if None.
-    """
-
-    step: str
-    merges: bool
-    precision: Precision | None
-    folder: Path | None
+    step: str  # one with a checkpoint; `last`; or `best`, the one with the lowest validation loss
+    merges: bool  # adapters into the base model
+    precision: Precision | None  # of the weights; that of training if None
+    folder: Path | None  # a folder in the run's folder if None
 
 
 def export_run(
@@ -53,12 +43,8 @@ def export_run(
 ) -> Path:
     """Export a checkpoint; return the folder, which is renamed into place after `verify` returns.
 
-    Args:
-        layout: the run's folder.
-        request: what to export.
-        verify: checks a written folder, and raises if it differs from the trained model. If None, no reference values
-            are recorded either, and the model is never run.
-        report: called with one line at the start of each stage.
+    `verify` checks a written folder, and raises if it differs from the trained model; without it, no reference values
+    are recorded either, and the model is never run. `report` gets one line at the start of each stage.
 
     Raises:
         NotFoundError: there is no such checkpoint, or the base model can't be found.
@@ -73,11 +59,14 @@ def export_run(
     folder = request.folder or _default_folder(layout, step, request)
     _check_replaceable(folder)
     report(f"reading the checkpoint of step {step}")
-    _check_checkpoint(checkpoint, step)
+    if damage := describe_damage(checkpoint, step):
+        raise _damaged(checkpoint, damage)
     parts = _load_parts(TrainedStep(layout, plan, step))
     model = build_export_model(parts)
     if verify is not None:
-        check_memory(_verification_bytes(model), available_bytes())
+        # Of this process, or of the other one, which loads the export.
+        largest = max(parameter.numel() for parameter in model.parameters())
+        check_memory(max(streamed_bytes(model), peak_bytes(largest)), available_bytes())
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
         trained = CheckpointTensors(checkpoint, shapes)
@@ -132,17 +121,6 @@ def _check_replaceable(folder: Path) -> None:
             meaning="an export only replaces an earlier export",
             fix="give a new folder",
         )
-
-
-def _check_checkpoint(folder: Path, step: int) -> None:
-    if damage := describe_damage(folder, step):
-        raise _damaged(folder, damage)
-
-
-def _verification_bytes(model: PreTrainedModel) -> int:
-    """Return the memory that verifying takes: of this process, or of the other one, which loads the export."""
-    largest = max(parameter.numel() for parameter in model.parameters())
-    return max(streamed_bytes(model), peak_bytes(largest))
 
 
 def _damaged(folder: Path, damage: str) -> TrainingError:

@@ -217,8 +217,7 @@ def _set_end_of_turn(converted: Path, ends: list[int], file: Path) -> None:
 
 def read_precision(export: Path) -> str:
     """Return the dtype of an export's weights."""
-    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
-    return str(record.get("precision", "bf16"))
+    return str((read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}).get("precision", "bf16"))
 
 
 def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TextStreamer
 
-from ftkit.data.prompts import encode_prompts, renderer_of
+from ftkit.data.conversations import Conversation, JsonObject, Message
+from ftkit.data.prompts import encode_prompt, encode_prompts, renderer_of
 from ftkit.data.rows import Row, read_json_lines
 from ftkit.errors import DataError
+from ftkit.evaluate.load import GeneratingModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import GenerationConfig
 
     from ftkit.config.data import Format
-    from ftkit.evaluate.load import GeneratingModel
 
 _FILE_ENDINGS = (".jsonl", ".json", ".ndjson")
 
@@ -122,7 +125,7 @@ def count_done(output: Path, rows: Sequence[Row], label: str) -> int:
     return len(lines)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, object]:
     try:
         parsed = json.loads(line)
     except ValueError:
@@ -136,3 +139,73 @@ def _other_output(output: Path, line: int) -> DataError:
         meaning="the file is the output of other prompts or of another model",
         fix="give another --output, or delete the file",
     )
+
+
+# --- Chat ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An assistant turn; `is_ended` tells whether it has its end token."""
+
+    text: str
+    is_ended: bool
+
+
+@dataclass
+class ChatSession:
+    """A model and the turns so far.
+
+    Attributes:
+        options: variables for the chat template.
+        tools: JSON schemas of the tools that the model may call; nothing is executed.
+    """
+
+    model: GeneratingModel
+    decoding: Decoding
+    options: Mapping[str, Any]
+    system: str | None = None
+    tools: tuple[JsonObject, ...] = ()
+    messages: list[Message] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Clear the conversation."""
+        self.messages.clear()
+
+    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Reply:
+        """Generate the completion of a user turn, and append both turns to the conversation.
+
+        Args:
+            text: the user's message.
+            on_text: called with pieces of the completion during generation.
+
+        Raises:
+            DataError: the chat template rejects the conversation.
+        """
+        before = (Message("system", self.system),) if self.system else ()
+        turns = (*self.messages, Message("user", text))
+        prompt = encode_prompt(
+            self.model, renderer_of(self.model, self.options), Conversation((*before, *turns), self.tools)
+        )
+        streamer = None if on_text is None else _Streamer(self.model, on_text, is_raw=bool(self.tools))
+        (completion,) = self.model.complete([prompt], self.decoding.config(self.model), streamer=streamer)
+        reply = Reply(self.model.text_of(completion, is_raw=bool(self.tools)), self.model.is_ended(completion))
+        self.messages = [*turns, Message("assistant", reply.text)]
+        return reply
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc] # transformers has no types
+    """Passes on the text of the completion, without end tokens, and with other special tokens only on request."""
+
+    def __init__(self, model: GeneratingModel, on_text: Callable[[str], None], *, is_raw: bool) -> None:
+        super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=not is_raw)
+        self._on_text, self._ends = on_text, set(model.generation.end_tokens)
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.numel() > 1 or value.item() not in self._ends:
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: FBT001, FBT002 - transformers'
+        del stream_end
+        if text:
+            self._on_text(text)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,8 +20,7 @@ from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.errors import DataError, NotFoundError, TrainingError, one_line
-from ftkit.evaluate.devices import place
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
 from ftkit.models.folder import ADAPTER_CONFIG, read_generation_config
@@ -27,75 +28,79 @@ from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_si
 from ftkit.train.components.generation import Generation
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention
-from ftkit.train.model.build import TextConfig, build_empty, load_pretrained, make_config, read_config
+from ftkit.train.model.build import (
+    TextConfig,
+    build_empty,
+    find_decoder_layers,
+    load_pretrained,
+    make_config,
+    read_config,
+)
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
 from ftkit.train.model.weights import init_weights, load_weights, materialize
 from ftkit.train.private_apis.libraries import import_peft
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, TextStreamer
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
 
 
-class GeneratingModel(Protocol):
-    """A model that completes prompts, in any engine."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def generation(self) -> Generation: ...
-
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one."""
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Return whether a completion has its end token."""
-
-
-class MeasurableModel(GeneratingModel, Protocol):
-    """A model that also computes losses.
+@dataclass(frozen=True)
+class GeneratingModel(ABC):
+    """A model ready for inference, in any engine.
 
     Attributes:
         schedules: whether the engine forms its own batches, so that it gets all requests at once.
     """
 
-    schedules: ClassVar[bool]
+    schedules: ClassVar[bool] = False
+    label: str
+    tokenizer: PreTrainedTokenizerBase
+    generation: Generation
 
     @property
+    @abstractmethod
     def input(self) -> ModelInput:
         """Limits of the model's inputs."""
 
+    @abstractmethod
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        """Return the completion of each prompt in tokens, with its end token if it has one.
+
+        A streamer gets the prompt and the completion of a single prompt.
+        """
+
+    @abstractmethod
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
 
-    def close(self) -> None:
+    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
+        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
+        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
+
+    def is_ended(self, completion: Sequence[int]) -> bool:
+        """Return whether a completion has its end token."""
+        return bool(completion) and completion[-1] in self.generation.end_tokens
+
+    def close(self) -> None:  # noqa: B027 - a model in this process has nothing to end
         """End other processes of the model, and free their memory."""
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model ready for inference.
+class LoadedModel(GeneratingModel):
+    """A model of transformers.
 
     Attributes:
         autocast: creates the autocast context if adapters have another dtype than the weights.
     """
 
-    schedules: ClassVar[bool] = False
-    label: str
     hf_model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    generation: Generation
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -110,14 +115,15 @@ class LoadedModel:
         with torch.inference_mode(), self.autocast(), generation_attention(self.hf_model):
             yield self.hf_model
 
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one."""
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        options = {} if streamer is None else {"streamer": streamer}
         with self.inference() as model:
             generate = cast("Callable[..., torch.Tensor]", model.generate)
             return self.generation.complete(generate, prompts, config, self.device, **options)
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return each document's summed loss, its number of labels, and how many labels are the most probable token."""
         length = max(len(document.tokens) for document in documents)
         inputs = np.zeros((len(documents), length), np.int64)
         labels = np.full((len(documents), length), IGNORED, np.int64)
@@ -136,17 +142,6 @@ class LoadedModel:
                 total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
                 sums.append([float(total), float(counts.sum()), float((picked.argmax(-1) == targets).sum())])
         return sums
-
-    def close(self) -> None:
-        """Do nothing: the model is in this process."""
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Return whether a completion has its end token."""
-        return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
 def load_model(source: ModelSource, *devices: torch.device) -> LoadedModel:
@@ -175,7 +170,7 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
     except Exception as error:  # transformers, peft and safetensors raise various errors on damaged files
         raise _unreadable(source, error) from error
     place(model, devices)
-    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0])
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0])
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
@@ -196,7 +191,9 @@ def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokeniz
         own = read_generation_config(source.folder).get("eos_token_id")
         ends = [token for token in (own if isinstance(own, list) else [own]) if token is not None]
         generation = replace(generation, end_tokens=tuple(dict.fromkeys([*ends, *generation.end_tokens])))
-    return base, _with_padding(tokenizer), generation
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return base, tokenizer, generation
 
 
 def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
@@ -217,12 +214,6 @@ def _base_of(source: ModelFolder) -> ModelFolder:
             fix="try a checkpoint of the run instead: RUN@STEP",
         )
     return fetch_model(name, stored.get("revision"), source.hub_home)
-
-
-def _with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 # --- Checkpoints ---------------------------------------------------------------------------------
@@ -263,7 +254,7 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     generation = Generation.of(tokenizer, folder)
     model.generation_config.eos_token_id = list(generation.end_tokens) or None
     place(model, devices)
-    return LoadedModel(source.label, model.eval(), tokenizer, generation, devices[0], autocast)
+    return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], autocast)
 
 
 def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
@@ -300,3 +291,71 @@ def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
     read_state({"model": saved}, folder)
     for name, parameter in trained.items():
         parameter.copy_(saved[name].view(parameter.shape))
+
+
+# --- Devices -------------------------------------------------------------------------------------
+
+
+_MAX_WEIGHTS_FRACTION = 0.8
+"""Maximum fraction of a GPU's free memory for weights; the rest is for activations, and for the KV cache."""
+
+
+def available_devices() -> tuple[torch.device, ...]:
+    """Return all GPUs; with several processes, this rank's GPU; without GPUs, the CPU."""
+    if not torch.cuda.is_available():
+        return (torch.device("cpu"),)
+    if local_rank := os.environ.get("LOCAL_RANK"):
+        return (torch.device("cuda", int(local_rank)),)
+    return tuple(torch.device("cuda", number) for number in range(torch.cuda.device_count()))
+
+
+def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
+    """Move a model to the first device; if it does not fit there, spread its layers over all of them.
+
+    The layers run one after another, each on the device that has it, so more GPUs add memory but no speed. Any model of
+    transformers can be split this way, even with adapters or in 4 bits.
+
+    Raises:
+        PrerequisiteError: it does not fit on all of them together.
+    """
+    free = {} if devices[0].type == "cpu" else {each.index: torch.cuda.mem_get_info(each)[0] for each in devices}
+    memory = {index: int(_MAX_WEIGHTS_FRACTION * num_bytes) for index, num_bytes in free.items()}
+    num_bytes = weight_bytes(model)
+    if not memory or num_bytes <= memory[devices[0].index]:
+        model.to(devices[0])
+        return
+    split = split_layers(model, memory)
+    if split is None:
+        gib, room = num_bytes / 2**30, sum(memory.values()) / 2**30
+        raise PrerequisiteError(
+            f"the model's weights take {gib:.1f} GiB; {len(devices)} GPUs here have room for {room:.1f} GiB",
+            meaning="the model is too large for them, other programs use them, or --gpus gives each process one GPU",
+            fix="leave --gpus out, use a node with more GPUs, or serve the model: ftkit serve",
+        )
+    from accelerate import dispatch_model  # noqa: PLC0415 - takes a second, and only large models need it
+
+    dispatch_model(model, split)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of parameters, tied ones once, and of buffers."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+
+def split_layers(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int] | None:
+    """Return the GPU of each module, balanced, with no decoder layer divided; None if the model does not fit.
+
+    Args:
+        model: a model on any device, even the meta device.
+        memory: bytes for weights, by the GPU's index.
+    """
+    from accelerate import infer_auto_device_map  # noqa: PLC0415 - see above
+    from accelerate.utils import get_balanced_memory  # noqa: PLC0415
+
+    layer_classes = sorted({type(layer).__name__ for layer in find_decoder_layers(model)})
+    model.tie_weights()  # accelerate keeps tied parameters on one device, and warns if they are not tied
+    for limits in (get_balanced_memory(model, dict(memory), no_split_module_classes=layer_classes), dict(memory)):
+        split: dict[str, int] = infer_auto_device_map(model, limits, no_split_module_classes=layer_classes)
+        if set(split.values()) <= memory.keys():  # else parts of it are left to the CPU or the disk
+            return split
+    return None

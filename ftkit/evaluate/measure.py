@@ -1,32 +1,114 @@
-"""Evaluate a model, and compare two models on the same rows."""
+"""Measure a model: losses and scores of completions, by one process or several with a copy of the model each."""
 
 from __future__ import annotations
 
-import math
-import time
+import logging
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
 from ftkit.data.store import PreparedData
 from ftkit.data.tasks.metrics import Completion, Metric, choose_metrics
-from ftkit.errors import plural
-from ftkit.evaluate.bootstrap import Interval, Ratio, paired_interval
-from ftkit.evaluate.ranks import Ranks
-from ftkit.runs.records import EvaluationRecord, SourceLoss
+from ftkit.errors import PrerequisiteError, plural
+from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.load import MeasurableModel
+    from ftkit.evaluate.load import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `size` processes that share the work; by default there is only one."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the only one that prints and writes."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[ItemT]) -> list[ItemT]:
+        """Return this rank's share of the items."""
+        return list(items[self.rank :: self.size])
+
+    def exchange(self, value: ItemT) -> list[ItemT]:
+        """Return the values of all ranks, rank 0's first. Collective."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    def merge(self, own: Sequence[ItemT]) -> list[ItemT]:
+        """Return the results of all ranks in the order of the shared items. Collective."""
+        parts = self.exchange(list(own))
+        return [parts[number % self.size][number // self.size] for number in range(sum(map(len, parts)))]
+
+
+def is_a_rank() -> bool:
+    """Return whether torchrun started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Join the processes that torchrun started; without torchrun, this is the only one."""
+    if not is_a_rank():
+        yield Ranks()
+        return
+    dist.init_process_group("gloo")  # only Python objects are exchanged
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(size: int, words: Sequence[str]) -> int:
+    """Run a command of ftkit in several processes, of which the first one prints; return its exit code.
+
+    Args:
+        size: number of processes; with GPUs, each has one.
+        words: the command line without the program.
+
+    Raises:
+        PrerequisiteError: this machine has fewer GPUs.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and size > num_gpus:
+        raise PrerequisiteError(f"--gpus {size}: torch sees {num_gpus} here", fix=f"give at most --gpus {num_gpus}")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - a second
+    from torch.distributed.run import main as torchrun  # noqa: PLC0415
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the command reports why it failed
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cpus() // size)))
+    options = ["--standalone", f"--nproc-per-node={size}", "--local-ranks-filter=0"]
+    try:
+        torchrun([*options, "-m", "ftkit", *words])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+# --- Measuring -----------------------------------------------------------------------------------
+
 
 ALONE = Ranks()
 _TOKENS_PER_FORWARD = 8192
@@ -78,50 +160,12 @@ class Measurements:
     before: Measured | None
 
 
-@dataclass(frozen=True)
-class Result:
-    """A metric, before and after.
-
-    Attributes:
-        source: source of the rows; empty for all rows.
-        interval: 95% confidence interval of the change; of `after` if there is no `before`.
-        num_cases: number of rows for losses, of completions for other metrics.
-    """
-
-    metric: str
-    source: str
-    before: float | None
-    after: float
-    change: float | None
-    interval: Interval
-    num_cases: int
-    is_part: bool
-    is_lower_better: bool
-
-
-@dataclass(frozen=True)
-class Example:
-    """A case whose score changed."""
-
-    metric: str
-    where: str
-    prompt: str
-    reference: str | None
-    before: str
-    after: str
-    change: float
-
-
 def evaluation_set(
-    model: MeasurableModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
+    model: GeneratingModel, plan: RunPlan | None, settings: MeasureSettings, report: Callable[[str], None]
 ) -> tuple[EvaluationSet, list[Metric]]:
-    """Read and encode the rows of an evaluation, and select the metrics of completions.
+    """Read and encode the rows of an evaluation for a model's tokenizer, and select the metrics of completions.
 
-    Args:
-        model: the model, or one with the same tokenizer.
-        plan: the plan of the model's run, if it has one.
-        settings: rows and metrics.
-        report: called with messages about skipped rows.
+    `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
 
     Raises:
         DataError: there are no usable rows.
@@ -136,7 +180,7 @@ def evaluation_set(
 def measure_target(
     target: Target,
     settings: MeasureSettings,
-    load: Callable[[ModelSource], MeasurableModel],
+    load: Callable[[ModelSource], GeneratingModel],
     report: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> Measurements:
@@ -166,7 +210,7 @@ def measure_target(
 
 
 def measure(
-    model: MeasurableModel,
+    model: GeneratingModel,
     data: EvaluationSet,
     metrics: Sequence[Metric],
     settings: MeasureSettings,
@@ -205,7 +249,7 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         yield batch
 
 
-def _complete(model: MeasurableModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
+def _complete(model: GeneratingModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
     config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
     order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
     batch_size = max(1, len(order)) if model.schedules else settings.batch_size
@@ -220,114 +264,3 @@ def _complete(model: MeasurableModel, data: EvaluationSet, settings: MeasureSett
         model.generation.to_completion(model.tokenizer, completions[number], case.reference)
         for number, case in enumerate(data.cases)
     ]
-
-
-# --- Comparison ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A metric of both models as ratios over rows."""
-
-    name: str
-    source: str
-    after: Ratio
-    before: Ratio | None
-    num_cases: int
-    is_part: bool = False
-    is_lower_better: bool = False
-    is_exponential: bool = False
-
-
-def compare(
-    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None, seed: int
-) -> list[Result]:
-    """Return all metrics with their intervals: losses of all rows and of each source, then those of completions."""
-    return [_result(column, seed) for column in _columns(data, metrics, after, before)]
-
-
-def _columns(
-    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None
-) -> Iterator[_Column]:
-    sources = list(dict.fromkeys(data.sources))
-    for source in ["", *(sources if len(sources) > 1 else [])]:
-        chosen = np.array([source in ("", each) for each in data.sources])
-        losses = [None if each is None else each.loss * chosen[:, None] for each in (after, before)]
-        if losses[0] is None or not losses[0][:, 1].sum():
-            continue
-        for name, place, is_part, is_lower_better in (
-            ("loss", 0, False, True), ("perplexity", 0, False, True), ("token_accuracy", 2, True, False),
-        ):  # fmt: skip
-            ratios = [None if each is None else Ratio(each[:, place], each[:, 1]) for each in losses]
-            if ratios[0] is not None:
-                num_rows = int((losses[0][:, 1] > 0).sum())
-                is_exponential = name == "perplexity"
-                yield _Column(name, source, ratios[0], ratios[1], num_rows, is_part, is_lower_better, is_exponential)
-    rows = np.array([case.number for case in data.cases], np.int64)
-    for metric in metrics:
-        own = _ratio(rows, after.scores[metric.name], len(data.rows))
-        num_cases = int(own.denominators.sum())
-        if num_cases:
-            earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
-            yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
-
-
-def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
-    applies = np.array([score is not None for score in scores], np.float64)
-    values = np.array([score or 0.0 for score in scores], np.float64)
-    sums = (np.bincount(rows, each, num_rows).astype(np.float64) for each in (values, applies))
-    return Ratio(*sums)
-
-
-def _result(column: _Column, seed: int) -> Result:
-    # exp(loss) overflows above 709.
-    shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.is_exponential else np.asarray
-    value = float(shown(column.after.value))
-    if column.before is None:
-        earlier, interval = None, paired_interval((column.after,), shown, seed)
-    else:
-        earlier = float(shown(column.before.value))
-        pair = (column.after, column.before)
-        interval = paired_interval(pair, lambda after, before: shown(after) - shown(before), seed)
-    change = None if earlier is None else value - earlier
-    return Result(
-        column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
-        column.is_lower_better,
-    )  # fmt: skip
-
-
-def changed_examples(
-    tokenizer: PreTrainedTokenizerBase, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
-) -> list[Example]:
-    """Return the cases whose score changed, largest gains first."""
-    sign = -1 if metric.is_lower_better else 1
-    found = []
-    for number, case in enumerate(data.cases):
-        new, old = after.scores[metric.name][number], before.scores[metric.name][number]
-        if new is None or old is None or new == old:
-            continue
-        completion = after.completions[number]
-        prompt = str(tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
-        earlier = before.completions[number].raw if metric.name.startswith("call") else before.completions[number].text
-        later = completion.raw if metric.name.startswith("call") else completion.text
-        where = data.rows[case.number].where
-        found.append(Example(metric.name, where, prompt, completion.reference, earlier, later, sign * (new - old)))
-    return sorted(found, key=lambda example: -example.change)
-
-
-# --- One model -----------------------------------------------------------------------------------
-
-
-def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
-    """Return a checkpoint's measurements as a record of its run."""
-    values = {(column.name, column.source): column.after.value for column in _columns(data, metrics, measured, None)}
-    loss = values.get(("loss", ""), math.nan)
-    targets = {source: 0 for _, source in values if source}
-    for source, (_, num_targets, _) in zip(data.sources, measured.loss.tolist(), strict=True):
-        if source in targets:
-            targets[source] += int(num_targets)
-    sources = {source: SourceLoss(values["loss", source], count) for source, count in targets.items()}
-    scores = {metric.name: values[metric.name, ""] for metric in metrics if (metric.name, "") in values}
-    return EvaluationRecord(
-        time.time(), step, "job", loss, math.exp(min(loss, 700.0)), scores.get("sql"), (), sources, scores
-    )

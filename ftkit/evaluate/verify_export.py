@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import shutil
+import tempfile
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.source import fetch_model
-from ftkit.evaluate.streamed_model import check_memory, peak_bytes, streamed_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import stored_dtypes, tensors_of_model
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export_record import ExportRecord, render, sample_logits, tokenizer_digests
+from ftkit.train.components.export import ExportRecord, Logits, sample_logits
+from ftkit.train.components.generation import render, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.build import load_pretrained
-from ftkit.train.private_apis.libraries import import_peft
+from ftkit.train.model.build import auto_class_of, load_pretrained
+from ftkit.train.model.weight_conversion import converts_layout
+from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
+
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
@@ -51,11 +60,7 @@ class Check:
 
 
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
-    """Compare an export with its record; return every check, passed or not.
-
-    Args:
-        folder: the export.
-        report: called with one line at the start of each stage.
+    """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage.
 
     Raises:
         NotFoundError: it is not an export, or has no record.
@@ -66,8 +71,9 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
     report("loading the tokenizer")
     checks += _check_tokenizer(folder, record)
     try:
-        with _loaded(folder, record, report) as model:
-            checks += _check_model(folder, model, record)
+        with _loaded(folder, record, report) as (model, is_streamed):
+            checks += _check_logits(model, record)
+            checks.append(_check_end(folder, model, record, is_streamed=is_streamed))
     except FtkitError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged files make transformers, peft and safetensors raise anything
@@ -150,21 +156,11 @@ def _check_tokenizer(folder: Path, record: ExportRecord) -> list[Check]:
     return [Check("chat template", f"renders {plural(len(record.prompts), 'prompt')} as in training", passed=True)]
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """The export in fp32.
-
-    Attributes:
-        is_streamed: whether its weights stay in the files, so that each forward pass reads all of them.
-    """
-
-    hf_model: Any
-    is_streamed: bool
-
-
 @contextmanager
-def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -> Iterator[_Loaded]:
-    """Load an export with transformers, and adapters with peft: whole if there is enough memory, else streamed."""
+def _loaded(
+    folder: Path, record: ExportRecord, report: Callable[[str], None]
+) -> Iterator[tuple[PreTrainedModel, bool]]:
+    """Load an export in fp32, and tell whether its weights stay in the files, for want of memory."""
     base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
     counts = [math.prod(tensor.kind[1]) for tensor in tensors_of_model(base).values()]
     free = available_bytes()
@@ -173,17 +169,16 @@ def _loaded(folder: Path, record: ExportRecord, report: Callable[[str], None]) -
     if is_streamed:
         _check_streamable(adapters, num_bytes, free)
         check_memory(peak_bytes(max(counts)), free)
-    report(
-        f"loading the model, one module at a time: in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and "
-        f"{free / 2**30:.1f} GiB are free"
-        if is_streamed
-        else "loading the model"
-    )
+    gib = f"in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+    report(f"loading the model, one module at a time: {gib}" if is_streamed else "loading the model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked later
-        loading = streamed_model(base, adapters, num_bytes) if is_streamed else nullcontext(_load(base, adapters))
+        if is_streamed:
+            loading: AbstractContextManager[PreTrainedModel] = streamed_model(base, adapters, num_bytes)
+        else:
+            loading = nullcontext(_with_adapters(load_pretrained(base, torch.float32), adapters))
         with loading as hf_model:
-            yield _Loaded(hf_model.eval(), is_streamed)
+            yield hf_model.eval(), is_streamed
 
 
 def _check_streamable(adapters: Path | None, num_bytes: int, free: int) -> None:
@@ -199,13 +194,6 @@ def _check_streamable(adapters: Path | None, num_bytes: int, free: int) -> None:
         )
 
 
-def _load(folder: Path, adapters: Path | None) -> Any:
-    model = load_pretrained(folder, torch.float32)
-    if adapters is None:
-        return model
-    return import_peft().PeftModel.from_pretrained(model, str(adapters))
-
-
 def _find_base(record: ExportRecord) -> Path:
     try:
         return fetch_model(str(record.base), record.revision).folder
@@ -217,9 +205,8 @@ def _find_base(record: ExportRecord) -> Path:
         ) from error
 
 
-def _check_model(folder: Path, model: _Loaded, record: ExportRecord) -> list[Check]:
-    """Compare logits with the record's, and check where generation stops."""
-    logits, trained = sample_logits(model.hf_model, record), record.trained or []
+def _check_logits(model: PreTrainedModel, record: ExportRecord) -> list[Check]:
+    logits, trained = sample_logits(model, record), record.trained or []
     error = distance(logits, record.exported or trained)
     tolerance = TOLERANCE
     checks, effect = [], None
@@ -230,8 +217,8 @@ def _check_model(folder: Path, model: _Loaded, record: ExportRecord) -> list[Che
         text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
         checks.append(Check("logits and the base model's", text, passed=effect > 0 and from_base > error))
         if record.kind == "adapters":
-            with model.hf_model.disable_adapter():
-                base_error = distance(sample_logits(model.hf_model, record), record.untrained)
+            with model.disable_adapter():
+                base_error = distance(sample_logits(model, record), record.untrained)
             text = f"logits differ by {base_error:.2g} from those of the base of training"
             checks.append(Check("base model", text, passed=base_error <= TOLERANCE))
     if record.exported is not None:
@@ -241,10 +228,10 @@ def _check_model(folder: Path, model: _Loaded, record: ExportRecord) -> list[Che
         checks.append(Check("rounding", text if is_small else f"{text}, training by {effect:.2g}", passed=is_small))
     text = f"differ by {error:.2g}, tolerance {tolerance:.2g}"
     checks.append(Check("logits and the trained model's", text, passed=error <= tolerance))
-    return [*checks, *_check_reply_end(logits, record), _check_end(folder, model, record)]
+    return [*checks, *_check_reply_end(logits, record)]
 
 
-def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -> float:
+def distance(one: Logits, other: Logits, scale: Logits | None = None) -> float:
     """Return the root-mean-square difference, relative to the standard deviation of the last argument."""
     if [len(row) for row in one] != [len(row) for row in other]:
         return float("inf")
@@ -253,11 +240,11 @@ def distance(one: list[Any], other: list[Any], scale: list[Any] | None = None) -
     )
     if first.shape != second.shape:
         return float("inf")
-    distance = float((first - second).square().mean().sqrt() / third.std())
-    return distance if distance == distance else float("inf")  # noqa: PLR0124 - NaN
+    found = float((first - second).square().mean().sqrt() / third.std())
+    return float("inf") if math.isnan(found) else found
 
 
-def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
+def _check_reply_end(logits: Logits, record: ExportRecord) -> list[Check]:
     """Compare the probability of the end token where a reply of the prompts ends."""
     expected, found = (_end_probability(rows, record) for rows in (record.exported or record.trained or [], logits))
     if expected is None or found is None:
@@ -266,7 +253,7 @@ def _check_reply_end(logits: list[Any], record: ExportRecord) -> list[Check]:
     return [Check("end of a reply", text, passed=abs(found - expected) <= _MAX_ERROR_OF_PROBABILITY)]
 
 
-def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
+def _end_probability(logits: Logits, record: ExportRecord) -> float | None:
     """Return the trained end token's probability at the end of the last reply; None if the prompts have no such end."""
     end = next(iter(record.end_tokens), None)
     if end is None or end not in record.columns:
@@ -279,11 +266,11 @@ def _end_probability(logits: list[Any], record: ExportRecord) -> float | None:
     return None
 
 
-def _check_end(folder: Path, model: _Loaded, record: ExportRecord) -> Check:
+def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is_streamed: bool) -> Check:
     """Generate with the exported settings; a completion must end at each end token.
 
-    All tokens are forced, so the logits don't matter. A streamed model would read its weights for each token: then, a
-    small model generates.
+    All tokens are forced, so logits don't matter; for a streamed model, which reads its weights for each token, a small
+    one generates.
     """
     if not record.end_tokens:
         return Check("end of turn", "no token ends a completion, as in training", passed=True)
@@ -296,7 +283,7 @@ def _check_end(folder: Path, model: _Loaded, record: ExportRecord) -> Check:
     other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
     written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     missed = [str(end) for end in record.end_tokens if end not in written]
-    generating = _small_model(model.hf_model.config) if model.is_streamed else model.hf_model
+    generating = _small_model(model.config) if is_streamed else model
     for end in () if missed else record.end_tokens:
         done = generating.generate(
             input_ids=prompt,
@@ -309,12 +296,106 @@ def _check_end(folder: Path, model: _Loaded, record: ExportRecord) -> Check:
     if missed:
         return Check("end of turn", f"generation does not stop at token {', '.join(missed)}", passed=False)
     text = f"generation stops at {', '.join(map(str, record.end_tokens))}"
-    if model.is_streamed:
+    if is_streamed:
         text += ", by the exported settings; the model itself generated nothing, for want of memory"
     return Check("end of turn", text, passed=True)
 
 
-def _small_model(config: Any) -> LlamaForCausalLM:
+def _small_model(config: PretrainedConfig) -> LlamaForCausalLM:
     """Return a model with the same vocabulary."""
     vocab_size, tiny = config.get_text_config().vocab_size, {"num_hidden_layers": 1, "num_attention_heads": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, **tiny)).eval()
+
+
+# --- Models larger than memory -------------------------------------------------------------------
+
+
+_BYTES_PER_VALUE = 6
+"""A tensor while it is loaded: in bf16 as in the file, and in fp32."""
+_PROCESS_BYTES = 2**29
+"""Memory of a process that has imported torch and transformers, and of activations."""
+
+
+def peak_bytes(largest: int) -> int:
+    """Return the memory of a process with a `streamed_model` whose largest tensor has `largest` values."""
+    return _BYTES_PER_VALUE * largest + _PROCESS_BYTES
+
+
+def check_memory(needed: int, free: int) -> None:
+    """Check the memory to verify an export with a part of its weights at a time, in bytes; 0 if `free` is unknown.
+
+    Raises:
+        PrerequisiteError: there is too little.
+    """
+    if 0 < free < needed:
+        raise PrerequisiteError(
+            f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free",
+            meaning="logits are computed in fp32, with one decoder layer or module at a time in memory",
+            fix="use a machine with more memory; ftkit export can leave the check out: --no-verify",
+        )
+
+
+@contextmanager
+def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Iterator[PreTrainedModel]:
+    """Load a model in fp32 with transformers, and adapters with peft; the model's weights stay in the files.
+
+    accelerate loads those of one module at a time. Tensors that transformers converts, such as stacked experts, are
+    written to the disk first. The adapters, a folder in peft's layout, stay in memory. `num_bytes` are those of
+    the weights in fp32.
+
+    Raises:
+        PrerequisiteError: the disk has no room for converted tensors.
+    """
+    place = (adapters or folder).parent
+    with tempfile.TemporaryDirectory(prefix=".ftkit-", dir=place if os.access(place, os.W_OK) else None) as scratch:
+        _check_disk(folder, Path(scratch), num_bytes)
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns that weights are on the disk
+        model = load_pretrained(folder, torch.float32, device_map={"": "disk"}, offload_folder=scratch)
+        if adapters is not None:
+            _fill_with_zeros(model)
+        adapted = _with_adapters(model, adapters)
+        for module in adapted.modules():
+            for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+                # DoRA computes with the base layer's weight after that layer has run.
+                magnitude.register_forward_pre_hook(_load_base_layer, with_kwargs=True)
+                magnitude.register_forward_hook(_free_base_layer, with_kwargs=True)
+        yield adapted
+
+
+def _check_disk(folder: Path, scratch: Path, num_bytes: int) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        model = auto_class_of(config).from_config(config)
+    free = shutil.disk_usage(scratch).free
+    if converts_layout(model) and free < num_bytes:
+        raise PrerequisiteError(
+            f"verifying this export takes {num_bytes / 2**30:.0f} GiB on the disk of {scratch.parent}, and "
+            f"{free / 2**30:.0f} GiB are free",
+            meaning="it is larger than memory, and transformers stacks the experts of such a model in new files",
+            fix="free disk space, or verify it on a machine with more memory; ftkit export has --no-verify",
+        )
+
+
+def _fill_with_zeros(model: PreTrainedModel) -> None:
+    """Replace weights by zeros until accelerate loads them: tensors of which memory has a single value.
+
+    peft moves adapters to the meta device if their layer is there, and then computes nonsense.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+    del model.hf_device_map  # with it, peft would dispatch the model again, and fail
+
+
+def _with_adapters(model: PreTrainedModel, folder: Path | None) -> PreTrainedModel:
+    # peft's models have the attributes and methods of the model.
+    return model if folder is None else cast("PreTrainedModel", import_peft().PeftModel.from_pretrained(model, folder))
+
+
+def _load_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module]) -> None:
+    load_offloaded(kwargs["base_layer"])
+
+
+def _free_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module], _output: object) -> None:
+    free_offloaded(kwargs["base_layer"])

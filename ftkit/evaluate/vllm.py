@@ -5,31 +5,41 @@ vLLM is not an extra of ftkit, because it pins its own torch. It is in the servi
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import sys
+import tempfile
+import weakref
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
-from ftkit.errors import PrerequisiteError
-from ftkit.evaluate.load import find_generation, tokenizer_of
-from ftkit.evaluate.source import ModelFolder, find_base
-from ftkit.evaluate.vllm_engine import VllmEngine, start_engine
+from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line, plural
+from ftkit.evaluate.load import GeneratingModel, find_generation, tokenizer_of
+from ftkit.evaluate.source import ModelFolder, fetch_model, find_base
+from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
+from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
+from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, TextStreamer
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
+    from ftkit.train.components.export import ExportRecord, Logits
 
 EngineName = Literal["auto", "transformers", "vllm"]
 
@@ -57,7 +67,6 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
 
 
 def _has_files(source: ModelSource) -> bool:
-    """Return whether a model is in Hugging Face's layout: an export, or the unchanged model before training."""
     if isinstance(source, ModelFolder):
         return True
     model = source.plan.recipe.model
@@ -66,43 +75,30 @@ def _has_files(source: ModelSource) -> bool:
 
 
 @dataclass(frozen=True)
-class VllmModel:
-    """A model in vLLM's engine.
-
-    Attributes:
-        base: the folder of the full weights.
-    """
+class VllmModel(GeneratingModel):
+    """A model in vLLM's engine; `base` is the folder of the full weights."""
 
     schedules: ClassVar[bool] = True
-    label: str
     engine: VllmEngine
-    tokenizer: PreTrainedTokenizerBase
-    generation: Generation
     base: Path
 
     @property
     def input(self) -> ModelInput:
-        """Limits of the model's inputs."""
         return ModelInput.of(self.tokenizer, self.label, AutoConfig.from_pretrained(self.base))
 
-    def complete(self, prompts: Sequence[Sequence[int]], config: GenerationConfig, **options: Any) -> list[list[int]]:
-        """Return the completion of each prompt in tokens, with its end token if it has one.
-
-        A `streamer` gets the completion once it is complete: vLLM's offline engine returns no tokens before.
-        """
-        from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
-
-        params = SamplingParams(
+    def complete(
+        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, streamer: TextStreamer | None = None
+    ) -> list[list[int]]:
+        """Return the completion of each prompt; a streamer gets it once it is complete, as the engine does."""
+        params = _sampling(
             max_tokens=config.max_new_tokens,
             temperature=config.temperature if config.do_sample else 0.0,
             seed=torch.initial_seed() % 2**31 if config.do_sample else None,
             stop_token_ids=list(self.generation.end_tokens),
-            detokenize=False,
         )
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.engine.generate(given, params)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
-        streamer = options.get("streamer")
         if streamer is not None:
             streamer.put(torch.tensor(prompts[0]))
             for token in completions[0]:
@@ -111,13 +107,8 @@ class VllmModel:
         return completions
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        """Return each document's summed loss, its number of labels, and how many of these are the most probable token.
-
-        They are computed from the log-probability and the rank that the engine returns for each token of a prompt.
-        """
-        from vllm import SamplingParams  # noqa: PLC0415 - see above
-
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        """Compute them from the log-probability and the rank that the engine returns for each token of a prompt."""
+        params = _sampling(max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
         given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
         # With adapters, vLLM 0.32 mistakes the tokens of several prompts for those of one, and fails.
         batches = [[each] for each in given] if self.engine.adapter else [given]
@@ -132,16 +123,7 @@ class VllmModel:
         return sums
 
     def close(self) -> None:
-        """End the engine's processes, which hold the memory of the GPUs."""
         self.engine.close()
-
-    def text_of(self, completion: Sequence[int], *, is_raw: bool = False) -> str:
-        """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
-        return self.generation.text_of(self.tokenizer, completion, is_raw=is_raw)
-
-    def is_ended(self, completion: Sequence[int]) -> bool:
-        """Tell whether a completion has its end token."""
-        return bool(completion) and completion[-1] in self.generation.end_tokens
 
 
 def load_with_vllm(source: ModelSource) -> VllmModel:
@@ -160,4 +142,256 @@ def load_with_vllm(source: ModelSource) -> VllmModel:
         generation = Generation.of(tokenizer, weights)
     # "vllm": only the settings of each request apply, not those of the folder.
     engine = start_engine(folder, weights, generation_config="vllm")
-    return VllmModel(source.label, engine, tokenizer, generation, weights)
+    return VllmModel(source.label, tokenizer, generation, engine, weights)
+
+
+# --- The engine ----------------------------------------------------------------------------------
+
+
+_LOGGING_LEVEL = "VLLM_LOGGING_LEVEL"
+_DEAD = "EngineDeadError"
+"""vLLM's exception, of `vllm.v1.engine.exceptions`, if a process of its engine ended."""
+_NUM_LINES = 8
+_PREFIX = re.compile(r"^(?:\([^()]* pid=\d+\) ?)*(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
+"""Process, level, time, and place in vLLM's code at the start of a line of its logs."""
+
+
+class VllmError(TrainingError):
+    """vLLM or a process of its engine failed; `last_lines` are what the engine wrote before.
+
+    Closes `stderr`: the engine is not used any more.
+    """
+
+    def __init__(self, what: str, *, meaning: str, fix: str, stderr: IO[bytes]) -> None:
+        with stderr:
+            stderr.seek(0)
+            text = stderr.read().decode(errors="replace")
+        lines = [line for each in text.splitlines() if (line := _PREFIX.sub("", each).rstrip())]
+        self.last_lines = lines[-_NUM_LINES:]
+        below = ["the engine's last lines:", *self.last_lines] if lines else []
+        super().__init__(what, meaning=meaning, fix="\n".join([fix, *below]))
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """vLLM's engine with a model.
+
+    Attributes:
+        llm: vLLM's `LLM`.
+        adapter: vLLM's `LoRARequest` for adapters; None for a full model.
+        stderr: what the engine's processes write to stderr.
+    """
+
+    llm: Any
+    adapter: Any
+    stderr: IO[bytes]
+
+    def generate(self, prompts: Sequence[Any], params: Any) -> list[Any]:
+        """Return vLLM's output for each prompt.
+
+        Raises:
+            VllmError: the engine ended, or refuses a prompt.
+        """
+        try:
+            outputs: list[Any] = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
+        except Exception as error:
+            is_dead = type(error).__name__ == _DEAD
+            raise VllmError(
+                f"vLLM's engine {'ended' if is_dead else 'failed'} while generating: {one_line(error)}",
+                meaning="usually a GPU or this machine is out of memory, or a kernel fails on this GPU"
+                if is_dead
+                else "it does not take these prompts or settings, for example for want of memory for so long a prompt",
+                fix="repeat the command with --engine transformers, or with a smaller --batch-size; completions in an "
+                "--output file are kept",
+                stderr=self.stderr,
+            ) from error
+        return outputs
+
+    def close(self) -> None:
+        """End the engine's processes, which hold the memory of the GPUs."""
+        self.llm.llm_engine.engine_core.shutdown()
+        self.stderr.close()
+
+
+def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
+    """Start vLLM's engine, sharded over the GPUs of this machine.
+
+    Args:
+        folder: a full model, or adapters in peft's layout.
+        base: the folder of the full weights; the same one for a full model.
+        options: further arguments of `LLM`.
+
+    Raises:
+        VllmError: vLLM can't load the model.
+    """
+    is_quiet = _LOGGING_LEVEL not in os.environ  # else the user reads along
+    os.environ.setdefault(_LOGGING_LEVEL, "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # by default it logs to stdout
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the engine's processes write to it as long as they live
+    try:
+        with _stderr_to(stderr) if is_quiet else nullcontext():
+            llm, adapter = _load(folder, base, options)
+    except Exception as error:  # vLLM and its workers may raise any exception
+        raise VllmError(
+            f"vLLM can't load {folder}: {one_line(error)}",
+            meaning="it does not know the model, or has too little memory for it",
+            fix="leave --engine out, or try --engine transformers",
+            stderr=stderr,
+        ) from error
+    engine = VllmEngine(llm, adapter, stderr)
+    weakref.finalize(engine, stderr.close)  # commands that use it to their end don't close it
+    return engine
+
+
+def _sampling(**settings: Any) -> Any:
+    """Return vLLM's settings of a request, greedy by default, for completions as tokens."""
+    from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
+
+    return SamplingParams(**{"temperature": 0.0, "detokenize": False} | settings)
+
+
+def _load(folder: Path, base: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    from vllm import LLM  # noqa: PLC0415 - only installed where vLLM runs the model
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+    adapter = None
+    if folder != base:
+        rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
+        options |= {
+            "enable_lora": True,
+            "max_lora_rank": next((each for each in VLLM_LORA_RANKS if each >= rank), rank),
+        }
+        adapter = LoRARequest("trained", 1, str(folder))
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    llm = LLM(
+        model=str(base),
+        tokenizer=str(folder if has_tokenizer else base),
+        tensor_parallel_size=_num_shards(base),
+        enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
+        **options,
+    )
+    return llm, adapter
+
+
+def _num_shards(base: Path) -> int:
+    """Return the largest number of GPUs here that divides the attention heads, as vLLM requires."""
+    config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
+    heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
+    return next(each for each in range(max(1, torch.cuda.device_count()), 0, -1) if heads % each == 0)
+
+
+@contextmanager
+def _stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """Send the stderr of this process to a file; processes that it starts meanwhile keep the file."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+# --- Verify an export ----------------------------------------------------------------------------
+
+
+_TOLERANCE = 1e-3
+"""Largest error of log-probabilities in fp32, as `verify_export.TOLERANCE` is that of logits; measured: see
+docs/use-the-model.md."""
+_ROUNDED_TOLERANCE = 5e-2
+"""The same on GPUs, where vLLM computes in the dtype of the files: its attention kernels take no fp32."""
+_NUM_TOKENS = 4
+
+
+def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
+    """Load an export as `vllm serve` does, and compare what the engine computes with the record.
+
+    vLLM silently drops tensors of an adapter that it does not know, and then serves the base model. So the
+    log-probabilities must be the trained model's, and not the base's.
+    """
+    try:
+        base = folder if record.kind == "model" else fetch_model(str(record.base), record.revision).folder
+        longest = max(len(prompt.tokens) for prompt in record.prompts)
+        engine = start_engine(
+            folder,
+            base,
+            generation_config=str(folder),
+            dtype="auto" if torch.cuda.is_available() else "float32",
+            max_model_len=2 * longest + _NUM_TOKENS,  # another template may render longer prompts
+            max_logprobs=-1,
+        )
+        with closing(engine):
+            return [*_check_logprobs(engine, record), _check_end(engine, record), _check_template(engine, record)]
+    except NotFoundError:
+        raise
+    except VllmError as error:
+        return [Check("vLLM: loads", ": ".join((error.what, *error.last_lines[-1:])), passed=False)]
+    except Exception as error:  # noqa: BLE001 - vLLM and its workers raise anything
+        return [Check("vLLM: loads", f"{type(error).__name__}: {one_line(error)}", passed=False)]
+
+
+def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
+    trained = _logprobs(record.exported or record.trained or [])
+    found = _engine_logprobs(engine, record)
+    error, tolerance = distance(found, trained), _ROUNDED_TOLERANCE if torch.cuda.is_available() else _TOLERANCE
+    checks = []
+    if record.untrained is not None:
+        untrained = _logprobs(record.untrained)
+        effect, from_base = distance(untrained, trained), distance(found, untrained, trained)
+        tolerance = min(tolerance, CLOSER_THAN_BASE * effect)
+        text = f"differ by {from_base:.2g}, as trained: {effect:.2g}"
+        checks.append(Check("vLLM: and the base model's", text, passed=from_base > error))
+    text = f"log-probabilities differ by {error:.2g}, tolerance {tolerance:.2g}"
+    return [*checks, Check("vLLM: and the trained model's", text, passed=error <= tolerance)]
+
+
+def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> Logits:
+    """Return log-probabilities, from logits with their log-sum-exp last, of all tokens but each prompt's last."""
+    return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
+
+
+def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> Logits:
+    """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
+    columns = record.columns
+    params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)
+    found = []
+    for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
+        given = {"prompt_token_ids": list(prompt.tokens)}
+        (output,) = engine.generate([given], params)
+        flat = output.prompt_logprobs
+        rows = []
+        for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
+            values = dict(zip(flat.token_ids[first:last], flat.logprobs[first:last], strict=True))
+            rows.append([values[column] for column in columns])
+        found.append(rows)
+    return found
+
+
+def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
+    """Have the engine generate nothing but an end token: it must stop at the first one."""
+    prompt, missed = {"prompt_token_ids": list(record.prompts[0].tokens)}, []
+    for end in record.end_tokens:
+        params = _sampling(max_tokens=_NUM_TOKENS, allowed_token_ids=[end])
+        (output,) = engine.generate([prompt], params)
+        if output.outputs[0].finish_reason != "stop" or len(output.outputs[0].token_ids) != 1:
+            missed.append(str(end))
+    if missed:
+        return Check("vLLM: end of turn", f"does not stop at token {', '.join(missed)}", passed=False)
+    return Check("vLLM: end of turn", f"stops at {', '.join(map(str, record.end_tokens))}", passed=True)
+
+
+def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
+    """Have the engine render the record's conversations as its server does."""
+    open_prompts = [prompt for prompt in record.prompts if prompt.asks]
+    params = _sampling(max_tokens=1)
+    messages = [prompt.messages for prompt in open_prompts]
+    outputs = engine.llm.chat(messages, params, use_tqdm=False, lora_request=engine.adapter) if messages else []
+    wrong = sum(
+        tuple(output.prompt_token_ids) != prompt.tokens for output, prompt in zip(outputs, open_prompts, strict=True)
+    )
+    text = f"renders {plural(len(messages), 'prompt')} as in training"
+    if wrong:
+        text = f"{wrong} of {len(messages)} prompts rendered differently than in training"
+    return Check("vLLM: chat template", text, passed=not wrong)

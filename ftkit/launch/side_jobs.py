@@ -223,7 +223,7 @@ def plan_evaluation(
 
     Args:
         plan: plan of the run.
-        settings: settings of the evaluation, as JSON (`ftkit.evaluate.job.EvaluationSettings`).
+        settings: settings of the evaluation, as JSON (`ftkit.evaluate.measure.MeasureSettings`).
         num_gpus: GPUs of one node; on CPUs, processes.
         time_limit: Slurm's time limit; the profile's if null.
         file: rows to evaluate on; the validation split if null.

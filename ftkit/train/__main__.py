@@ -11,18 +11,15 @@ import os
 import sys
 import time
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, redact
-from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.lease import held_lease
-from ftkit.runs.manifest import record_start
 from ftkit.runs.storage.beside import copied_beside
-from ftkit.train.launcher import LAUNCHED, faster_imports, follow_launcher, record_failure, redirect_output
+from ftkit.train.launcher import LAUNCHED, RunRank, faster_imports, follow_launcher
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +27,20 @@ log = logging.getLogger(__name__)
 def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run this rank; write its error next to its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
-    rank = int(os.environ["RANK"])
+
+    def report(reason: Exception) -> None:
+        if isinstance(reason, FtkitError):
+            log.error("%s", reason)
+        else:
+            log.error("rank %d failed", rank.rank, exc_info=reason)
+
+    rank = RunRank(layout, log.info, report)
     begun = {"starting the ranks": float(os.environ.get(LAUNCHED, time.time())), "importing libraries": time.time()}
-    at_end = ExitStack()  # closed by whichever comes first: the end of training, or torchrun's SIGTERM
-    follow_launcher(at_end.close)
+    follow_launcher(rank.at_end.close)
     _start_logs(layout, rank)
     try:
-        if rank == 0:  # before the run's files are touched; the other ranks wait for this one
-            # Ends immediately if another job takes over the run.
-            held = held_lease(layout, say=log.info, on_loss=lambda error: os._exit(_fail(layout, rank, error)))
-            at_end.enter_context(held)
-            record_start(layout.manifest, num_restarts=num_restarts)
-        with at_end:
+        rank.take_run(num_restarts)  # the other ranks wait for this one
+        with rank.at_end:
             plan = read_plan(layout)
             with faster_imports():
                 import_transformers()
@@ -55,27 +54,16 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
                     import_peft()
             begun["joining the process group"] = time.time()
             record_collectives()
-            if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
-                at_end.enter_context(sampling(layout))
+            rank.sample_gpus(plan.placement)
             context_parallel = plan.recipe.training.context_parallel
             num_replicas = plan.engine.num_replicas
             with init_world(plan.placement, context_parallel, num_replicas) as world:  # all ranks wait for rank 0
-                layout.rank_error(rank).unlink(missing_ok=True)  # left by an earlier start
-                with copied_beside(plan) if rank == 0 else nullcontext():
+                rank.clear_error()
+                with copied_beside(plan) if world.is_first else nullcontext():
                     run_training(plan, world, begun)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
-        return _fail(layout, rank, error)
+        return rank.fail(error)
     return 0
-
-
-def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    def report(reason: Exception) -> None:
-        if isinstance(reason, FtkitError):
-            log.error("%s", reason)
-        else:
-            log.error("rank %d failed", rank, exc_info=error)
-
-    return record_failure(layout, rank, error, report)
 
 
 def check() -> int:
@@ -106,17 +94,14 @@ class _WithoutSecrets(logging.Formatter):
         return redact(super().format(record), os.environ)
 
 
-def _start_logs(layout: RunLayout, rank: int) -> None:
+def _start_logs(layout: RunLayout, rank: RunRank) -> None:
     """Send this rank's output to its own log; rank 0 also logs to the job's log."""
-    layout.logs.mkdir(parents=True, exist_ok=True)
-    path = layout.rank_log(rank)
-    handlers: list[logging.Handler] = [logging.FileHandler(path)]
-    if rank == 0:
+    rank.redirect_output()
+    handlers: list[logging.Handler] = [logging.FileHandler(layout.rank_log(rank.rank))]
+    if rank.rank == 0:
         handlers.append(logging.StreamHandler())
-    else:
-        redirect_output(path)
     for handler in handlers:
-        handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank.rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)
     logging.captureWarnings(True)  # noqa: FBT003
     warnings.simplefilter("once")

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +27,11 @@ from ftkit import process
 from ftkit.data.imports import UNUSED as OF_TRANSFORMERS
 from ftkit.data.imports import keep_bytecode, without_packages
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
+from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.lease import FolderHeldError, is_held_by_another_job, revoke_if_dead
+from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job, revoke_if_dead
+from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ftkit.planning.job import PlacementPlan
 
 log = logging.getLogger(__name__)
 
@@ -221,23 +225,55 @@ def _wait_for_sigterm(launcher: int, on_end: Callable[[], None]) -> None:
     os._exit(TERMINATED)
 
 
-def redirect_output(path: Path) -> None:
-    """Append the output of this process to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
+class RunRank:
+    """A rank of a run, of ftkit's trainer or of a user's script: its log, the run's lease, GPU samples, and its error.
 
+    Attributes:
+        at_end: closed at the end of the run, or at torchrun's SIGTERM.
+    """
 
-def record_failure(layout: RunLayout, rank: int, error: Exception, say: Callable[[Exception], None]) -> int:
-    """Report and record the error that ended a rank, unless another job has the run; return the exit code."""
-    reason = as_user_error(error)
-    say(reason)
-    if isinstance(reason, FtkitError) and (path := os.environ.get("FTKIT_NO_RESTART_FILE")):  # it would recur
-        with suppress(OSError):
-            Path(path).touch()
-    if isinstance(reason, FolderHeldError) or is_held_by_another_job(layout):
-        return reason.exit_code if isinstance(reason, FtkitError) else 1
-    return record_rank_error(reason, layout.rank_error(rank), layout.disk_full, rank=rank)
+    def __init__(self, layout: RunLayout, say: Callable[[str], None], report: Callable[[Exception], None]) -> None:
+        """Take functions that write a line, and an error, to the log; nothing is touched yet."""
+        self._layout = layout
+        self._say = say
+        self._report = report
+        self.rank = int(os.environ["RANK"])
+        self.at_end = ExitStack()
+
+    def take_run(self, num_restarts: int) -> None:
+        """Take the run's lease on rank 0, before its files are touched; if another job takes it over, end at once."""
+        if self.rank == 0:
+            held = held_lease(self._layout, say=self._say, on_loss=lambda error: os._exit(self.fail(error)))
+            self.at_end.enter_context(held)
+            record_start(self._layout.manifest, num_restarts=num_restarts)
+
+    def sample_gpus(self, placement: PlacementPlan) -> None:
+        """Sample the GPUs of this node until the end, on its first rank."""
+        if placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
+            self.at_end.enter_context(sampling(self._layout))
+
+    def clear_error(self) -> None:
+        """Delete the error of an earlier start."""
+        self._layout.rank_error(self.rank).unlink(missing_ok=True)
+
+    def redirect_output(self) -> None:
+        """Append the output of this process to its own log, except for rank 0, which writes to the job's log."""
+        self._layout.logs.mkdir(parents=True, exist_ok=True)
+        if self.rank:
+            descriptor = os.open(self._layout.rank_log(self.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, sys.stdout.fileno())
+            os.dup2(descriptor, sys.stderr.fileno())
+
+    def fail(self, error: Exception) -> int:
+        """Report the error that ended this rank; record it unless another job has the run. Return the exit code."""
+        reason = as_user_error(error)
+        self._report(reason)
+        if isinstance(reason, FtkitError) and (path := os.environ.get("FTKIT_NO_RESTART_FILE")):  # it would recur
+            with suppress(OSError):
+                Path(path).touch()
+        if isinstance(reason, FolderHeldError) or is_held_by_another_job(self._layout):
+            return reason.exit_code if isinstance(reason, FtkitError) else 1
+        return record_rank_error(reason, self._layout.rank_error(self.rank), self._layout.disk_full, rank=self.rank)
 
 
 if __name__ == "__main__":

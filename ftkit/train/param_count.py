@@ -27,6 +27,8 @@ from ftkit.train.model.linears import linear_sizes, linears_in_layers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from transformers import PreTrainedModel
+
     from ftkit.config.training import TrainingPlan
 
 
@@ -34,7 +36,7 @@ _OF_AN_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 """Names of experts within a decoder layer if each is a module, as in transformers 4."""
 
 
-def count_modules(model: Any, feed_forward: int) -> ModelCounts:
+def count_modules(model: PreTrainedModel, feed_forward: int) -> ModelCounts:
     """Count the parameters of a model; those of experts also per token (the active ones).
 
     Args:
@@ -74,7 +76,7 @@ def _with_heads(config: dict[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": heads, "head_dim": hidden // heads} | known if heads and hidden else known
 
 
-def _widest(model: Any) -> int:
+def _widest(model: PreTrainedModel) -> int:
     """Return the largest dimension of the decoder layers' matrices, for classes without an `intermediate_size`."""
     matrices = (each.shape for layer in find_decoder_layers(model) for each in layer.parameters() if each.ndim > 1)
     return max((max(shape) for shape in matrices), default=0)

@@ -13,20 +13,17 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError
-from ftkit.health.sampler import sampling
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
-from ftkit.runs.lease import held_lease
-from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import append_record
 from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
-from ftkit.train.launcher import end_with_launcher, record_failure, redirect_output
+from ftkit.train.launcher import RunRank, end_with_launcher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -143,33 +140,37 @@ def say(text: str) -> None:
 def main(plan_path: Path, num_restarts: int = 0) -> int:
     """Run the script in this process; write its error beside its log, for `ftkit status`."""
     layout = RunLayout(plan_path.parent)
+
+    def report(reason: Exception) -> None:
+        if isinstance(reason, FtkitError):
+            say(f"error: {reason}")
+        else:
+            sys.excepthook(type(reason), reason, reason.__traceback__)
+
     _take_signals()
     end_with_launcher()
     plan = read_job_plan(layout)
     if not isinstance(plan, ScriptPlan):
         raise TypeError("the job script starts this module only for scripts")
-    rank = ScriptRank(plan)
-    at_end = ExitStack()
-    _start_logs(layout, rank.rank)
+    rank = RunRank(layout, say, report)
+    script = ScriptRank(plan)
+    logging.captureWarnings(False)  # noqa: FBT003 - the script decides
+    rank.redirect_output()
     try:
-        if rank.rank == 0:
-            held = held_lease(layout, say=say, on_loss=lambda error: os._exit(_fail(layout, 0, error)))
-            at_end.enter_context(held)
-            record_start(layout.manifest, num_restarts=num_restarts)
-        if plan.placement.device == "cuda" and os.environ["LOCAL_RANK"] == "0":
-            at_end.enter_context(sampling(layout))
-        with at_end:
-            layout.rank_error(rank.rank).unlink(missing_ok=True)  # left by an earlier start
+        rank.take_run(num_restarts)
+        rank.sample_gpus(plan.placement)
+        with rank.at_end:
+            rank.clear_error()
             _set_environment(plan)
-            rank.watch_optimizer()
-            rank.watch_stop_file()
+            script.watch_optimizer()
+            script.watch_stop_file()
             code = _run(plan)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
-        rank.check_sharding_after_failure()
-        return _fail(layout, rank.rank, error)
+        script.check_sharding_after_failure()
+        return rank.fail(error)
     if code == 0:
-        rank.record_end()
-    elif not rank.is_stop_requested:
+        script.record_end()
+    elif not script.is_stop_requested:
         with suppress(OSError):
             exit_error = SystemExit(f"the script exited with code {code}")
             write_rank_error(layout.rank_error(rank.rank), RankError.from_exception(exit_error, rank=rank.rank))
@@ -224,24 +225,6 @@ def _set_environment(plan: ScriptPlan) -> None:
         variables = {name: value for name, value in variables.items() if name not in is_fsdp}
         variables["ACCELERATE_USE_CPU"] = "true"
     os.environ.update(variables)
-
-
-def _fail(layout: RunLayout, rank: int, error: Exception) -> int:
-    def report(reason: Exception) -> None:
-        if isinstance(reason, FtkitError):
-            say(f"error: {reason}")
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
-
-    return record_failure(layout, rank, error, report)
-
-
-def _start_logs(layout: RunLayout, rank: int) -> None:
-    """Redirect the output of each rank to its own log, except for the first, which writes to the job's log."""
-    layout.logs.mkdir(parents=True, exist_ok=True)
-    logging.captureWarnings(False)  # noqa: FBT003 - the script decides
-    if rank:
-        redirect_output(layout.rank_log(rank))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.train.components.batches import StepBatch
-from ftkit.train.observers.anomalies import AnomalyWatch
+from ftkit.train.observers.metrics import AnomalyWatch
 from ftkit.train.observers.observer import StepResult, StepTiming
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import CheckpointRecord
 from ftkit.train.checkpoint import saving
 from ftkit.train.checkpoint.loading import load_newest, read_state
-from ftkit.train.checkpoint.saving import Checkpointer
+from ftkit.train.checkpoint.saving import Checkpointer, HostSnapshot
 from ftkit.train.components.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -227,3 +227,13 @@ def test_a_run_records_how_long_checkpoints_took_and_blocked_training(finished_r
     assert (in_background.step, last.step) == (10, 20)
     assert in_background.stalled_seconds < in_background.seconds
     assert last.stalled_seconds == last.seconds
+
+
+def test_a_snapshot_of_as_many_tensors_with_other_shapes_gets_other_buffers(world: World) -> None:
+    snapshot = HostSnapshot(world)
+    snapshot.take({"weight": torch.zeros(6), "moment": torch.zeros(2, 3)})
+    second = snapshot.take({"weight": torch.ones(3), "moment": torch.ones(1, dtype=torch.int64)})
+    assert torch.equal(second["weight"], torch.ones(3))
+    assert second["moment"].dtype == torch.int64
+    again = snapshot.take({"weight": torch.zeros(3), "moment": torch.zeros(1, dtype=torch.int64)})
+    assert again["weight"].data_ptr() == second["weight"].data_ptr()

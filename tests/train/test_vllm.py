@@ -74,7 +74,7 @@ def small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failed_checks(folder: Path) -> list[str]:
-    from ftkit.evaluate.verify_vllm import verify_with_vllm
+    from ftkit.evaluate.vllm import verify_with_vllm
 
     checks = verify_with_vllm(folder, read_record(folder))
     gc.collect()  # the engine

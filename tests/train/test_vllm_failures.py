@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from ftkit.cli.main import cli
 from ftkit.evaluate.verify_export import read_record
-from ftkit.evaluate.verify_vllm import verify_with_vllm
-from ftkit.evaluate.vllm_engine import VllmError, start_engine
+from ftkit.evaluate.vllm import VllmError, start_engine, verify_with_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -286,9 +286,10 @@ class HostSnapshot:
     @torch.no_grad()
     def take(self, state: State) -> State:
         """Return the state, nested dictionaries and lists, with each tensor in host memory."""
-        tensors = find_tensors(state)
-        if len(tensors) != len(self._buffers):  # a parameter that never got a gradient has no optimizer state yet
-            self._buffers = [empty_pinned_like(local_tensor(tensor)) for tensor in tensors]
+        tensors = [local_tensor(tensor) for tensor in find_tensors(state)]
+        # A parameter that never got a gradient has no optimizer state yet, so later states may have more tensors.
+        if [_layout(tensor) for tensor in tensors] != [_layout(buffer) for buffer in self._buffers]:
+            self._buffers = [empty_pinned_like(tensor) for tensor in tensors]
         buffers = iter(self._buffers)
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -301,9 +302,13 @@ class HostSnapshot:
             )
 
         copied: State = map_instances(torch.Tensor, copy, state)
-        if torch.cuda.is_available():
+        if self._world.device.type == "cuda":
             torch.cuda.synchronize()  # host sync: the next step would change tensors during their copy
         return copied
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def state_bytes(state: State) -> int:

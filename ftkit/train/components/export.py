@@ -1,64 +1,49 @@
-"""Export trained weights in Hugging Face's layout, or peft's for adapters, with a record of their logits."""
+"""Export trained weights in Hugging Face's layout, or peft's for adapters, with a record of their logits.
+
+ftkit's modules compute the record from the weights of the checkpoint, before anything is written. `ftkit verify` loads
+the files with transformers and peft, in another process. So the two share only the tokenizer's text.
+"""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import sys
-from collections import ChainMap, defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.config.recipe import RecipePlan
+from ftkit.config.training import Precision
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
 from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
-from ftkit.process import num_usable_cpus
 from ftkit.runs.card import read_license, write_card
-from ftkit.train.checkpoint.weight_files import write_weights
-from ftkit.train.components.batches import computed_ahead
-from ftkit.train.components.export_record import (
-    ExportRecord,
-    make_prompts,
-    sample_columns,
-    streamed_logits,
-    tokenizer_digests,
-)
-from ftkit.train.components.generation import Generation, end_token_setting
+from ftkit.runs.checkpoints import SavedFile
+from ftkit.train.components.export_files import rounded, write_model, write_weights
+from ftkit.train.components.generation import Generation, Prompt, end_token_setting, make_prompts, tokenizer_digests
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.expert_adapters import transposed_experts
 from ftkit.train.model.linears import transposed_weights
-from ftkit.train.model.lora import (
-    AdaptedTensors,
-    MergedTensors,
-    is_adapter,
-    peft_config,
-    peft_names,
-    prepare_method,
-)
+from ftkit.train.model.lora import AdaptedTensors, MergedTensors, is_adapter, peft_config, peft_names, prepare_method
 from ftkit.train.model.peft_names import find_text, to_peft
-from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
+from ftkit.train.model.weight_conversion import LazyTensors
 from ftkit.train.model.weights import PretrainedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from ftkit.config.training import Precision
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.checkpoints import SavedFile
     from ftkit.train.engine import Engine
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
-_MAX_THREADS = 4
-"""Threads that compute tensors: more would compute faster than disks write, and hold more tensors."""
 _MAX_RECORDED_PARAMETERS = 4 * 10**9
 """Parameters of the largest model whose logits are recorded after training: on a CPU, while the GPUs are idle."""
 
@@ -192,9 +177,7 @@ class Exporter:
                 fix="download the base model again",
             )
         config = self._parts.config.text
-        units = _units(self._plain, weights, dtype)
-        declared = _declared(self._plain, units, dtype)
-        files = write_weights(declared, _as_stored(self._plain, weights, units, dtype), folder)
+        files = write_model(self._plain, weights, dtype, folder)
         end_tokens = end_token_setting(self._parts.generation.end_tokens)
         config_for_export(config, type(self._plain).__name__, dtype, end_tokens).save_pretrained(folder)
         return files
@@ -258,61 +241,6 @@ class Exporter:
         return self._base
 
 
-def _units(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[list[str]]:
-    """Group tensors that are converted together to the layout of files: each alone, or those of a decoder layer.
-
-    Larger dtypes come first, as in the files.
-    """
-    tensors = dict((*model.named_buffers(), *model.named_parameters()))
-    layers = find_decoder_layers(model)
-    prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
-    if not converts_layout(model):
-        prefixes = []
-    units = defaultdict(list)
-    for name in names:
-        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)
-        units[_rounded(tensors[name].to("meta"), dtype).element_size(), prefix].append(name)
-    return [units[key] for key in sorted(units, key=lambda key: -key[0])]
-
-
-def _declared(model: PreTrainedModel, units: Iterable[Sequence[str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of the files, on the meta device."""
-    tensors = dict((*model.named_buffers(), *model.named_parameters()))
-    stored: dict[str, torch.Tensor] = {}
-    for unit in units:
-        stored |= split_as_stored(model, {name: _rounded(tensors[name].to("meta"), dtype) for name in unit})
-    return stored
-
-
-def _as_stored(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], units: Iterable[Sequence[str]], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors in the layout of files on the hub.
-
-    The next units are computed in parallel, each by one thread, while one is written. The operations are short: on a
-    loaded machine, several threads per operation spend most of their time waiting for each other.
-    """
-
-    def compute(unit: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        return split_as_stored(model, {name: _rounded(weights[name], dtype) for name in unit})
-
-    size = min(_MAX_THREADS, num_usable_cpus())
-    with one_thread_per_operation(), ThreadPoolExecutor(size) as threads:
-        for tensors in computed_ahead(threads, compute, units, size):
-            yield from tensors.items()
-
-
-@contextmanager
-def one_thread_per_operation() -> Iterator[None]:
-    """Have torch compute each CPU operation in the calling thread alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _RoundedTensors(LazyTensors):
     """Tensors in the dtype of an export; each is rounded on access."""
 
@@ -321,8 +249,135 @@ class _RoundedTensors(LazyTensors):
         self._tensors, self._dtype = tensors, dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return _rounded(self._tensors[name], self._dtype)
+        return rounded(self._tensors[name], self._dtype)
 
 
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+# --- The record ----------------------------------------------------------------------------------
+
+
+_NUM_COLUMNS = 256
+_SIGNIFICANT_DIGITS = 7
+Logits = list[list[list[float]]]
+"""Per prompt and token: logits of some tokens of the vocabulary, then the log-sum-exp of all."""
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """The source of an export, and its expected logits: ftkit-export.json.
+
+    Attributes:
+        base: hub id or folder of the pretrained model; None if training began with random weights.
+        end_tokens: tokens that end a completion; the trained one is the first.
+        trained: per prompt and token, logits of `columns` of the vocabulary, and the log-sum-exp of all of them; None
+            if there is no base model to compute them with.
+        untrained: the same for the base model.
+        exported: the same for the trained weights rounded to `precision`; None if that changes nothing.
+        columns: tokens of the vocabulary whose logits are recorded.
+    """
+
+    run: str
+    step: int
+    kind: Literal["model", "adapters"]
+    precision: Precision
+    base: str | None
+    revision: str | None
+    end_tokens: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    trained: Logits | None
+    untrained: Logits | None
+    files: dict[str, SavedFile]
+    exported: Logits | None
+    columns: tuple[int, ...]
+    tokenizer: dict[str, str]
+    version: Literal[1]
+    """Of the record's fields and their meaning; a record with another version is refused."""
+
+
+@torch.no_grad()
+def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
+    """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
+
+    Rows are padded on their right without a mask: in a causal model no token sees what follows.
+    """
+    prompts = record.prompts
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
+    logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
+    kept = torch.cat([logits[..., list(record.columns)], logits.logsumexp(-1, keepdim=True)], -1).tolist()
+    return [
+        [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
+        for row, prompt in zip(kept, prompts, strict=True)
+    ]
+
+
+def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens whose logits are kept: evenly spaced ones, and end tokens."""
+    evenly_spaced = torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long().tolist()
+    return tuple(sorted({*evenly_spaced, *(token for token in end_tokens if token < vocab_size)}))
+
+
+def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
+    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
+
+    `model` is a transformers model on the meta device, with adapters or without; `tensors` are its parameters, and the
+    buffers that are in files, by its names.
+    """
+    resident, units = _units(model)
+    for name, buffer in model.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])
+    hooks = []
+    for prefix, own in units.items():
+        module = model.get_submodule(prefix)
+        hooks.append(module.register_forward_pre_hook(lambda *_, own=own: _fill(model, tensors, own)))
+        hooks.append(module.register_forward_hook(lambda *_, own=own: _empty(model, own)))
+    model.eval()
+    try:
+        _fill(model, tensors, resident)
+        return sample_logits(model, record)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for own in (resident, *units.values()):
+            _empty(model, own)
+        cast("PreTrainedModel", model).tie_weights()
+
+
+def streamed_bytes(model: nn.Module) -> int:
+    """Return the bytes of the most weights that `streamed_logits` holds at a time."""
+    resident, units = _units(model)
+    held = [sum(model.get_parameter(name).numel() for name in own) for own in units.values()]
+    return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))
+
+
+def _units(model: nn.Module) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Group parameters: those that stay in memory, and those of each decoder layer and of each table of tokens.
+
+    Each name comes with the first name of its parameter: tables may be tied, and layers may share parameters.
+    """
+    first_names: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
+    causal_lm = cast("PreTrainedModel", model)
+    owners = [*find_decoder_layers(model), causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    prefixes = [prefix for prefix, module in model.named_modules() if any(module is owner for owner in owners)]
+    units = {
+        prefix: {name: first for name, first in names.items() if name.startswith(f"{prefix}.")} for prefix in prefixes
+    }
+    resident = {name: first for name, first in names.items() if not any(name in own for own in units.values())}
+    return resident, units
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
+    for name, source in names.items():
+        _set(model, name, tensors[source].float())
+
+
+def _empty(model: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        _set(model, name, torch.empty_like(model.get_parameter(name), device="meta"))
+
+
+def _set(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    owner, _, own_name = name.rpartition(".")
+    setattr(model.get_submodule(owner), own_name, nn.Parameter(values, requires_grad=False))

@@ -1,7 +1,9 @@
-"""Generation settings of the trained model, for ftkit's evaluation and for the export."""
+"""How the trained model generates, in ftkit's evaluation and once exported: end tokens, settings, rendered prompts."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_end_tokens
+from ftkit.data.limits import NamedTemplate, run_limited
+from ftkit.data.rendering import name_of_template
 from ftkit.data.tasks.metrics import Completion
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
@@ -63,7 +67,9 @@ class Generation:
             pad_token_id=tokenizer.pad_token_id,
         )
 
-    def to_completion(self, tokenizer: Any, completion: list[int], reference: list[int] | None) -> Completion:
+    def to_completion(
+        self, tokenizer: PreTrainedTokenizerBase, completion: list[int], reference: list[int] | None
+    ) -> Completion:
         """Return a completion for metrics, with the reference from the data."""
         return Completion(
             self.up_to_end(completion),
@@ -73,7 +79,7 @@ class Generation:
             None if reference is None else self.text_of(tokenizer, reference, is_raw=True),
         )
 
-    def text_of(self, tokenizer: Any, completion: Sequence[int], *, is_raw: bool = False) -> str:
+    def text_of(self, tokenizer: PreTrainedTokenizerBase, completion: Sequence[int], *, is_raw: bool = False) -> str:
         """Return a completion as text, without its end token; `is_raw` keeps other special tokens."""
         return str(tokenizer.decode(self.up_to_end(list(completion)), skip_special_tokens=not is_raw)).strip()
 
@@ -111,3 +117,73 @@ class Generation:
     def save(self, folder: Path) -> None:
         """Write `generation_config.json`, including settings from the hub that transformers refuses to write."""
         write_json(folder / GENERATION_FILE, self.settings)
+
+
+# --- Fixed prompts ---------------------------------------------------------------------------------
+
+
+_CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "List the primes below 20, and add them up."),),
+    (("user", "Hello!"), ("assistant", "Hi. What can I do?"), ("user", "SELECT 1 + 1;")),
+    (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
+)
+"""Fixed prompts without training data, since an export may be published."""
+_PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the chat template of training renders it, with a generation prompt after a user's turn.
+
+    Turns have a role and a content; without any, `text` is plain.
+    """
+
+    turns: tuple[tuple[str, str], ...]
+    text: str
+    tokens: tuple[int, ...]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The turns in the form of a chat template's input."""
+        return [{"role": role, "content": content} for role, content in self.turns]
+
+    @property
+    def asks(self) -> bool:
+        """Whether the assistant's turn is next."""
+        return bool(self.turns) and self.turns[-1][0] == "user"
+
+
+def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
+    """Render the fixed conversations with a tokenizer's chat template; without one, use plain texts."""
+    if tokenizer.chat_template is None:
+        return tuple(Prompt((), text, tuple(tokenizer(text)["input_ids"])) for text in _PLAIN_TEXTS)
+    prompts = []
+    for turns in _CONVERSATIONS:
+        empty = Prompt(turns, "", ())
+        text = render(tokenizer, empty)
+        prompts.append(Prompt(turns, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+    return tuple(prompts)
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Render a conversation with a tokenizer's chat template, as transformers does.
+
+    Raises:
+        DataError: the template reaches a limit.
+    """
+    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
+    return run_limited(template, _render, tokenizer, prompt)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
+    return str(text)
+
+
+def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, in which versions of libraries agree.
+
+    The fixed conversations use only a part of both: they have no tools, for example.
+    """
+    parts = {"chat template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
+    return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}

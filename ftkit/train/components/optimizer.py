@@ -149,7 +149,7 @@ class HostStateAdamW(FusedAdamW):
         state = self.state[parameter]
         for name in _MOMENTS:
             if name in state:
-                state[name] = state[name].to(device)
+                state[name] = state[name].to(device)  # host sync: pageable memory, so that nothing reads it early
 
 
 def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float:

@@ -24,7 +24,7 @@ from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluati
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from ftkit.config.recipe import SinkName, TrackingSpec
@@ -239,7 +239,9 @@ TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
 
 @contextmanager
 def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that sends a record to the trackers; on ranks other than 0 it does nothing.
+    """Yield a function that sends a record to the trackers: first a start record, last an end record.
+
+    On ranks other than 0 it does nothing.
 
     Raises:
         PrerequisiteError: a tracker's package, key or address is missing.
@@ -260,17 +262,6 @@ def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callabl
         deadline = time.monotonic() + CLOSE_SECONDS
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-
-
-def send_late(plan: RunPlan, records: Iterable[Record]) -> None:
-    """Send late records of a run whose trainer has ended; the first must be a start record, the last an end record.
-
-    Raises:
-        PrerequisiteError: a tracker's package, key or address is missing.
-    """
-    with open_trackers(plan) as send:
-        for record in records:
-            send(record)
 
 
 def check_trackers(tracking: TrackingSpec) -> None:

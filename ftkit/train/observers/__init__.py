@@ -6,8 +6,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit.train.model.build import find_decoder_layers
-from ftkit.train.observers.anomalies import AnomalyWatch
-from ftkit.train.observers.metrics import MfuMeter, StepMetrics, StepReporter, Stopwatch
+from ftkit.train.observers.metrics import AnomalyWatch, MfuMeter, StepMetrics, StepReporter, Stopwatch
 from ftkit.train.observers.observer import Observer, Observers
 from ftkit.train.observers.profiler import Profiler
 from ftkit.train.observers.progress import with_evaluation

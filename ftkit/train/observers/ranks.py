@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -166,7 +166,7 @@ _WRITE_SECONDS = 60.0
 # --- Stragglers ----------------------------------------------------------------------------------
 
 
-Mark = Any
+Mark = torch.cuda.Event | float
 """A CUDA event on the compute stream of a GPU, or seconds on the clock of a CPU."""
 
 
@@ -199,9 +199,11 @@ class LayerMarks:
 
     def seconds(self, marks: list[Mark]) -> tuple[float, float]:
         """Return the seconds in layers, and of waiting before them. The device must be past all marks."""
-        between = [
-            first.elapsed_time(second) / 1000 if self._is_cuda else second - first for first, second in pairwise(marks)
-        ]
+        if self._is_cuda:
+            events = cast("list[torch.cuda.Event]", marks)
+            between = [first.elapsed_time(second) / 1000 for first, second in pairwise(events)]
+        else:
+            between = [second - first for first, second in pairwise(cast("list[float]", marks))]
         return sum(between[1::3]), sum(between[::3])
 
 

@@ -77,7 +77,7 @@ def load_offloaded(module: nn.Module) -> None:
     """Load the weights of a module that accelerate keeps on the disk, as its forward would.
 
     `_hf_hook`, accelerate 1.0 to 1.15; transformers' `force_accelerate_hooks` uses it too. If it goes: refuse DoRA in
-    `ftkit.evaluate.streamed_model`, the only caller.
+    `ftkit.evaluate.verify_export`, the only caller.
     """
     module._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]  # noqa: SLF001
 

@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +20,20 @@ import torch
 from ftkit.errors import TrainingError
 from ftkit.files import sync, write_json
 from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
+from ftkit.process import num_usable_cpus
 from ftkit.runs.checkpoints import SavedFile
+from ftkit.train.components.batches import computed_ahead
+from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.weight_conversion import converts_layout, split_as_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
+_MAX_THREADS = 4
+"""Threads that compute tensors: more would compute faster than disks write, and hold more tensors."""
 _SHARD_BYTES = 2 * 2**30
 _PIECE_BYTES = 2**23
 """Bytes that are hashed and written at a time: they are read from memory once, and then from a CPU's cache."""
@@ -137,3 +147,77 @@ def _header(declared: Mapping[str, torch.Tensor]) -> bytes:
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+
+
+# --- Models --------------------------------------------------------------------------------------
+
+
+def write_model(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path
+) -> dict[str, SavedFile]:
+    """Write a model's weights in the layout of files on the hub, rounded to `dtype`; return sizes and digests.
+
+    `weights` are by the model's names, each computed on access.
+    """
+    units = _units(model, weights, dtype)
+    return write_weights(_declared(model, units, dtype), _as_stored(model, weights, units, dtype), folder)
+
+
+def _units(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> list[list[str]]:
+    """Group tensors that are converted together to the layout of files: each alone, or those of a decoder layer.
+
+    Larger dtypes come first, as in the files.
+    """
+    tensors = dict((*model.named_buffers(), *model.named_parameters()))
+    layers = find_decoder_layers(model)
+    prefixes = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    if not converts_layout(model):
+        prefixes = []
+    units = defaultdict(list)
+    for name in names:
+        prefix = next((prefix for prefix in prefixes if name.startswith(f"{prefix}.")), name)
+        units[rounded(tensors[name].to("meta"), dtype).element_size(), prefix].append(name)
+    return [units[key] for key in sorted(units, key=lambda key: -key[0])]
+
+
+def _declared(model: PreTrainedModel, units: Iterable[Sequence[str]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of the files, on the meta device."""
+    tensors = dict((*model.named_buffers(), *model.named_parameters()))
+    stored: dict[str, torch.Tensor] = {}
+    for unit in units:
+        stored |= split_as_stored(model, {name: rounded(tensors[name].to("meta"), dtype) for name in unit})
+    return stored
+
+
+def _as_stored(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], units: Iterable[Sequence[str]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors in the layout of files on the hub.
+
+    The next units are computed in parallel, each by one thread, while one is written. The operations are short: on a
+    loaded machine, several threads per operation spend most of their time waiting for each other.
+    """
+
+    def compute(unit: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return split_as_stored(model, {name: rounded(weights[name], dtype) for name in unit})
+
+    size = min(_MAX_THREADS, num_usable_cpus())
+    with one_thread_per_operation(), ThreadPoolExecutor(size) as threads:
+        for tensors in computed_ahead(threads, compute, units, size):
+            yield from tensors.items()
+
+
+@contextmanager
+def one_thread_per_operation() -> Iterator[None]:
+    """Have torch compute each CPU operation in the calling thread alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in `dtype` if it is floating-point, else as it is."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

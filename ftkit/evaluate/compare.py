@@ -1,0 +1,321 @@
+"""Compare two models on the same rows, with confidence intervals, or on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
+from ftkit.runs.records import EvaluationRecord, SourceLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from ftkit.data.cases import EvaluationSet
+    from ftkit.data.tasks.metrics import Metric
+    from ftkit.evaluate.load import LoadedModel
+    from ftkit.evaluate.measure import Measured
+
+NUM_RESAMPLES = 2000
+_BATCH_SIZE = 100
+"""Resamples per batch, which bounds the memory."""
+_PERCENTILES = (2.5, 97.5)
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A metric, before and after.
+
+    Attributes:
+        source: source of the rows; empty for all rows.
+        interval: 95% confidence interval of the change; of `after` if there is no `before`.
+        num_cases: number of rows for losses, of completions for other metrics.
+    """
+
+    metric: str
+    source: str
+    before: float | None
+    after: float
+    change: float | None
+    interval: Interval
+    num_cases: int
+    is_part: bool
+    is_lower_better: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A case whose score changed."""
+
+    metric: str
+    where: str
+    prompt: str
+    reference: str | None
+    before: str
+    after: str
+    change: float
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A metric of both models as ratios over rows."""
+
+    name: str
+    source: str
+    after: Ratio
+    before: Ratio | None
+    num_cases: int
+    is_part: bool
+    is_lower_better: bool
+
+
+_LOSSES = (("loss", 0, False), ("perplexity", 0, False), ("token_accuracy", 2, True))
+"""Metrics of labels: name, column of `Measured.loss`, and whether it is a part of the labels; others are better low."""
+
+
+def compare(
+    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None, seed: int
+) -> list[Result]:
+    """Return all metrics with their intervals: losses of all rows and of each source, then those of completions."""
+    return [_result(column, seed) for column in _columns(data, metrics, after, before)]
+
+
+def _columns(
+    data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None
+) -> Iterator[_Column]:
+    sources = list(dict.fromkeys(data.sources))
+    for source in ["", *(sources if len(sources) > 1 else [])]:
+        chosen = np.array([source in ("", each) for each in data.sources])
+        new = after.loss * chosen[:, None]
+        old = None if before is None else before.loss * chosen[:, None]
+        if not new[:, 1].sum():
+            continue
+        num_rows = int((new[:, 1] > 0).sum())
+        for name, place, is_part in _LOSSES:
+            earlier = None if old is None else Ratio(old[:, place], old[:, 1])
+            yield _Column(name, source, Ratio(new[:, place], new[:, 1]), earlier, num_rows, is_part, not is_part)
+    rows = np.array([case.number for case in data.cases], np.int64)
+    for metric in metrics:
+        own = _ratio(rows, after.scores[metric.name], len(data.rows))
+        num_cases = int(own.denominators.sum())
+        if num_cases:
+            earlier = _ratio(rows, before.scores[metric.name], len(data.rows)) if before else None
+            yield _Column(metric.name, "", own, earlier, num_cases, metric.is_part, metric.is_lower_better)
+
+
+def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: int) -> Ratio:
+    applies = np.array([score is not None for score in scores], np.float64)
+    values = np.array([score or 0.0 for score in scores], np.float64)
+    sums = (np.bincount(rows, each, num_rows).astype(np.float64) for each in (values, applies))
+    return Ratio(*sums)
+
+
+def _result(column: _Column, seed: int) -> Result:
+    # exp(loss) overflows above 709.
+    shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.name == "perplexity" else np.asarray
+    value = float(shown(column.after.value))
+    if column.before is None:
+        earlier, interval = None, paired_interval((column.after,), shown, seed)
+    else:
+        earlier = float(shown(column.before.value))
+        pair = (column.after, column.before)
+        interval = paired_interval(pair, lambda after, before: shown(after) - shown(before), seed)
+    change = None if earlier is None else value - earlier
+    return Result(
+        column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
+        column.is_lower_better,
+    )  # fmt: skip
+
+
+def changed_examples(
+    tokenizer: PreTrainedTokenizerBase, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
+) -> list[Example]:
+    """Return the cases whose score changed, largest gains first."""
+    sign = -1 if metric.is_lower_better else 1
+    found = []
+    for number, case in enumerate(data.cases):
+        new, old = after.scores[metric.name][number], before.scores[metric.name][number]
+        if new is None or old is None or new == old:
+            continue
+        completion = after.completions[number]
+        prompt = str(tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
+        earlier = before.completions[number].raw if metric.name.startswith("call") else before.completions[number].text
+        later = completion.raw if metric.name.startswith("call") else completion.text
+        where = data.rows[case.number].where
+        found.append(Example(metric.name, where, prompt, completion.reference, earlier, later, sign * (new - old)))
+    return sorted(found, key=lambda example: -example.change)
+
+
+# --- One model -----------------------------------------------------------------------------------
+
+
+def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
+    """Return a checkpoint's measurements as a record of its run."""
+    values = {(column.name, column.source): column.after.value for column in _columns(data, metrics, measured, None)}
+    loss = values.get(("loss", ""), math.nan)
+    targets = {source: 0 for _, source in values if source}
+    for source, (_, num_targets, _) in zip(data.sources, measured.loss.tolist(), strict=True):
+        if source in targets:
+            targets[source] += int(num_targets)
+    sources = {source: SourceLoss(values["loss", source], count) for source, count in targets.items()}
+    scores = {metric.name: values[metric.name, ""] for metric in metrics if (metric.name, "") in values}
+    return EvaluationRecord(
+        time.time(), step, "job", loss, math.exp(min(loss, 700.0)), scores.get("sql"), (), sources, scores
+    )
+
+
+# --- Confidence intervals --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A metric as a ratio of sums over rows: of losses and tokens, or of scores and turns.
+
+    Attributes:
+        numerators: float64, one for each row.
+        denominators: float64, one for each row; 0 if the metric does not apply to the row.
+    """
+
+    numerators: NDArray[np.float64]
+    denominators: NDArray[np.float64]
+
+    @property
+    def value(self) -> float:
+        """The ratio over all rows."""
+        return float(self.numerators.sum() / self.denominators.sum())
+
+
+def paired_interval(
+    ratios: tuple[Ratio, ...],
+    combine: Callable[..., NDArray[np.float64]],
+    seed: int,
+    num_resamples: int = NUM_RESAMPLES,
+) -> Interval:
+    """Return the 95% interval of a function of ratios over the same rows, by percentiles.
+
+    The rows of a resample are the same for all ratios, so the difficulty of a row cancels in the difference of two
+    models (Efron and Tibshirani 1993, chapter 13). `combine` takes an array for each ratio, of its value in each
+    resample.
+    """
+    rng, num_rows = np.random.default_rng(seed), len(ratios[0].numerators)
+    found = []
+    for begin in range(0, num_resamples, _BATCH_SIZE):
+        size = min(_BATCH_SIZE, num_resamples - begin)
+        drawn = rng.multinomial(num_rows, np.full(num_rows, 1 / num_rows), size=size).astype(np.float64)
+        sums = [(drawn @ ratio.numerators, drawn @ ratio.denominators) for ratio in ratios]
+        # A resample without a row to which the metric applies has no value.
+        is_used = np.all([below > 0 for _, below in sums], axis=0)
+        found.append(combine(*(above[is_used] / below[is_used] for above, below in sums)))
+    low, high = np.percentile(np.concatenate(found), _PERCENTILES)
+    return float(low), float(high)
+
+
+# --- lm-evaluation-harness -------------------------------------------------------------------------
+
+
+_QUANTILE = 1.96
+"""Standard errors of a 95% interval of the normal distribution."""
+
+
+class Harness:
+    """The selected tasks of lm-evaluation-harness."""
+
+    def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
+        """Find tasks by names, groups or patterns, in the harness and in a folder with additional ones as YAML files.
+
+        Raises:
+            PrerequisiteError: the harness is not installed.
+            NotFoundError: it has no such task.
+        """
+        try:
+            from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise PrerequisiteError(
+                f"--harness needs lm-evaluation-harness: {one_line(error)}",
+                meaning="ftkit was installed without it",
+                fix="pip install 'ftkit[harness]'",
+            ) from error
+        for name in ("lm_eval", "lm-eval"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._manager = TaskManager(include_path=None if folder is None else str(folder))
+        unknown = [task for task in tasks if not self._manager.match_tasks([task])]
+        if unknown:
+            raise NotFoundError(
+                f"lm-evaluation-harness has no task '{unknown[0]}'",
+                fix="list them: lm-eval ls tasks; your own tasks: --harness-tasks FOLDER",
+            )
+        self._tasks = self._manager.match_tasks(list(tasks))
+
+    def evaluate(self, model: LoadedModel, limit: int | None, batch_size: int) -> dict[str, Any]:
+        """Return the harness's results for a model, on at most `limit` questions of each task; all if None.
+
+        Raises:
+            DataError: a task can't be loaded or run; most are downloaded from the hub.
+        """
+        from lm_eval import simple_evaluate  # noqa: PLC0415 - an extra
+        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
+
+        with model.inference() as hf_model:
+            try:
+                adapted = HFLM(pretrained=hf_model, tokenizer=model.tokenizer, batch_size=batch_size)
+                found: dict[str, Any] = simple_evaluate(
+                    adapted, tasks=self._tasks, limit=limit, task_manager=self._manager, log_samples=False
+                )
+            except Exception as error:  # tasks contain code and data of others, which may raise anything
+                raise DataError(
+                    f"lm-evaluation-harness failed on {', '.join(self._tasks)}: {one_line(error)}",
+                    meaning="most tasks are downloaded from the Hugging Face hub when they are first used",
+                    fix="check that this machine reaches the hub, and HF_TOKEN for gated data",
+                ) from error
+        return found
+
+
+def compare_harness(after: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Result]:
+    """Return all scores of the harness with intervals from its standard errors.
+
+    Scores before and after are treated as independent, which makes intervals of changes too wide.
+    """
+    results = []
+    for task, scores in after["results"].items():
+        earlier_scores = {} if before is None else before["results"].get(task, {})
+        num_cases = after.get("n-samples", {}).get(task, {}).get("effective", 0)
+        for key, value in scores.items():
+            name, _, variant = key.partition(",")
+            if not variant or name.endswith("_stderr") or not isinstance(value, float | int):
+                continue
+            error_key = f"{name}_stderr,{variant}"
+            earlier = earlier_scores.get(key)
+            middle, error = value, _number(scores.get(error_key))
+            if earlier is not None:
+                middle, error = value - earlier, math.hypot(error, _number(earlier_scores.get(error_key)))
+            is_lower_better = after.get("higher_is_better", {}).get(task, {}).get(name) is False
+            results.append(
+                Result(
+                    metric=f"{task} {name}" + (f" ({variant})" if variant != "none" else ""),
+                    source="",
+                    before=earlier,
+                    after=value,
+                    change=None if earlier is None else middle,
+                    interval=(middle - _QUANTILE * error, middle + _QUANTILE * error),
+                    num_cases=num_cases,
+                    is_part=not is_lower_better and 0 <= value <= 1,
+                    is_lower_better=is_lower_better,
+                )
+            )
+    return results
+
+
+def _number(error: object) -> float:
+    """Return a standard error; NaN if the harness has none."""
+    return float(error) if isinstance(error, float | int) else math.nan
