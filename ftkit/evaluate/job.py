@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.data.cases import EvaluationSet
-    from ftkit.data.tasks.metrics import Metric
+    from ftkit.data.metrics import Metric
     from ftkit.evaluate.load import LoadedModel
     from ftkit.evaluate.measure import MeasureSettings
     from ftkit.evaluate.ranks import Ranks

@@ -161,6 +161,8 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
     ):
         if is_path(path):
             yield key, path
+    if recipe.data.task:
+        yield "data.task", recipe.data.task.file
     template = ("data", "chat_template")
     if is_path(value := str(layers.value(template) or "")):
         yield "data.chat_template", str(absolute_path(value, layers.folder(template)))

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.tasks.metrics import Completion
+from ftkit.data.metrics import Completion
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
