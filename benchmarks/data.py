@@ -161,7 +161,7 @@ def make_plan(folder: Path, source: Path, name: str) -> RunPlan:
         f"data.source={source}", "data.format=auto", "data.chat_template=model", "data.too_long=drop",
         f"model.tokenizer={tokenizer}", "model.architecture.vocab_size=32000",
         f"training.sequence_length={CASES[name].length}", "model.architecture.max_position_embeddings=131072",
-        "evaluation.every_steps=null", "evaluation.sql_execution=null",
+        "evaluation.every_steps=null", "evaluation.generation=null",
     ]  # fmt: skip
     recipe = load_recipe("demo", ctx, overrides)
     cluster = load_cluster("local", ctx).model_copy(update={"device": "cpu", "gpus_per_node": 1})

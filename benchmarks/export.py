@@ -137,7 +137,7 @@ def main() -> None:
         "copy of the files": {"CPU, s": [], "wall, s": []}, "export": {"CPU, s": [], "wall, s": [], "peak, GiB": []}
     }  # fmt: skip
     config, tokenizer = make_config(asked.layers), learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
-    method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.sql_execution=null"]
+    method = ["training.method=lora", "training.lora={rank: 16}", "evaluation.generation=null"]
     spec = load_recipe("demo", Context(Path("/"), Path("/"), {}), method)
     recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
     with tempfile.TemporaryDirectory(dir=asked.folder) as temporary:

@@ -29,7 +29,7 @@ def start(precision: str, gpu: int, options: argparse.Namespace, workspace: Path
     """Start a run with a precision."""
     words = [
         f"training.precision={precision}", f"training.max_steps={options.steps}", "training.log_every_steps=1",
-        "evaluation.sql_execution=null", "training.micro_batch_size=8", *options.overrides,
+        "evaluation.generation=null", "training.micro_batch_size=8", *options.overrides,
     ]  # fmt: skip
     command = [sys.executable, "-m", "ftkit", "run", "demo", "--cluster", "local", "--gpus-per-node", "1"]
     places = {"FTKIT_WORKSPACE": str(workspace / precision), "CUDA_VISIBLE_DEVICES": str(gpu)}

@@ -9,6 +9,8 @@ _INSTALLED = _PACKAGE / "_assets"
 _TOP = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 RECIPES = _PACKAGE / "recipes"
+EXAMPLES = _TOP / "examples"
+"""Recipes with a task, and the tasks."""
 CLUSTERS = _PACKAGE / "clusters"
 ARCHITECTURES = _PACKAGE / "architectures"
 CONTAINERS = _TOP / "containers"

@@ -260,7 +260,7 @@ class _Family:
     def _parts(self, training: TrainingPlan, pretrained: Path | None) -> ExportedParts:
         tokenizer = learn_tokenizer(["SELECT name FROM table"], 300, "chatml")
         ctx = Context(self.folder, self.folder, {})
-        spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
+        spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.generation=null"])
         recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
         recipe = recipe.model_copy(update={"training": training})
         return ExportedParts(recipe, TextConfig(self.config), tokenizer, Generation((2,), {}), pretrained)

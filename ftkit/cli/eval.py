@@ -47,10 +47,10 @@ _MAX_SHOWN = 300
     help=f"""Evaluate a model on rows it was not trained on, and the model before training on the same rows.
 
     Loss, perplexity and token accuracy cover the assistant turns; for rows without completions, the prompts.
-    Completions are scored by --metrics; the default depends on the data: sql (execution accuracy), calls (tool calls by
-    name and arguments, parallel calls, and no call where none is expected), verdict, exact_match; and repetition. Your
-    own metric is module:function; it receives a row and a completion, and returns a number. --metrics loss generates
-    nothing.
+    Completions are scored by --metrics; by default those of the recipe's data.task, calls (tool calls by name
+    and arguments, parallel calls, and no call where none is expected) or exact_match, and repetition. Your own metric
+    is a function of the task, or module:function; it receives a row and a completion, and returns a number.
+    --metrics loss generates nothing.
 
     --harness runs tasks of lm-evaluation-harness instead (pip install 'ftkit[harness]'); most come from the hub.
 
@@ -137,11 +137,12 @@ def command(  # noqa: PLR0913 - one for each option
             terminal, as_json=as_json,
         )  # fmt: skip
         return
-    from ftkit.data.tasks.metrics import choose_metrics
+    from ftkit.data.metrics import choose_metrics
     from ftkit.evaluate.measure import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:
-        choose_metrics(names, [])  # report an unknown metric before a model is loaded
+        task = target.plan.recipe.data.task if target.plan else None
+        choose_metrics(names, [], task)  # report an unknown metric before a model is loaded
     if gpus > 1 and not is_a_rank():
         click.get_current_context().exit(run_ranks(gpus, click.get_current_context().obj))
     with joined_ranks() as ranks:

@@ -93,9 +93,12 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 def search_folders(kind: str, ctx: Context) -> list[Path]:
     """Return the folders in which `kind` is looked up, first match first."""
-    shipped = {"recipe": assets.RECIPES, "cluster": assets.CLUSTERS, "image": assets.CONTAINERS}[kind]
-    folder = {"recipe": "recipes", "cluster": "clusters", "image": "containers"}[kind]
-    return list(dict.fromkeys([ctx.project / folder, ctx.user / folder, shipped]))
+    folder, *shipped = {
+        "recipe": (Path("recipes"), assets.EXAMPLES, assets.RECIPES),
+        "cluster": (Path("clusters"), assets.CLUSTERS),
+        "image": (Path("containers"), assets.CONTAINERS),
+    }[kind]
+    return list(dict.fromkeys([ctx.project / folder, ctx.user / folder, *shipped]))
 
 
 def settings_files(ctx: Context) -> list[Path]:

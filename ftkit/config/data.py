@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ftkit.config.sources import (
     FilesSource,
     FormatString,
+    GeneratedSource,
     JinjaText,
     MixtureSource,
     SingleSource,
@@ -16,6 +17,7 @@ from ftkit.config.sources import (
     is_inline_template,
     variables_of,
 )
+from ftkit.config.task import Task
 from ftkit.paths import is_path
 from ftkit.spec import NonNegativeInt, Spec
 
@@ -133,11 +135,29 @@ class TextFormat(Spec):
         return [self.column]
 
 
+class TaskFormat(Spec):
+    """The prompt and the completion are returned by the functions `prompt(row)` and `completion(row)` of the task."""
+
+    kind: Literal["task"] = "task"
+
+    @property
+    def columns(self) -> list[str]:
+        """No columns: only the task knows which it reads."""
+        return []
+
+
 _AnyFormat = Annotated[
-    AutoFormat | MessagesFormat | AlpacaFormat | DollyFormat | PromptCompletionFormat | JinjaFormat | TextFormat,
+    AutoFormat
+    | MessagesFormat
+    | AlpacaFormat
+    | DollyFormat
+    | PromptCompletionFormat
+    | JinjaFormat
+    | TextFormat
+    | TaskFormat,
     Field(discriminator="kind"),
 ]
-FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text"]
+FormatName = Literal["auto", "messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "task"]
 """Names of formats that need no fields."""
 
 
@@ -197,6 +217,9 @@ class DataSpec(Spec):
     source: Source
     """Source of the rows: a path, an address or a hub id; a list of these, or of mappings `{source: …, weight: …}`; or
     one mapping with a kind."""
+    task: Task | None = None
+    """A Python file with functions that generate, format and score rows, relative to the recipe's folder. Planning
+    doesn't run it; preparation, `ftkit data` and evaluation do."""
     validation: ValidationSpec | None = None
     """The validation split. If null, the source's `num_heldout` or `heldout` define it; without these, there is
     none."""
@@ -267,6 +290,18 @@ class DataSpec(Spec):
             raise ValueError("validation, and the source's num_heldout or heldout, set the same thing: keep one")
         return self
 
+    @property
+    def task_functions(self) -> tuple[str, ...]:
+        """The functions that the task must have."""
+        generates = ("generate",) if isinstance(self.source, GeneratedSource) else ()
+        return generates + (("prompt", "completion") if isinstance(self.format, TaskFormat) else ())
+
+    @model_validator(mode="after")
+    def _has_task(self) -> Self:
+        if self.task is None and self.task_functions:
+            raise ValueError(f"a Python file with {' and '.join(self.task_functions)} is needed: set data.task")
+        return self
+
 
 def _heldout_file(source: SingleSource) -> str | None:
     return source.heldout if isinstance(source, FilesSource) else None
@@ -283,5 +318,7 @@ def describe_format(form: Format) -> str:
             return f"Jinja templates over columns {', '.join(form.columns)}"
         case TextFormat():
             return f"plain text in column '{form.column}'"
+        case TaskFormat():
+            return "prompt and completion of the task"
         case _:
             return form.kind

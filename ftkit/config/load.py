@@ -18,7 +18,16 @@ from ftkit.config.image_reference import parse_image, parse_reference
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.sources import FilesSource, HubSource, MixtureSource, SingleSource, expand_source, is_inline_template
+from ftkit.config.sources import (
+    FilesSource,
+    GeneratedSource,
+    HubSource,
+    MixtureSource,
+    SingleSource,
+    expand_source,
+    is_inline_template,
+)
+from ftkit.config.task import TaskFile
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_small
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ftkit.config.context import Context
+    from ftkit.config.data import DataSpec
 
 SpecT = TypeVar("SpecT", bound=BaseModel)
 
@@ -289,8 +299,8 @@ def _with_absolute_paths(recipe: RecipeSpec, layers: Layers) -> RecipeSpec:
         source = source.model_copy(update={"sources": sources})
     else:
         source = _with_absolute_source(source, absolute, hub_id_or_absolute)
-    template = _template_text(recipe, layers)
-    data = recipe.data.model_copy(update={"source": source, "validation": validation, "chat_template": template})
+    read = {"chat_template": _template_text(recipe, layers), "task": _read_task(recipe.data, layers)}
+    data = recipe.data.model_copy(update={"source": source, "validation": validation, **read})
     return recipe.model_copy(update={"image": image, "model": model, "data": data})
 
 
@@ -300,16 +310,38 @@ def _template_text(recipe: RecipeSpec, layers: Layers) -> str:
     if not is_path(template):
         return template
     path = absolute_path(template, layers.folder(key), layers.origin(key), ".".join(key))
-    try:
-        text = read_small(path).decode()
-        problem = None if is_inline_template(text) else f"{path} is not a chat template: it has no {{{{ or {{%."
-    except OSError as error:
-        problem = f"can't read the chat template {path}: {error.strerror}."
-    except UnicodeDecodeError:
-        problem = f"the chat template {path} is not UTF-8."
-    if problem:
-        raise ConfigError([Problem(layers.origin(key), ".".join(key), problem)])
+    text = _read_text(path, "chat template", layers, key)
+    if not is_inline_template(text):
+        message = f"{path} is not a chat template: it has no {{{{ or {{%."
+        raise ConfigError([Problem(layers.origin(key), ".".join(key), message)])
     return text
+
+
+def _read_task(data: DataSpec, layers: Layers) -> TaskFile | None:
+    """Return the task with the text of its file, which becomes part of the plan. The file is not run."""
+    key = ("data", "task")
+    if data.task is None:
+        return None
+    path = absolute_path(data.task.file, layers.folder(key), layers.origin(key), "data.task")
+    task = TaskFile(file=str(path), text=_read_text(path, "task", layers, key))
+    options = tuple(data.source.options) if isinstance(data.source, GeneratedSource) else ()
+    problems = [
+        Problem(layers.origin(key), "data.task", f"{path}:{line}: {text}")
+        for line, text in task.find_problems(data.task_functions, options)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return task
+
+
+def _read_text(path: Path, name: str, layers: Layers, key: tuple[str, ...]) -> str:
+    try:
+        return read_small(path).decode()
+    except OSError as error:
+        problem = f"can't read the {name} {path}: {error.strerror}."
+    except UnicodeDecodeError:
+        problem = f"the {name} {path} is not UTF-8."
+    raise ConfigError([Problem(layers.origin(key), ".".join(key), problem)])
 
 
 def _with_absolute_source(

@@ -14,32 +14,21 @@ from ftkit.errors import PrerequisiteError
 from ftkit.models.spec import ModelPlan, ModelSpec
 from ftkit.spec import WHOLE_NUMBER, Name, NonNegativeFloat, NonNegativeInt, OneLine, PositiveInt, Spec, TimeLimit
 
-MetricName = Literal["sql", "calls", "verdict", "exact_match", "repetition"]
-SCORES: dict[MetricName, tuple[str, ...]] = {
-    "sql": ("sql",),
+SCORES: dict[str, tuple[str, ...]] = {
     "calls": ("calls", "call_names", "parallel_calls", "no_call"),
-    "verdict": ("verdict",),
     "exact_match": ("exact_match",),
     "repetition": ("repetition",),
 }
-"""The scores of each metric of completions."""
+"""The scores of each metric of completions that ftkit has."""
 _LOWER_IS_BETTER = frozenset(("loss", "perplexity", "repetition"))
-
-
-class SqlExecutionSpec(Spec):
-    """Execute the model's SQL in SQLite and compare the rows with those of the reference, before and after training."""
-
-    num_questions: PositiveInt = 100
-    """Number of validation questions."""
-    max_new_tokens: PositiveInt = 128
-    """Longest completion, in tokens."""
 
 
 class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
-    metrics: tuple[MetricName, ...] = ()
-    """Metrics of the completions; if empty, the columns of the data decide."""
+    metrics: tuple[OneLine, ...] = ()
+    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty: all metrics of the task,
+    `calls` for rows with tools, and repetition."""
     num_rows: PositiveInt = 100
     """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20
@@ -70,9 +59,7 @@ class EvaluationSpec(Spec):
     max_packs: PositiveInt = 64
     """Measure perplexity on at most this many packs of the validation split."""
     generation: GenerationSpec | None = None
-    """Score completions: exact match, SQL execution, tool calls, verdicts, repetition."""
-    sql_execution: SqlExecutionSpec | None = None
-    """For text-to-SQL data: short for `generation` with the metric sql, before and after training."""
+    """Score completions: exact match, tool calls, repetition, and metrics of `data.task`."""
     best: BestSpec | None = None
     """Keep the checkpoint of the best evaluation, and export it at the end: `RUN@best`. A checkpoint is written after
     each evaluation that is better than all before it."""
@@ -83,25 +70,9 @@ class EvaluationSpec(Spec):
     """A smaller improvement does not count for early_stopping_patience."""
 
     @property
-    def completions(self) -> GenerationSpec | None:
-        """The generation settings, from the long or the short form."""
-        if self.sql_execution is None:
-            return self.generation
-        short = self.sql_execution
-        return GenerationSpec(
-            metrics=("sql",), num_rows=short.num_questions, num_rows_during=0, max_new_tokens=short.max_new_tokens
-        )
-
-    @property
     def selection(self) -> BestSpec | None:
         """The metric of the best evaluation, if the run uses one."""
         return self.best or (None if self.early_stopping_patience is None else BestSpec())
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        if self.generation is not None and self.sql_execution is not None:
-            raise ValueError("sql_execution is short for a generation with metrics [sql]: set one of them to null")
-        return self
 
     @model_validator(mode="after")
     def _comparisons_need_evaluations(self) -> Self:

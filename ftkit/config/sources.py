@@ -13,7 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ftkit.spec import (
     HUB_ID,
     NUMBER,
-    WHOLE_NUMBER,
     DataPath,
     HubIdOrFolder,
     NonNegativeInt,
@@ -95,53 +94,23 @@ JinjaText = Annotated[str, AfterValidator(_check_jinja)]
 """A validated Jinja template over columns."""
 
 
-class BinarySizes(Spec):
-    """Sizes of simulated binaries, drawn uniformly between the two."""
-
-    smallest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 2048
-    """Bytes of the smallest binary."""
-    largest: Annotated[int, Field(ge=1024), WHOLE_NUMBER] = 6144
-    """Bytes of the largest binary."""
-
-    @model_validator(mode="after")
-    def _smallest_is_not_larger(self) -> Self:
-        if self.smallest > self.largest:
-            raise ValueError(f"smallest ({self.smallest}) is more than largest ({self.largest})")
-        return self
-
-
 class GeneratedSource(Spec):
-    """Examples of a generator that ftkit ships."""
+    """Rows that the function `generate` of the task returns: `generate(seed, num_train, num_heldout, **options)`."""
 
     kind: Literal["generated"]
-    generator: Literal["text-to-sql", "malware-analysis"]
-    """The task. `text-to-sql`: columns sql_context, sql_prompt, sql. `malware-analysis`: columns binary (simulated, in
-    hexadecimal digits), verdict, analysis; half of them are malicious."""
-    binary_bytes: BinarySizes | None = None
-    """For generator malware-analysis: range of the sizes, drawn uniformly. Default if null. A byte, which is two
-    hexadecimal digits, is about 1.2 tokens if a token can have three digits, and 2 if it has one."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments of `generate`."""
     num_train: PositiveInt
     """Number of examples to train on."""
     num_heldout: NonNegativeInt = 0
-    """Number of examples of the validation split; none of them is in the training split."""
+    """Number of examples of the validation split."""
     seed: Seed = 0
     """Seed of the examples."""
 
     @property
     def name(self) -> str:
         """Name of this source in plan and metrics."""
-        return self.generator
-
-    @property
-    def binary_sizes(self) -> BinarySizes:
-        """Sizes of simulated binaries."""
-        return self.binary_bytes or BinarySizes()
-
-    @model_validator(mode="after")
-    def _binaries_belong_to_malware_analysis(self) -> Self:
-        if self.generator != "malware-analysis" and self.binary_bytes is not None:
-            raise ValueError(f"binary_bytes has no effect with generator '{self.generator}': leave it out")
-        return self
+        return "generated"
 
 
 _DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|parquet|csv|tsv|arrow|feather)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)

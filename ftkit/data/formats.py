@@ -16,11 +16,13 @@ from ftkit.config.data import (
     JinjaFormat,
     MessagesFormat,
     PromptCompletionFormat,
+    TaskFormat,
     TextFormat,
     describe_format,
 )
 from ftkit.config.sources import columns_of, parse_format_string
 from ftkit.data.conversations import Conversation, Example, Message, PlainText
+from ftkit.data.tasks import read_pair
 from ftkit.data.turns import check_calls, is_turn, read_tools, read_turns
 from ftkit.errors import DataError, one_line
 
@@ -169,7 +171,7 @@ def unused_columns(row: Mapping[str, Any], form: Format) -> list[str]:
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
 
-def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Example:
+def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Example:  # noqa: PLR0911 - one for each format
     """Turn a row into a conversation or a text.
 
     Args:
@@ -198,6 +200,8 @@ def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Ex
             return _conversation(system, prompt, _render(form.completion, columns, "completion"))
         case TextFormat():
             return PlainText(_required(columns, form.column))
+        case TaskFormat():
+            return _read_pair(read_pair(data, columns), PromptCompletionFormat(), data.ignore_columns)
         case AutoFormat():
             raise TypeError("the format is resolved before rows are read")
 
@@ -206,7 +210,7 @@ def _chooses_columns(form: Format, data: DataSpec) -> bool:
     """Tell whether the user selected the columns, so that all others are ignored."""
     if isinstance(form, PromptCompletionFormat):
         return not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
-    return isinstance(form, JinjaFormat)
+    return isinstance(form, JinjaFormat | TaskFormat)
 
 
 def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> None:

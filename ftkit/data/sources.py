@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from heapq import merge
 from itertools import chain, islice
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import count_rows, find_files, read_file
 from ftkit.data.readers import RawRow, without_nulls
+from ftkit.data.tasks import generate_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.paths import is_address
 
@@ -53,7 +54,7 @@ def read_rows(data: DataSpec) -> Iterator[SourceRow]:
         PrerequisiteError: a package or credentials are missing.
     """
     if isinstance(data.source, GeneratedSource):
-        return _generate(data.source)
+        return _generate(data, data.source)
     _check_overlap(data)
     sources = _open_sources(data)
     if len(sources) == 1:
@@ -74,7 +75,8 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
     Raises as `read_rows` does.
     """
     if isinstance(data.source, GeneratedSource):
-        raw = [row for _, _, row in _generate(data.source.model_copy(update={"num_train": 1, "num_heldout": 0}))]
+        one = {"num_train": 1, "num_heldout": 0}
+        raw = [row for _, _, row in _generate(data, data.source.model_copy(update=one))]
     else:
         raw, left = [], _DETECTION_BYTES
         for row in islice(_open_sources(data, count=False)[source].rows.read(), num_rows):
@@ -109,15 +111,14 @@ def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read data that is available immediately: first rows of files, first generated examples, nothing from the hub.
+    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator.
 
     Raises:
         DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
         PrerequisiteError: a package or credentials are missing.
     """
     if isinstance(data.source, GeneratedSource):
-        few = {"num_train": min(data.source.num_train, FIRST_ROWS), "num_heldout": 0}
-        return [row for each in _generate(data.source.model_copy(update=few)) if (row := each.row.parse())]
+        return []  # preparation runs the task
     _check_overlap(data)
     seen: list[RawRow] = []
     files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
@@ -351,20 +352,12 @@ def _validation_rows(number: int, files: _Files) -> Iterator[SourceRow]:
 # --- Generated examples --------------------------------------------------------------------------
 
 
-def _generate(source: GeneratedSource) -> Iterator[SourceRow]:
-    from ftkit.data.tasks import malware_analysis, text_to_sql  # noqa: PLC0415 - only generated data needs them
-
-    task: text_to_sql.TextToSql | malware_analysis.MalwareAnalysis
-    match source.generator:
-        case "text-to-sql":
-            task = text_to_sql.generate(source.seed, source.num_train, source.num_heldout)
-        case "malware-analysis":
-            sizes = source.binary_sizes.smallest, source.binary_sizes.largest
-            task = malware_analysis.generate(source.seed, source.num_train, source.num_heldout, sizes)
-    splits: tuple[tuple[Split, str, Any], ...] = (
-        ("train", "generated example", task.train),
-        ("validation", "generated validation example", task.heldout),
+def _generate(data: DataSpec, source: GeneratedSource) -> Iterator[SourceRow]:
+    train, validation = generate_rows(data, source)
+    splits: tuple[tuple[Split, str, list[dict[str, Any]]], ...] = (
+        ("train", "generated example", train),
+        ("validation", "generated validation example", validation),
     )
-    for split, name, examples in splits:
-        for number, example in enumerate(examples, start=1):
-            yield SourceRow(0, split, RawRow(name, " ", number, asdict(example)))
+    for split, name, rows in splits:
+        for number, columns in enumerate(rows, start=1):
+            yield SourceRow(0, split, RawRow(name, " ", number, columns))

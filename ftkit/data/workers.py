@@ -17,10 +17,9 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.data.encoding import RowEncoder, shorten
 from ftkit.data.formats import unused_columns
 from ftkit.data.limits import begin_fork, find_refusal
-from ftkit.data.rows import Row, errors_at
+from ftkit.data.rows import Row
 from ftkit.data.sources import split_of
 from ftkit.data.store import DocumentBatch
-from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError, MemoryExhaustedError
 
 if TYPE_CHECKING:
@@ -134,9 +133,6 @@ class BatchEncoder:
                 if parsed is None:
                     continue
                 row = parsed
-                if taken.split == "validation" and self.recipe.evaluation.sql_execution:
-                    with errors_at(row):
-                        read_question(row.columns)
             except DataError as caught:
                 error = caught
             rows.append((taken, row, error))

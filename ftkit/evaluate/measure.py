@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
+from ftkit.data.metrics import Completion, Metric, choose_metrics
 from ftkit.data.store import PreparedData
-from ftkit.data.tasks.metrics import Completion, Metric, choose_metrics
 from ftkit.errors import PrerequisiteError, plural
 from ftkit.process import num_usable_cpus
 
@@ -174,7 +174,7 @@ def evaluation_set(
     prepared = PreparedData(plan.data_directory) if plan else None
     rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
     data = make_evaluation_set(model.input, rows, plan.recipe.data if plan else None, report)
-    return data, choose_metrics(settings.metrics, data.cases)
+    return data, choose_metrics(settings.metrics, data.cases, plan.recipe.data.task if plan else None)
 
 
 def measure_target(

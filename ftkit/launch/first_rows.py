@@ -36,8 +36,8 @@ def read_available(data: DataSpec) -> Iterator[tuple[Row, Format]]:
 
 
 def with_formats(data: DataSpec, rows: list[Row]) -> Iterator[tuple[Row, Format]]:
-    """Yield rows with their format; each source of a mixture may have its own."""
-    if not rows:
+    """Yield rows with their format; each source of a mixture may have its own. Tasks are not run."""
+    if not rows or data.format.kind == "task":
         return
     if isinstance(data.format, AutoFormat) and len(data.sources) > 1:
         local = [number for number, source in enumerate(data.sources) if not isinstance(source, HubSource)]

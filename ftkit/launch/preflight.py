@@ -195,11 +195,6 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
             num_bad += 1
             if num_bad > recipe.data.skip_bad:
                 raise
-    if rows and recipe.evaluation.sql_execution:
-        from ftkit.data.tasks.sql_score import read_question  # noqa: PLC0415 - only these recipes need it
-
-        with errors_at(rows[-1]):  # from the validation file, if there is one
-            read_question(rows[-1].columns)
     return _unused_metrics(recipe, rows)
 
 
@@ -209,7 +204,7 @@ def _unused_metrics(recipe: RecipeSpec, rows: list[Row]) -> list[str]:
     if not rows or generation is None or not generation.metrics:
         return []
     from ftkit.data.cases import untokenized_cases  # noqa: PLC0415 - only these recipes need it
-    from ftkit.data.tasks.metrics import find_unmet_needs  # noqa: PLC0415
+    from ftkit.data.metrics import find_unmet_needs  # noqa: PLC0415
 
     pairs = with_formats(recipe.data, rows)
     cases = [case for row, form in pairs for case in untokenized_cases(row, recipe.data, form)]

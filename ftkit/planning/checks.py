@@ -11,7 +11,6 @@ from ftkit.config.data import CHAT_TEMPLATES
 from ftkit.config.image_reference import ImageFile
 from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import SCORES, SINK_PACKAGES, RecipeSpec, sinks_without_package
-from ftkit.config.sources import GeneratedSource
 from ftkit.errors import Problem, plural
 from ftkit.planning.training_checks import check_training, problem
 
@@ -254,32 +253,23 @@ def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
     no_split = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
     if evaluation.every_steps is not None and not recipe.data.has_validation:
         yield problem("evaluation.every_steps", *no_split)
-    generation = evaluation.completions
+    generation = evaluation.generation
     if generation is not None:
-        key = "generation" if evaluation.sql_execution is None else "sql_execution"
-        yield from _completions(recipe, generation, f"evaluation.{key}", no_split)
+        yield from _completions(recipe, generation, no_split)
     if evaluation.selection is not None:
         yield from _selection(recipe, evaluation.selection.metric, generation)
 
 
-def _completions(
-    recipe: RecipeSpec, generation: GenerationSpec, key: str, no_split: tuple[str, str]
-) -> Iterator[Problem]:
-    source, num_rows = recipe.data.source, recipe.data.num_validation_rows
-    is_short = key.endswith("sql_execution")
-    if is_short and recipe.data.format.kind != "prompt-completion":
-        yield problem(key, "needs data.format.kind 'prompt-completion'.")
+def _completions(recipe: RecipeSpec, generation: GenerationSpec, no_split: tuple[str, str]) -> Iterator[Problem]:
+    key = "evaluation.generation"
     if recipe.data.format.kind == "text":
         yield problem(key, "plain text has no turns to complete.", "Omit it; every_steps measures the loss.")
-    if "sql" in generation.metrics and isinstance(source, GeneratedSource) and source.generator != "text-to-sql":
-        yield problem(key, f"generator '{source.generator}' generates no SQL.")
+    known = [*SCORES, *(recipe.data.task.metrics if recipe.data.task else [])]
+    for name in generation.metrics:
+        if name not in known:
+            yield problem(f"{key}.metrics", f"there is no metric '{name}'.", f"Use one of {', '.join(known)}.")
     if not recipe.data.has_validation:
         yield problem(key, *no_split)
-    elif num_rows is not None and generation.num_rows > num_rows and is_short:
-        yield problem(
-            f"{key}.num_questions",
-            f"{plural(generation.num_rows, 'question')} requested, the validation split has {plural(num_rows, 'row')}.",
-        )  # fmt: skip
 
 
 def _selection(recipe: RecipeSpec, metric: str, generation: GenerationSpec | None) -> Iterator[Problem]:
@@ -288,8 +278,9 @@ def _selection(recipe: RecipeSpec, metric: str, generation: GenerationSpec | Non
     names = [source.name for source in recipe.data.sources]
     names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
     losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
-    chosen = SCORES if generation is None or not generation.metrics else generation.metrics
-    scores = [score for name in chosen for score in SCORES[name]]
+    own = recipe.data.task.metrics if recipe.data.task else []
+    chosen = [*SCORES, *own] if generation is None or not generation.metrics else generation.metrics
+    scores = [score for name in chosen for score in SCORES.get(name, (name,))]
     if metric in losses:
         return
     if metric not in scores:

@@ -156,7 +156,9 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data, which depends on all inputs that determine the packs."""
     parts = (
         str(PREPARATION_VERSION),
-        recipe.data.model_dump_json(exclude={"packing"}),  # documents are packed on disk either way
+        recipe.data.model_dump_json(
+            exclude={"packing": True, "task": {"file"}}
+        ),  # documents are packed on disk either way
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
         *model.added_tokens,

@@ -229,10 +229,10 @@ def _tensor_parallel(run: RunInputs) -> Iterator[Problem]:
     sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size)
     for name, number in indivisible_sizes(*sizes, size).items():
         yield problem(key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}.")
-    if run.recipe.evaluation.completions is not None:
+    if run.recipe.evaluation.generation is not None:
         yield problem(
             key, "a divided model computes losses, but can't generate completions for the evaluation.",
-            "Set evaluation.generation and evaluation.sql_execution to null, and use 'ftkit eval' after training.",
+            "Set evaluation.generation to null, and use 'ftkit eval' after training.",
         )  # fmt: skip
 
 

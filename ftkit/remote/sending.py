@@ -128,7 +128,9 @@ def pack_run(
     moved = {path: f"{_files_folder(login)}{os.path.normpath(path)}" for path in roots}
     overrides = [_moved_override(word, moved) for word in words if "=" in word]
     plain = read_recipe(recipe, ctx)
-    is_shipped = all(_file_of(origin).is_relative_to(assets.RECIPES) for origin in plain.layers.origins.values())
+    is_shipped = all(
+        _file_of(origin).parent in (assets.EXAMPLES, assets.RECIPES) for origin in plain.layers.origins.values()
+    )
     local_files = tuple(dict.fromkeys(file for files in roots.values() for file in files))
     if is_shipped:
         return Parcel((recipe, *overrides), "", "", local_files)
@@ -159,6 +161,8 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
     ):
         if is_path(path):
             yield key, path
+    if recipe.data.task:
+        yield "data.task", recipe.data.task.file
     template = ("data", "chat_template")
     if is_path(value := str(layers.value(template) or "")):
         yield "data.chat_template", str(absolute_path(value, layers.folder(template)))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ftkit.planning.job import PlacementPlan
+    from ftkit.planning.plan import PlacementPlan
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ WORKSPACE_MIB = 128
 OPTIONS = (
     "training.global_batch_size=12", "training.micro_batch_size=1",
     "training.learning_rate=1e-3", "training.checkpoint_every_steps=8", "training.log_every_steps=1",
-    "training.precision=fp32", "training.max_failed_checkpoints=1000", "evaluation.sql_execution=null",
+    "training.precision=fp32", "training.max_failed_checkpoints=1000", "evaluation.generation=null",
     "resources.max_restarts=1000",
 )  # fmt: skip
 SIZES = ((1, 1), (2, 1), (3, 1), (2, 2))

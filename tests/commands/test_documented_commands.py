@@ -65,7 +65,10 @@ EXPORT = (
 TRAINED = (*EXPORT, DEMO)
 PROMPTS = """echo '{"prompt": "How many pets are there?"}' >prompts.jsonl"""
 
-FEW_ROWS = "sed 's/num_train: .*/num_train: 300/' $CHECKOUT/ftkit/recipes/demo.yaml >recipes/demo.yaml"
+FEW_ROWS = (
+    "sed 's/num_train: .*/num_train: 300/' $CHECKOUT/examples/demo.yaml >recipes/demo.yaml; "
+    "cp -r $CHECKOUT/examples/tasks recipes/"
+)
 
 LOGIN_NODE = ("touch $MACHINE/is-login-node",)
 

@@ -35,7 +35,7 @@ def ftkit(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_demo_model_answers_questions_about_unseen_tables(tmp_path: Path) -> None:
     done = ftkit(
         tmp_path, "run", "demo", "--cluster", "local", "training.max_steps=700", "data.source.num_train=4000",
-        "evaluation.sql_execution.num_questions=100",
+        "evaluation.generation.num_rows=100",
     )  # fmt: skip
     (run,) = json.loads(ftkit(tmp_path, "runs", "--json").stdout)
     assert (run["state"], run["step"]) == ("completed", 700)

@@ -11,7 +11,6 @@ from ftkit.config.sources import FilesSource
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.sources import read_rows
-from ftkit.data.tasks.sql_score import read_question
 from ftkit.errors import DataError
 from fuzzing.area import Area, Case
 from fuzzing.mutate import damaged_bytes, damaged_json
@@ -85,7 +84,7 @@ def _run(case: Case, folder: Path) -> bool:
     except DataError as error:
         _check_message(error, path)
         return False
-    num_taken = sum(_takes(row, lambda row: read_question(row.columns), path) for row in rows)
+    num_taken = 0
     for data in _SPECS:
         try:
             form = resolve_format(data.format, rows[:DETECTION_ROWS])

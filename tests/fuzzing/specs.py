@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FILES = {
-    "recipe.yaml": sorted(assets.RECIPES.glob("*.yaml")),
+    "recipe.yaml": sorted([*assets.RECIPES.glob("*.yaml"), *assets.EXAMPLES.glob("*.yaml")]),
     "cluster.yaml": sorted(assets.CLUSTERS.glob("*.yaml")),
     "image.yaml": sorted(assets.CONTAINERS.glob("*/*/image.yaml")),
 }
@@ -51,7 +51,7 @@ def _make(rng: random.Random) -> Case:
 
 
 def _override(rng: random.Random) -> str:
-    layers = read_yaml(assets.RECIPES / "olmo3-7b-full.yaml")
+    layers = read_yaml(assets.EXAMPLES / "olmo3-7b-full.yaml")
     names = rng.choice([key for key in layers.origins if key])
     value = near_value(rng, layers.value(names)) if rng.random() < 0.5 else rng.choice(ODD_VALUES)
     if rng.random() < 0.2:

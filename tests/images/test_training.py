@@ -82,7 +82,7 @@ def test_the_demo_trains_in_an_image_that_ftkit_locked_and_built(project: Projec
 
     small = (
         "training.max_steps=20", "training.log_every_steps=5", "training.checkpoint_every_steps=20",
-        "data.source.num_train=300", "evaluation.sql_execution=null",
+        "data.source.num_train=300", "evaluation.generation=null",
     )  # fmt: skip
     run = project.ok("run", "demo", *small, "--image", "trained:1", "--cluster", "docker")
     assert "completed" in run.stderr

@@ -28,7 +28,7 @@ data:
   source: {{kind: files, train: ../../data/chats.jsonl}}
   validation: {{count: 8}}
 training: {{max_steps: 4}}
-evaluation: {{sql_execution: null}}
+evaluation: {{generation: null}}
 """
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from conftest import Cluster
 
-SHORT = ("training.max_steps=2", "evaluation.sql_execution=null")
+SHORT = ("training.max_steps=2", "evaluation.generation=null")
 
 
 def test_data_is_prepared_without_gpus_before_the_training_job_starts(cluster: Cluster) -> None:

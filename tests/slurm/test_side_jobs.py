@@ -34,7 +34,7 @@ http.server.ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
 """
 SIZE = (
     "training.max_steps=60", "training.checkpoint_every_steps=20",
-    "evaluation.sql_execution=null", "tracking.sinks=[tensorboard]",
+    "evaluation.generation=null", "tracking.sinks=[tensorboard]",
 )  # fmt: skip
 
 

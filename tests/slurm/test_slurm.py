@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Enough steps to leave time for disturbances.
 LONG = (
     "training.max_steps=1000000", "training.checkpoint_every_steps=1000000", "training.log_every_steps=1",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMALL = "training.optimizer=adamw8bit"
-NO_QUESTIONS = "evaluation.sql_execution=null"
+NO_QUESTIONS = "evaluation.generation=null"
 
 
 def parameters() -> list[nn.Parameter]:

@@ -237,7 +237,7 @@ def base(finished_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_on(base: Path, name: str, make_run: Callable[..., Any], *overrides: str) -> Any:
     run = make_run(
         name, f"model.weights={base}", "model.tokenizer={source: model, vocab_size: null}", "data.chat_template=gemma",
-        "training.max_steps=1", "evaluation.sql_execution=null", *overrides, processes=1,
+        "training.max_steps=1", "evaluation.generation=null", *overrides, processes=1,
     )  # fmt: skip
     run.train()
     return run
@@ -290,6 +290,6 @@ def test_exported_files_follow_the_umask(finished_run: Any, tmp_path: Path) -> N
 
 def test_fp32_weights_whose_rows_do_not_divide_evenly_are_exported(make_run: Callable[..., Any]) -> None:
     sizes = ("model.architecture.vocab_size=513", "model.tokenizer.vocab_size=513", "training.max_steps=1")
-    run = make_run("odd rows", *sizes, "evaluation.sql_execution=null", "training.precision=fp32")
+    run = make_run("odd rows", *sizes, "evaluation.generation=null", "training.precision=fp32")
     run.train()
     assert AutoModelForCausalLM.from_pretrained(run.layout.export).get_input_embeddings().weight.shape[0] == 513

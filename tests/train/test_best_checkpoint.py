@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from conftest import Run
 
 BEST = (
-    "evaluation.every_steps=2", "evaluation.sql_execution=null", "evaluation.best={metric: repetition, mode: max}",
+    "evaluation.every_steps=2", "evaluation.generation=null", "evaluation.best={metric: repetition, mode: max}",
     "evaluation.generation={metrics: [repetition, exact_match], num_rows: 4, num_rows_during: 2, max_new_tokens: 12}",
     "evaluation.early_stopping_patience=2", "training.keep_checkpoints=1",
 )  # fmt: skip

@@ -22,7 +22,7 @@ NUM_STEPS = 160
 OPTIONS = (
     "training.micro_batch_size=1", "training.global_batch_size=2", "training.precision=fp32",
     "training.learning_rate=1e-3", "training.checkpoint_every_steps=5", "training.max_failed_checkpoints=1000",
-    "evaluation.sql_execution=null", f"training.max_steps={NUM_STEPS}",
+    "evaluation.generation=null", f"training.max_steps={NUM_STEPS}",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from ftkit.train.distributed.pack_parallel import check_context_parallel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FP32 = ("training.precision=fp32", "training.max_steps=4", "evaluation.sql_execution=null")
+FP32 = ("training.precision=fp32", "training.max_steps=4", "evaluation.generation=null")
 FAMILIES = {
     "qwen3": ("training.method=lora",),
     "llama": ("training.activation_checkpointing=except_attention",),

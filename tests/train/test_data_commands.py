@@ -35,7 +35,7 @@ def _in_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call(capsys: pytest.CaptureFixture[str], command: str, file: Path, *words: str) -> tuple[int, str, str]:
     source = f"data.source={{kind: files, train: {file}}}"
-    small = ("data.format=auto", "data.chat_template=chatml", "evaluation.sql_execution=null")
+    small = ("data.format=auto", "data.chat_template=chatml", "evaluation.generation=null")
     code = main(["data", command, "demo", source, *small, *words])
     captured = capsys.readouterr()
     return code, captured.out, captured.err

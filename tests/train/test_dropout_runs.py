@@ -25,7 +25,7 @@ WORDS = (
     "training.micro_batch_size=1",
     "training.max_steps=2",
     "training.checkpoint_every_steps=1",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 PADDED = ("data.packing=off",)
 EXPERTS = (

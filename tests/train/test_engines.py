@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ftkit.train.world import World
 
 MATRIX = Path(__file__).with_name("engine_matrix.py")
-NO_QUESTIONS = "evaluation.sql_execution=null"
+NO_QUESTIONS = "evaluation.generation=null"
 SHAPE = ArchitectureSpec(
     family="llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64,

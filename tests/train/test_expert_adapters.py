@@ -194,12 +194,12 @@ def test_what_experts_do_not_support_is_rejected(world: World) -> None:
 MIXTURE = (
     "model.architecture.family=qwen3_moe",
     "model.architecture.intermediate_size=32",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 ON_EXPERTS = (
     "training.method=lora", "training.lora={rank: 2, alpha: 8, targets: [q_proj, gate_proj, up_proj, down_proj]}",
     "training.learning_rate=0.02", "training.max_steps=2", "training.checkpoint_every_steps=1",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
     """DoRA adapters on a 4-bit base. Read-only for tests."""
     method = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.learning_rate=0.02")
     base = f"model.weights={finished_run.layout.export}"
-    run = make_run("for-export", base, *method, "evaluation.sql_execution=null", processes=1)
+    run = make_run("for-export", base, *method, "evaluation.generation=null", processes=1)
     run.train()
     return run
 
@@ -207,7 +207,7 @@ def test_a_modified_export_fails_verification_by_its_output(
 def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
     make_run: Callable[..., Any], workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("training.engine=zero3", "training.max_steps=3", "evaluation.sql_execution=null")
+    settings = ("training.engine=zero3", "training.max_steps=3", "evaluation.generation=null")
     run = make_run("zero3-export-20260102T030405Z-ab12", *settings)
     run.train()
     monkeypatch.setenv("FTKIT_WORKSPACE", str(workspace))
@@ -241,7 +241,7 @@ def test_the_command_exports_a_zero3_checkpoint_and_removes_a_failed_export(
 def test_a_failed_export_after_training_names_the_checkpoint_and_the_command_that_exports_it(
     make_run: Callable[..., Any], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run("not-exported", "training.max_steps=1", "evaluation.sql_execution=null", processes=1)
+    run = make_run("not-exported", "training.max_steps=1", "evaluation.generation=null", processes=1)
 
     def fail(*_: object) -> None:
         raise FileExistsError(17, "File exists", "export")

@@ -154,7 +154,7 @@ def test_a_run_in_fp8_learns_and_passes_its_checks(
     settings: tuple[str, ...], finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     weights = f"model.weights={finished_run.layout.export}" if len(settings) > 1 else "model.weights=random"
-    run = make_run(f"fp8-{len(settings)}", weights, *settings, "evaluation.sql_execution=null")
+    run = make_run(f"fp8-{len(settings)}", weights, *settings, "evaluation.generation=null")
     run.train()
     before, after = run.records(EvaluationRecord)
     assert after.loss < before.loss - 0.05

@@ -27,7 +27,7 @@ WORDS = (
     "training.micro_batch_size=1",
     "training.global_batch_size=12",
     "training.checkpoint_every_steps=1",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 
 

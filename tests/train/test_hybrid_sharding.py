@@ -18,7 +18,7 @@ WORDS = (
     "training.optimizer=adamw8bit",
     "training.checkpoint_every_steps=1",
     "training.keep_checkpoints=3",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 HYBRID = "training.shard_degree=2"
 

@@ -29,7 +29,7 @@ WITH_DROPOUT = ("training.method=lora", "training.lora={rank: 4, dropout: 0.2}",
 def adapted(finished_run: Any, make_run: Callable[..., Any]) -> Any:
     """Adapters of 20 steps on top of the finished run's export. Tests copy it instead of changing it."""
     run = make_run(
-        "adapted", f"model.weights={finished_run.layout.export}", *WITH_DROPOUT, "evaluation.sql_execution=null"
+        "adapted", f"model.weights={finished_run.layout.export}", *WITH_DROPOUT, "evaluation.generation=null"
     )
     run.train()
     return run
@@ -64,7 +64,7 @@ def test_training_continues_from_the_model_of_an_earlier_run(
 ) -> None:
     earlier = {"lora": adapted, "full": finished_run}[method].copy_to(f"earlier-{method}-20260102T030405Z-ab12")
     settings = WITH_DROPOUT if method == "lora" else ()
-    steps = ("training.max_steps=1", "evaluation.sql_execution=null")
+    steps = ("training.max_steps=1", "evaluation.generation=null")
     continued = make_run(f"continued-{method}", f"model=run:earlier-{method}", *settings, *steps)
     model = continued.plan.recipe.model
     assert model.source == f"run:earlier-{method}"
@@ -79,7 +79,7 @@ def test_training_continues_from_a_checkpoint_of_an_earlier_run(
 ) -> None:
     earlier = finished_run.copy_to("stopped-20260102T030405Z-ab12")
     shutil.rmtree(earlier.layout.export)
-    steps = ("training.max_steps=1", "evaluation.sql_execution=null")
+    steps = ("training.max_steps=1", "evaluation.generation=null")
     continued = make_run("from-checkpoint", "model=run:stopped@last", *steps)
     model = continued.plan.recipe.model
     assert model.source == "run:stopped@last"
@@ -125,9 +125,7 @@ def test_qlora_adapters_with_dora_are_loaded_by_bitsandbytes_and_peft(
     finished_run: Any, make_run: Callable[..., Any]
 ) -> None:
     overrides = ("training.method=qlora", "training.lora={rank: 4, use_dora: true}", "training.max_steps=3")
-    run = make_run(
-        "quantized", f"model.weights={finished_run.layout.export}", *overrides, "evaluation.sql_execution=null"
-    )
+    run = make_run("quantized", f"model.weights={finished_run.layout.export}", *overrides, "evaluation.generation=null")
     run.train()
     before, after = run.records(EvaluationRecord)
     quantization = BitsAndBytesConfig(

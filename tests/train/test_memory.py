@@ -39,7 +39,7 @@ EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 @pytest.fixture
 def plan(make_run: Callable[..., Any], request: pytest.FixtureRequest) -> RunPlan:
-    overrides = ("training.micro_batch_size=4", "training.max_steps=3", "evaluation.sql_execution=null")
+    overrides = ("training.micro_batch_size=4", "training.max_steps=3", "evaluation.generation=null")
     plan: RunPlan = make_run(f"memory-{request.node.name}"[:60], *overrides, processes=1).plan
     plan.layout.root.mkdir(parents=True)
     return plan

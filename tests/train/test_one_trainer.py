@@ -23,7 +23,7 @@ from ftkit.runs.records import EndRecord, FirstStepRecord
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000", "evaluation.sql_execution=null")
+FOR_LONG = ("training.max_steps=100000", "training.checkpoint_every_steps=100000", "evaluation.generation=null")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHORT = ("training.max_steps=3", "evaluation.sql_execution=null")
+SHORT = ("training.max_steps=3", "evaluation.generation=null")
 
 
 @pytest.fixture(scope="module")

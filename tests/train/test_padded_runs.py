@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def padded(make_run: Callable[..., Any]) -> Any:
     """The finished run on padded rows, and on another number of processes. Tests copy it instead of changing it."""
-    run = make_run("padded", "data.packing=off", "evaluation.sql_execution=null", processes=1)
+    run = make_run("padded", "data.packing=off", "evaluation.generation=null", processes=1)
     run.train()
     return run
 

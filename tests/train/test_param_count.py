@@ -215,7 +215,7 @@ def test_a_configuration_without_the_usual_keys_is_planned_and_trained(
 
 def test_a_run_uses_the_param_count_of_the_model_class(make_run: Callable[..., Any]) -> None:
     family = "model.architecture.family=starcoder2"  # the estimate ignores its biases
-    run = make_run("counted", family, "training.max_steps=1", "evaluation.sql_execution=null")
+    run = make_run("counted", family, "training.max_steps=1", "evaluation.generation=null")
     printed = run.train()
     (start,), (proof,) = run.records(StartRecord), run.records(VerificationRecord)
     assert proof.checks["parameters"] == start.num_parameters

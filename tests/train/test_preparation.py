@@ -35,7 +35,7 @@ SMALL = (
     "model.tokenizer={source: trained, vocab_size: 400}",
     "data.source.num_train=12",
     "data.source.num_heldout=4",
-    "data.source.binary_bytes={smallest: 1024, largest: 2048}",
+    "data.source.options={smallest: 1024, largest: 2048}",
 )
 """The shipped recipe, but for a tokenizer that is learned here: one of a digit a token, two tokens a byte."""
 

@@ -85,7 +85,7 @@ def test_a_run_writes_a_trace_of_the_chosen_rank(make_run: Callable[..., Any]) -
     run = make_run(
         "profiled",
         "profile.enabled=true", "profile.wait_steps=1", "profile.warmup_steps=1", "profile.active_steps=2",
-        "profile.ranks=[1]", "training.max_steps=4", "evaluation.sql_execution=null",
+        "profile.ranks=[1]", "training.max_steps=4", "evaluation.generation=null",
     )  # fmt: skip
     run.train()
     (trace,) = run.layout.profile.iterdir()

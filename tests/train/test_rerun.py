@@ -21,7 +21,7 @@ data:
   source: rows.jsonl
   format: {kind: prompt-completion, prompt: "{prompt}", completion: "{completion}"}
 training: {max_steps: 4, log_every_steps: 1, checkpoint_every_steps: 4, sequence_length: 128, global_batch_size: 2}
-evaluation: {sql_execution: null}
+evaluation: {generation: null}
 """
 
 

@@ -47,7 +47,7 @@ SHORT = (
     "training.max_steps=2",
     "training.checkpoint_every_steps=2",
     "training.precision=fp32",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
     "training.global_batch_size=2",
 )
 

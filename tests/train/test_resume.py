@@ -24,7 +24,7 @@ WORDS = (
     "training.schedule=constant",
     "training.warmup_ratio=0",
     "training.micro_batch_size=auto",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 
 

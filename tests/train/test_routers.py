@@ -189,7 +189,7 @@ def test_without_a_coefficient_routers_are_counted_and_gradients_are_those_of_th
 def test_a_resumed_run_balances_its_routers_as_one_without_a_break(make_run: Callable[..., Any], world: World) -> None:
     run = make_run(
         "balanced", "model.architecture.family=mixtral", "training.router_aux_loss_coef=0.5", "training.max_steps=4",
-        "training.checkpoint_every_steps=2", "training.activation_checkpointing=full", "evaluation.sql_execution=null",
+        "training.checkpoint_every_steps=2", "training.activation_checkpointing=full", "evaluation.generation=null",
         processes=1,
     )  # fmt: skip
     run.train_here(world)

@@ -128,7 +128,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_one_with_another_micro_batch(
 
 @pytest.mark.oldest
 def test_pretrained_weights_stream_into_the_shards(finished_run: Any, make_run: Callable[..., Any]) -> None:
-    overrides = [f"model.weights={finished_run.layout.export}", "training.max_steps=1", "evaluation.sql_execution=null"]
+    overrides = [f"model.weights={finished_run.layout.export}", "training.max_steps=1", "evaluation.generation=null"]
     continued = make_run("continued", *overrides)
     continued.train()
     before = continued.records(EvaluationRecord)[0]
@@ -163,7 +163,7 @@ def test_a_stop_request_writes_a_checkpoint_from_which_the_run_resumes(
 
 @pytest.mark.parametrize("device", ["at once", "behind"])
 def test_a_run_killed_in_a_step_has_recorded_the_previous_step(device: str, make_run: Callable[..., Any]) -> None:
-    run = make_run(f"killed {device}", "evaluation.sql_execution=null", processes=1)
+    run = make_run(f"killed {device}", "evaluation.generation=null", processes=1)
     run.train(str(KILLED), "11", device, expect=-signal.SIGKILL)
     assert sorted(run.losses()) == list(range(1, 11))
     events = [type(record) for record in read_records(run.layout.metrics)]
@@ -171,7 +171,7 @@ def test_a_run_killed_in_a_step_has_recorded_the_previous_step(device: str, make
 
 
 def test_a_run_that_fails_in_a_step_has_recorded_the_previous_step(make_run: Callable[..., Any]) -> None:
-    run = make_run("failed behind", "evaluation.sql_execution=null", processes=1)
+    run = make_run("failed behind", "evaluation.generation=null", processes=1)
     run.train(str(KILLED), "6", "behind", "by an error", expect=1)
     assert sorted(run.losses()) == list(range(1, 6))
 
@@ -179,7 +179,7 @@ def test_a_run_that_fails_in_a_step_has_recorded_the_previous_step(make_run: Cal
 def test_a_non_finite_step_on_one_rank_is_skipped_by_all_and_recorded(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.sql_execution=null")
+    options = ("training.on_nonfinite=skip", "training.max_steps=8", "evaluation.generation=null")
     run = make_run("not-finite-20260102T030405Z-ab12", *options)
     run.train(str(KILLED), "6", "behind", "nan")
     assert [step for step, (_, norm) in run.losses().items() if not math.isfinite(norm)] == [6]
@@ -204,7 +204,7 @@ def test_accumulation_and_activation_checkpointing_change_only_memory(
         "frugal",
         "training.micro_batch_size=1",
         "training.activation_checkpointing=full",
-        "evaluation.sql_execution=null",
+        "evaluation.generation=null",
     )
     frugal.train()
     assert frugal.records(VerificationRecord)[0].checks["layers with checkpointing 'full'"] == 2
@@ -213,7 +213,7 @@ def test_accumulation_and_activation_checkpointing_change_only_memory(
 
 
 def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
-    run = make_run("epochs", "training.max_steps=null", "training.num_epochs=2", "evaluation.sql_execution=null")
+    run = make_run("epochs", "training.max_steps=null", "training.num_epochs=2", "evaluation.generation=null")
     run.train()
     num_packs = len(PreparedData(run.plan.data_directory).read_train())
     assert len(run.losses()) == -(-2 * num_packs // 8)
@@ -222,7 +222,7 @@ def test_epochs_end_with_the_last_pack(make_run: Callable[..., Any]) -> None:
 def test_a_run_with_more_epochs_continues_after_the_shorter_last_batch_of_the_former_last_epoch(
     make_run: Callable[..., Any], world: World
 ) -> None:
-    words = ("training.max_steps=null", "training.schedule=constant", "evaluation.sql_execution=null")
+    words = ("training.max_steps=null", "training.schedule=constant", "evaluation.generation=null")
     run = make_run("longer", *words, "training.num_epochs=1", "training.global_batch_size=16", processes=1)
     manifest = PreparedData(run.plan.data_directory).read_manifest()
     num_packs = manifest.num_train_packs

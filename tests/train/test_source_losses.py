@@ -48,7 +48,7 @@ def test_the_losses_per_source_add_up_to_the_loss(
 ) -> None:
     run = make_run(
         f"mixture-{engine}", f"data.source={mixture}", "data.format=messages", "data.validation={count: 24}",
-        "evaluation.sql_execution=null", "training.max_steps=4", "training.checkpoint_every_steps=4",
+        "evaluation.generation=null", "training.max_steps=4", "training.checkpoint_every_steps=4",
         f"training.engine={engine}", f"data.packing={packing}",
     )  # fmt: skip
     run.train()

@@ -27,7 +27,7 @@ def test_a_slow_rank_is_reported_and_the_others_waiting_time_is_recorded(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(
-        "straggler", "training.max_steps=24", "training.checkpoint_every_steps=1000", "evaluation.sql_execution=null",
+        "straggler", "training.max_steps=24", "training.checkpoint_every_steps=1000", "evaluation.generation=null",
         "resources.exclude_stragglers=true",
     )  # fmt: skip
     monkeypatch.setenv(SLOW_RANK, "1")

@@ -183,7 +183,7 @@ def test_preparing_many_rows_names_the_template_that_ended_a_worker(
     tokenizer_with(AT_A_WORD[name]).save_pretrained(tmp_path / "tokenizer")
     words = ["data.source=./chats.jsonl", "data.format=auto", "data.chat_template=model"]
     words += ["model.tokenizer={source: ./tokenizer, vocab_size: null}", "model.architecture.vocab_size=300"]
-    assert main(["data", "stats", "demo", *words, "evaluation.sql_execution=null"]) == DataError.exit_code
+    assert main(["data", "stats", "demo", *words, "evaluation.generation=null"]) == DataError.exit_code
     assert "takes more than" in " ".join(capsys.readouterr().err.split())
 
 

@@ -29,7 +29,7 @@ WORDS = (
     "training.micro_batch_size=1",
     "training.checkpoint_every_steps=1",
     "training.keep_checkpoints=3",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
     "model.architecture.family=olmo3",
     "model.architecture.sliding_window=24",
 )

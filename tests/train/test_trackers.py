@@ -248,7 +248,7 @@ def test_a_run_sends_its_records_to_trackers(make_run: Callable[..., Any]) -> No
 
     run = make_run(
         "whole-run-tracked",
-        "tracking.sinks=[tensorboard]", "training.max_steps=3", "evaluation.sql_execution=null", processes=1,
+        "tracking.sinks=[tensorboard]", "training.max_steps=3", "evaluation.generation=null", processes=1,
     )  # fmt: skip
     run.train()
     events = EventAccumulator(str(run.layout.tensorboard))

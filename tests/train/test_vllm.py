@@ -44,7 +44,7 @@ SHORT = (
     "training.max_steps=6",
     "training.checkpoint_every_steps=6",
     "training.learning_rate=0.02",
-    "evaluation.sql_execution=null",
+    "evaluation.generation=null",
 )
 
 

@@ -199,7 +199,7 @@ def test_transformers_and_ftkit_load_an_export(world: World, tmp_path: Path) -> 
     model = build("qwen3_moe")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     ctx = Context(tmp_path, tmp_path, {})
-    spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.sql_execution=null"])
+    spec = load_recipe("demo", ctx, ["training.precision=fp32", "evaluation.generation=null"])
     recipe = RecipePlan.extend(spec, model=plan_model(spec.model, None), training=least_memory(spec.training))
     parts = ExportedParts(recipe, TextConfig(model.config), TOKENIZER, Generation((2,), {}), None)
     export(Fsdp2Engine(model, recipe.training, world), parts, RunLayout(tmp_path), 0, world)

@@ -150,7 +150,7 @@ def trained_on(
 ) -> Any:
     fields = architecture.model_dump(include={*ArchitectureSpec.model_fields})
     shape = [f"model.architecture.{key}={json.dumps(value)}" for key, value in fields.items()]
-    short = ("training.max_steps=3", "training.learning_rate=0.02", "evaluation.sql_execution=null")
+    short = ("training.max_steps=3", "training.learning_rate=0.02", "evaluation.generation=null")
     run = make_run(name, f"model.weights={folder}", *shape, *short, *overrides)
     run.train()
     return run

@@ -20,7 +20,7 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N"
         ("https://abcdef@host/x", "https://***@host/x"),
         ("me:secret@host", "***@host"),
         ("training.learning_rate=1e-5", "training.learning_rate=1e-5"),
-        ("evaluation.sql_execution.max_new_tokens=8", "evaluation.sql_execution.max_new_tokens=8"),
+        ("evaluation.generation.max_new_tokens=8", "evaluation.generation.max_new_tokens=8"),
         ("model.architecture.num_key_value_heads=4", "model.architecture.num_key_value_heads=4"),
         ("model.tokenizer.source=trained", "model.tokenizer.source=trained"),
         ("olmo3:25.02@sha256:0123", "olmo3:25.02@sha256:0123"),

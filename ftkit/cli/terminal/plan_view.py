@@ -213,6 +213,8 @@ def describe_runtime(plan: JobPlan) -> str:
 def _data(plan: RunPlan) -> str:
     data = plan.recipe.data
     state = "prepared" if plan.is_data_prepared else "to be prepared"
+    if data.task is not None:
+        state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.is_data_prepared else ", not run yet")
     if not isinstance(data.format, AutoFormat):
         return f"{describe_format(data.format)}; {state}"
     from ftkit.launch.first_rows import describe_detected

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput, make_evaluation_set, take_rows
+from ftkit.data.metrics import choose_metrics
 from ftkit.data.store import PreparedData
-from ftkit.data.tasks.metrics import choose_metrics
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.data.cases import Case, EvaluationSet
-    from ftkit.data.tasks.metrics import Completion
+    from ftkit.data.metrics import Completion
     from ftkit.train.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Evaluator:
     @cached_property
     def evaluation_set(self) -> EvaluationSet:
         """The assistant turns for which completions are generated."""
-        settings, recipe = self.plan.recipe.evaluation.completions, self.plan.recipe
+        settings, recipe = self.plan.recipe.evaluation.generation, self.plan.recipe
         rows = take_rows(
             self.data.read_validation_rows(), max(settings.num_rows, settings.num_rows_during) if settings else 0
         )
@@ -101,7 +101,7 @@ class Evaluator:
 
     def _score(self, model: CausalLM, when: When) -> tuple[dict[str, float], tuple[Sample, ...]]:
         """Return the mean of each score that applies, and samples."""
-        settings = self.plan.recipe.evaluation.completions
+        settings = self.plan.recipe.evaluation.generation
         if settings is None:
             return {}, ()
         num_rows = settings.num_rows_during if when == "during" else settings.num_rows
@@ -111,7 +111,7 @@ class Evaluator:
         completions = self._complete(model, cases, settings.max_new_tokens)
         by_metric = {
             metric: [metric.score(case, completion) for case, completion in zip(cases, completions, strict=True)]
-            for metric in choose_metrics(settings.metrics, self.evaluation_set.cases)
+            for metric in choose_metrics(settings.metrics, self.evaluation_set.cases, self.plan.recipe.data.task)
         }
         found = {metric.name: [score for score in scores if score is not None] for metric, scores in by_metric.items()}
         means = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}

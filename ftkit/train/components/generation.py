@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_end_tokens
 from ftkit.data.limits import NamedTemplate, run_limited
+from ftkit.data.metrics import Completion
 from ftkit.data.rendering import name_of_template
-from ftkit.data.tasks.metrics import Completion
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
 

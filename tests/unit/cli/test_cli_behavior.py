@@ -166,7 +166,7 @@ def test_verbose_prints_what_is_read_and_run_without_secrets(
 ) -> None:
     programs.answer("sinfo")
     result = ftkit("plan", "demo", "-v")
-    assert f"read {assets.RECIPES / 'demo.yaml'}" in result.err.splitlines()
+    assert f"read {assets.EXAMPLES / 'demo.yaml'}" in result.err.splitlines()
     assert re.search("^run .*sinfo --local --noheader", result.err, re.MULTILINE)
     monkeypatch.setenv("MY_TOKEN", "SECRET-c")
     (tmp_path / "project" / "SECRET-c.yaml").write_text("{}")

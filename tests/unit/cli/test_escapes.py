@@ -290,7 +290,7 @@ def test_rows_are_shown_escaped(
     source = tmp_path / "rows\u202e\x1b.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plain.jsonl").write_bytes(source.read_bytes())
-    changes = ("data.format=text", "data.validation.count=9", "evaluation.sql_execution=null")
+    changes = ("data.format=text", "data.validation.count=9", "evaluation.generation=null")
     for path in (source, tmp_path / "plain.jsonl"):
         result = ftkit("data", *words, "demo", f"data.source={path}", *changes)
         assert unsafe(result.out + result.err) == set()

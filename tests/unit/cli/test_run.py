@@ -107,7 +107,7 @@ def test_the_plan_says_how_many_documents_fit(ftkit: Callable[..., Result]) -> N
     rows = [{"text": "short"}] * 3 + [{"text": "0123456789" * 30}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = (
-        "demo", "--cluster", "local", "data.source=./rows.jsonl", "data.format=text", "evaluation.sql_execution=null",
+        "demo", "--cluster", "local", "data.source=./rows.jsonl", "data.format=text", "evaluation.generation=null",
         "evaluation.every_steps=null", "data.too_long=drop",
         "model.tokenizer={source: ./tokenizer, vocab_size: null}",
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_the_plan_shows_the_share_of_each_source(ftkit: Callable[..., Result], t
     for name in ("chats.jsonl", "code.jsonl"):
         (tmp_path / name).write_text('{"text": "a"}\n' * 300)
     sources = f"[{{source: {tmp_path}/chats.jsonl, weight: 3}}, {{source: {tmp_path}/code.jsonl, weight: 1}}]"
-    changes = (f"data.source={sources}", "data.format=text", "data.validation.count=9", "evaluation.sql_execution=null")
+    changes = (f"data.source={sources}", "data.format=text", "data.validation.count=9", "evaluation.generation=null")
     assert "chats.jsonl 75.0%, code.jsonl 25.0% of the rows" in ftkit("plan", "demo", *changes).out
 
 
@@ -338,7 +338,7 @@ def test_a_plan_exits_like_its_run(
 ) -> None:
     data = "data.source={kind: files, train: nowhere.jsonl, num_heldout: 100}"
     tokenizer = "model.tokenizer={source: model, vocab_size: null}"
-    result = ftkit(*words, "demo", data, "evaluation.sql_execution=null", f"model.weights={tmp_path}/no", tokenizer)
+    result = ftkit(*words, "demo", data, "evaluation.generation=null", f"model.weights={tmp_path}/no", tokenizer)
     assert result.code == 4
     assert "error: data.source.train: " in result.err
     assert f"error: model.weights: {tmp_path}/no does not exist" in result.err

@@ -248,7 +248,7 @@ def test_relative_paths_are_relative_to_their_file(ctx: Context, monkeypatch: py
     (ctx.project / "recipes" / "mine.yaml").write_text(
         "extends: demo\nname: mine\ndata: {source: {kind: files, train: mine.jsonl}}\nmodel: {weights: ./w}\n"
     )
-    recipe = load_recipe("mine", ctx, ["evaluation.sql_execution=null"])
+    recipe = load_recipe("mine", ctx, ["evaluation.generation=null"])
     source: FilesSource = recipe.data.source  # type: ignore[assignment]
     assert source.train == str(ctx.project / "recipes" / "mine.jsonl")
     assert recipe.model.weights == str(ctx.project / "recipes" / "w")
@@ -266,7 +266,7 @@ def test_a_typed_path_is_relative_to_the_current_folder_also_in_a_short_form(
     monkeypatch.chdir(elsewhere)
     (ctx.project / "recipes" / "mine.yaml").write_text("extends: demo\ndata: {source: mine.jsonl, format: auto}\n")
     for override in ("data.source=./typed.jsonl", "data.source={kind: files, train: typed.jsonl}"):
-        recipe = load_recipe("mine", ctx, [override, "evaluation.sql_execution=null"])
+        recipe = load_recipe("mine", ctx, [override, "evaluation.generation=null"])
         assert recipe.data.files == [("data.source.train", str(elsewhere / "typed.jsonl"))]
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from ftkit.data.cases import Case
 from ftkit.data.conversations import Message, ToolCall
-from ftkit.data.tasks.metrics import Completion, choose_metrics
-from ftkit.data.tasks.tool_calls import read_calls
+from ftkit.data.metrics import Completion, choose_metrics, read_calls
 from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
@@ -82,19 +81,6 @@ def test_calls_are_scored_by_name_arguments_count_and_correct_absence(
 def test_tool_calls_that_cannot_be_parsed_are_an_error() -> None:
     with pytest.raises(DataError, match="parse the tool calls"):
         scores(with_calls(PARIS), "", "call weather with Paris")
-
-
-def test_sql_is_executed_and_verdicts_are_compared_by_label() -> None:
-    question = {
-        "sql_prompt": "?",
-        "sql_context": "CREATE TABLE a (b); INSERT INTO a VALUES (1)",
-        "sql": "SELECT b FROM a",
-    }
-    assert scores(Case(0, question, [1]), "SELECT 1")["sql"] == 1
-    assert scores(Case(0, question, [1]), "nothing")["sql"] == 0
-    judged = Case(0, {"verdict": "malicious"}, [1])
-    assert scores(judged, "Verdict: Malicious\nSections: code")["verdict"] == 1
-    assert [scores(judged, text)["verdict"] for text in ("Verdict: benign", "malicious")] == [0, 0]
 
 
 def test_repetition_is_the_fraction_of_repeated_4_grams() -> None:

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.config.sources import FilesSource, GeneratedSource, ValidationSpec
-from ftkit.data.sources import FIRST_ROWS, peek_rows, read_rows, split_of
+from ftkit.config.task import TaskFile
+from ftkit.data.sources import peek_rows, read_rows, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -90,10 +91,8 @@ def test_the_first_examples_include_both_files_and_generated_ones(tmp_path: Path
     train, heldout = write_lines(tmp_path / "a.jsonl", 2), write_lines(tmp_path / "b.jsonl", 1)
     rows = peek_rows(spec(FilesSource(kind="files", train=train, heldout=heldout)))
     assert [row.where for row in rows] == [f"{train}:1", f"{train}:2", f"{heldout}:1"]
-    source = GeneratedSource(kind="generated", generator="text-to-sql", num_train=10_000_000)
-    assert [row.where for row in peek_rows(spec(source))] == [f"generated example {n + 1}" for n in range(FIRST_ROWS)]
-    few = source.model_copy(update={"num_train": 1})
-    assert [row.where for row in peek_rows(spec(few))] == ["generated example 1"]
+    source = GeneratedSource(kind="generated", num_train=10_000_000)
+    assert peek_rows(with_task(source, "raise SystemExit")) == []  # it is not run
     assert peek_rows(spec("org/data")) == []
 
 
@@ -110,40 +109,39 @@ def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
         read(FilesSource(kind="files", train=str(tmp_path / "none.jsonl")))
 
 
-def test_generated_examples_have_the_columns_of_the_task() -> None:
-    splits = read(GeneratedSource(kind="generated", generator="text-to-sql", num_train=3, num_heldout=1))
-    assert [len(splits["train"]), len(splits["validation"])] == [3, 1]
-    assert {"sql_prompt", "sql_context", "sql"} <= splits["train"][0].columns.keys()
+def with_task(source: GeneratedSource, text: str) -> DataSpec:
+    return DataSpec(source=source, task=TaskFile(file="/tasks/own.py", text=text))
 
 
-def test_simulated_malware_has_the_sizes_set_in_the_recipe() -> None:
-    source = GeneratedSource.model_validate(
-        {
-            "kind": "generated",
-            "generator": "malware-analysis",
-            "num_train": 4,
-            "num_heldout": 2,
-            "binary_bytes": {"smallest": 1500, "largest": 1500},
-        }
-    )
-    splits = read(source)
-    assert [len(splits["train"]), len(splits["validation"])] == [4, 2]
-    assert {len(row.columns["binary"]) for row in splits["train"]} == {3000}
-    assert splits["train"][0].columns.keys() == {"binary", "verdict", "analysis"}
+OWN = """
+def generate(seed, num_train, num_heldout, *, scale=1):
+    return ({"n": seed + scale * i} for i in range(num_train)), [{"n": -1}] * num_heldout
+"""
+
+
+def test_a_task_generates_the_rows_of_both_splits() -> None:
+    source = GeneratedSource(kind="generated", num_train=3, num_heldout=1, seed=5, options={"scale": 10})
+    rows = [(row.split, row.row.content) for row in read_rows(with_task(source, OWN))]
+    assert rows == [("train", {"n": 5}), ("train", {"n": 15}), ("train", {"n": 25}), ("validation", {"n": -1})]
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("body", "place", "reason"),
     [
-        ({"generator": "text-to-sql", "binary_bytes": {}}, "binary_bytes has no effect with generator 'text-to-sql'"),
-        ({"binary_bytes": {"smallest": 9000}}, r"smallest \(9000\) is more than largest \(6144\)"),
-        ({"binary_bytes": {"smallest": 10}}, "greater than or equal to 1024"),
+        ("    rows = []\n    return rows[7], []", "own.py:3: ", "IndexError"),
+        ("    import sys\n    sys.exit('no')", "own.py:3: ", "SystemExit"),
+        ("    return []", "own.py", "ValueError"),
+        ("    return [{}], []", "own.py: ", "1 of 2 rows"),
+        ("    return [{}, 'text'], []", "own.py: ", "not a dict"),
+        ("    return [{}, ()], []", "own.py: ", "not a dict"),
     ],
 )
-def test_invalid_sizes_of_binaries_are_rejected(changes: dict[str, object], message: str) -> None:
-    fields = {"kind": "generated", "generator": "malware-analysis", "num_train": 1}
-    with pytest.raises(ValidationError, match=message):
-        GeneratedSource.model_validate(fields | changes)
+def test_a_failure_inside_a_task_names_its_file_and_line(body: str, place: str, reason: str) -> None:
+    source = GeneratedSource(kind="generated", num_train=2)
+    with pytest.raises(DataError) as failure:
+        list(read_rows(with_task(source, f"def generate(seed, num_train, num_heldout):\n{body}\n")))
+    assert place in failure.value.what
+    assert reason in failure.value.what
 
 
 # --- Mixtures and the validation split -----------------------------------------------------------

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
+from malware import generate
 
 from ftkit.config.context import Context
 from ftkit.data.prepare import prepare
 from ftkit.data.store import PreparedData
-from ftkit.data.tasks import malware_analysis
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.launch import first_rows
 from ftkit.launch.first_rows import count_documents
@@ -29,8 +28,7 @@ NUM_TRAIN = 12
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of the task: about two tokens per byte of a binary."""
-    task = malware_analysis.generate(1, 4, 0, (1024, 2048))
-    texts = [str(text) for example in task.train for text in asdict(example).values()]
+    texts = [text for row in generate(1, 4, 0, smallest=1024, largest=2048)[0] for text in row.values()]
     folder = tmp_path_factory.mktemp("tokenizer")
     learn_tokenizer(texts, 400, "chatml").save_pretrained(folder)
     return folder
@@ -42,12 +40,20 @@ def ctx(tmp_path: Path) -> Context:
     return Context(tmp_path, tmp_path / "user", environment)
 
 
+def rows_file(ctx: Context) -> Path:
+    path = ctx.project / "rows.jsonl"
+    rows, _ = generate(1, NUM_TRAIN, 0, smallest=1024, largest=2048)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def rungs(ctx: Context, tokenizer: Path | str, *overrides: str) -> list[RunPlan]:
     small = (
         "model.weights=random", "model.architecture={num_hidden_layers: 1, vocab_size: 512}",
         "model.tokenizer=" + json.dumps({"source": str(tokenizer)}), "training.global_batch_size=16",
-        f"data.source.num_train={NUM_TRAIN}", "data.source.num_heldout=1", "evaluation.every_steps=null",
-        "data.source.binary_bytes={smallest: 1024, largest: 2048}",
+        f"data.source={{kind: files, train: {rows_file(ctx)}}}",
+        "data.format={kind: prompt-completion, prompt: '{binary}', completion: '{analysis}'}",
+        "evaluation.every_steps=null",
     )  # fmt: skip
     args = RunArgs("olmo3-32b-malware-full", (*small, *overrides), cluster="local", num_nodes=1)
     return plan_sweep(expand(args, ctx), ctx)
@@ -67,8 +73,8 @@ def test_a_plan_counts_the_documents_that_preparation_keeps(ctx: Context, tokeni
         assert (found.num_read, found.num_fitting, found.is_complete) == (NUM_TRAIN, kept[-1], False)
     assert planned[0] is not None
     assert planned[0].num_fitting == 0 < kept[0] < kept[1] == NUM_TRAIN
-    complete = [plan.documents for plan in count_documents(plans[1:], {})]  # of the validation split, too
-    assert [(each.num_read, each.is_complete) for each in complete if each] == [(NUM_TRAIN + 1, True)] * 2
+    complete = [plan.documents for plan in count_documents(plans[1:], {})]
+    assert [(each.num_read, each.is_complete) for each in complete if each] == [(NUM_TRAIN, True)] * 2
     longer = rungs(ctx, tokenizer, "training.sequence_length=8192,16384")  # of which one is prepared
     assert find_other_documents(count_documents(longer, {})) is None
 

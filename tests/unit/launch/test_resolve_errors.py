@@ -17,7 +17,7 @@ from ftkit.checkout import read_commit
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.tasks.metrics import METRICS
+from ftkit.data.metrics import METRICS
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
 from ftkit.launch.preparation import data_stamp
@@ -124,7 +124,7 @@ def test_data_at_an_address_is_not_checked_without_a_network(
     is_offline = True
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Driver)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    spec = load_recipe("demo", NOWHERE, ["data.source=" + place, "data.format=auto", "evaluation.sql_execution=null"])
+    spec = load_recipe("demo", NOWHERE, ["data.source=" + place, "data.format=auto", "evaluation.generation=null"])
     (warning,) = check_sources(with_recipe(demo_plan, spec), {})
     assert place in warning
     assert data_stamp(spec) != data_stamp(spec)  # prepared data may be of other files
@@ -208,7 +208,6 @@ def test_an_unreadable_path_is_reported_with_its_key(tmp_path: Path) -> None:
     [
         (101 * '{"sql": 1}\n', r"train\.jsonl:1: data\.format\.prompt uses columns .*: sql_context, sql_prompt"),
         (QUESTION + "{]\n", r"train\.jsonl:2: not valid JSON"),
-        (101 * QUESTION.replace('"CREATE TABLE t (a)"', "null"), r"sql_execution needs a column .* null: sql_context"),
         (3 * QUESTION, r"has 3 examples, the recipe asks for 101"),
         ("", r"has 0 examples"),
     ],
@@ -295,7 +294,7 @@ def test_a_missing_template_is_reported_for_a_detected_format(plan: RunPlan, tmp
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         tokenizer = f"model.tokenizer={{source: {tmp_path}/tokenizer, vocab_size: null}}"
         source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl}}"
-        overrides = [tokenizer, source, "data.format=auto", "data.chat_template=model", "evaluation.sql_execution=null"]
+        overrides = [tokenizer, source, "data.format=auto", "data.chat_template=model", "evaluation.generation=null"]
         here = with_recipe(plan, load_recipe("demo", NOWHERE, overrides))
         if message is None:
             assert check_sources(here, {}) == []
@@ -307,35 +306,23 @@ def test_a_missing_template_is_reported_for_a_detected_format(plan: RunPlan, tmp
 def test_conversations_that_would_be_split_stop_a_run_before_submission(plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl}}"
-    overrides = [source, "data.format=auto", "data.too_long=split", "evaluation.sql_execution=null"]
+    overrides = [source, "data.format=auto", "data.too_long=split", "evaluation.generation=null"]
     with pytest.raises(DataError, match=r"data\.too_long is 'split', but the rows are conversations"):
         check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-
-
-def test_a_metric_whose_columns_are_missing_from_the_data_is_a_warning(plan: RunPlan, tmp_path: Path) -> None:
-    other = '{"question": "q", "answer": "a"}\n'
-    for row, prompt, completion in ((other, "question", "answer"), (QUESTION, "sql_prompt", "sql")):
-        (tmp_path / "rows.jsonl").write_text(5 * row)
-        source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
-        form = f"data.format={{kind: prompt-completion, prompt: '{{{prompt}}}', completion: '{{{completion}}}'}}"
-        metrics = "evaluation={sql_execution: null, generation: {metrics: [sql]}}"
-        overrides = [source, form, metrics, "data.ignore_columns=[sql_context]"]
-        found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-        assert [warning.partition(":")[0] for warning in found] == ["evaluation.generation.metrics"] * (row == other)
 
 
 @pytest.mark.parametrize(
     ("row", "without_score"),
     [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "sql calls verdict"),
-        ({"prompt": "q", "completion": "a. Verdict: yes"}, "sql calls"),
-        ({"text": "a"}, "sql calls verdict exact_match repetition"),
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "calls"),
+        ({"prompt": "q", "completion": "a"}, "calls"),
+        ({"text": "a"}, "calls exact_match repetition"),
         (
             {
                 "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
             },
-            "sql verdict",
+            "",
         ),
     ],
 )
@@ -344,19 +331,13 @@ def test_each_metric_that_has_no_score_for_any_row_is_a_warning(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
     source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
-    metrics = f"evaluation={{sql_execution: null, generation: {{metrics: [{', '.join(METRICS)}]}}}}"
+    metrics = f"evaluation={{generation: {{metrics: [{', '.join(METRICS)}]}}}}"
     overrides = [source, "data.format=auto", "data.ignore_columns=[]", metrics]
     if "text" in row:
         overrides.append("data.train_on=all")
     found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
     warned = [warning.partition(": ")[2].partition(" has no score without ")[0] for warning in found]
     assert warned == without_score.split()
-
-
-def test_columns_missing_from_a_generator_stop_a_run_before_submission(plan: RunPlan) -> None:
-    recipe = load_recipe("demo", NOWHERE, ["data.format.prompt='{question}'"])
-    with pytest.raises(DataError, match=r"generated example 1: data\.format\.prompt uses columns .*: question"):
-        check_sources(with_recipe(plan, recipe), {})
 
 
 def test_generated_data_has_no_stamp() -> None:

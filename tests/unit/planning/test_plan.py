@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit import assets
 from ftkit.config.context import Context, list_images
 from ftkit.config.execution import FP8_MULTIPLE
 from ftkit.config.image import BaseImageSpec, ImageSpec
@@ -150,15 +151,9 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
     assert batch.accumulation_steps == accumulation
 
 
-def test_sql_is_not_scored_for_data_without_sql() -> None:
-    found = problems(demo("data.source.generator=malware-analysis"))
-    assert "evaluation.sql_execution: generator 'malware-analysis' generates no SQL" in found
-
-
-def test_evaluation_uses_at_most_the_rows_of_a_validation_file() -> None:
-    source = "data.source={kind: files, train: /rows.jsonl, num_heldout: 7}"
-    assert "200 questions requested, the validation split has 7 rows" in problems(demo(source))
-    plan(demo(source, "data.source.num_heldout=0", "data.source.heldout=/heldout.jsonl"))
+def test_a_metric_that_neither_ftkit_nor_the_task_has_is_reported() -> None:
+    found = problems(demo("evaluation.generation.metrics=[verdict]"))
+    assert "evaluation.generation.metrics: there is no metric 'verdict'" in found
 
 
 def test_an_indivisible_batch_is_rejected_with_the_nearest_valid_ones() -> None:
@@ -618,7 +613,7 @@ def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
 
 
 def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forward_layers() -> None:
-    one, alone = "training.micro_batch_size=1", "evaluation.sql_execution=null"
+    one, alone = "training.micro_batch_size=1", "evaluation.generation=null"
     divided = plan(demo("training.tensor_parallel=2", one, alone), on_gpus(4))
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
     assert (divided.engine.name, "layers are divided among 2 GPUs" in divided.engine.reason) == ("fsdp2", True)
@@ -656,7 +651,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
 
 
 def test_divided_layers_take_less_memory_and_exchange_tokens_in_proportion_to_their_gpus() -> None:
-    words = ("model.architecture=llama3-8b", "training.sequence_length=8192", "evaluation.sql_execution=null")
+    words = ("model.architecture=llama3-8b", "training.sequence_length=8192", "evaluation.generation=null")
     setups = [
         plan(
             demo(
@@ -695,19 +690,17 @@ def test_evaluations_without_validation_data_are_rejected() -> None:
 
 
 def test_the_best_checkpoint_needs_a_metric_measured_during_training() -> None:
-    every, alone = "evaluation.every_steps=5", "evaluation.sql_execution=null"
+    every = "evaluation.every_steps=5"
     assert "'accuracy' is not measured. Use one of loss, perplexity," in problems(
         demo(every, "evaluation.best.metric=accuracy")
     )
     assert "'sql' is not measured during training" in problems(demo(every, "evaluation.best.metric=sql"))
-    plan(demo(every, alone, "evaluation.best.metric=sql", "evaluation.generation.metrics=[sql]"))
+    plan(demo(every, "evaluation.best.metric=sql", "evaluation.generation.num_rows_during=5"))
     plan(demo(every, "evaluation.early_stopping_patience=3"))
     with pytest.raises(ConfigError, match="set every_steps"):
         demo("evaluation.best.metric=loss")
     with pytest.raises(ConfigError, match="no effect without early_stopping_patience"):
         demo(every, "evaluation.early_stopping_threshold=0.1")
-    with pytest.raises(ConfigError, match="set one of them to null"):
-        demo("evaluation.generation.num_rows=5")
 
 
 def test_an_impossible_profile_is_rejected() -> None:
@@ -806,3 +799,11 @@ def test_a_run_in_a_moved_workspace_uses_the_data_that_is_there_now(make_run: Ru
     layout = RunLayout(moved.runs / submitted.id)
     assert read_plan(layout).workspace == submitted.workspace
     assert read_plan_to_use(layout).data_directory == moved.data / submitted.fingerprint
+
+
+def test_a_task_is_part_of_the_datas_identity_by_its_text_and_not_its_place(tmp_path: Path) -> None:
+    text = (assets.EXAMPLES / "tasks/sql.py").read_text()
+    for name, added in (("same", ""), ("other", "# changed\n")):
+        (tmp_path / f"{name}.py").write_text(text + added)
+    same, other = (plan(demo(f"data.task={tmp_path}/{name}.py")).fingerprint for name in ("same", "other"))
+    assert same == plan(DEMO).fingerprint != other

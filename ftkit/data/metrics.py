@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 import sys
@@ -10,16 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ftkit.data.cases import Case
-from ftkit.data.tasks.sql_score import execution_match, read_question
-from ftkit.data.tasks.tool_calls import read_calls, same_calls
+from ftkit.data.tasks import score_row
 from ftkit.errors import DataError, NotFoundError, one_line
 
+if TYPE_CHECKING:
+    from ftkit.config.task import TaskFile
+
+Call = tuple[str, Any]
+"""A tool's name, and its arguments."""
+
+_XML = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+_NAME_BEFORE = re.compile(r"(?:\[TOOL_CALLS\]\s*|functions\.)([\w.-]+)[^{}]*?(?=\{)")
+"""Mistral's `[TOOL_CALLS]name[ARGS]{…}` and gpt-oss's `to=functions.name … {…}`."""
+_DECODER = json.JSONDecoder()
 _NGRAM = 4
-_VERDICT = re.compile(r"\bverdict\W+(\w+)", re.IGNORECASE)
-SQL_COLUMNS = frozenset(("sql_prompt", "sql_context", "sql"))
-"""The columns that the metric `sql` needs."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +72,6 @@ def repetition(_: Case, completion: Completion) -> float | None:
 def exact_match(_: Case, completion: Completion) -> float | None:
     """Compare the texts, with every run of white space as one space."""
     return None if completion.reference is None else float(completion.text.split() == completion.reference.split())
-
-
-def sql(case: Case, completion: Completion) -> float | None:
-    """Execute the completion and the reference on the question's tables, and compare the rows."""
-    if any(case.columns.get(name) is None for name in SQL_COLUMNS):
-        return None
-    return float(execution_match(read_question(case.columns), completion.text).matched)
-
-
-def verdict(case: Case, completion: Completion) -> float | None:
-    """Compare the word after `Verdict:` with the column `verdict`, or with that of the reference."""
-    predicted, expected = _VERDICT.search(completion.text), case.columns.get("verdict")
-    if not isinstance(expected, str):
-        found = _VERDICT.search(completion.reference or "")
-        if found is None:
-            return None
-        expected = found[1]
-    return float(predicted is not None and predicted[1].lower() == expected.strip().lower())
 
 
 def calls(case: Case, completion: Completion) -> float | None:
@@ -128,9 +119,7 @@ _CALLS = (
 )
 _REPETITION = Metric("repetition", repetition, is_lower_better=True)
 METRICS: dict[str, tuple[Metric, ...]] = {
-    "sql": (Metric("sql", sql),),
     "calls": _CALLS,
-    "verdict": (Metric("verdict", verdict),),
     "exact_match": (Metric("exact_match", exact_match),),
     "repetition": (_REPETITION,),
 }
@@ -139,17 +128,7 @@ a result determines which examples changed."""
 
 
 _NEEDS: dict[str, tuple[str, Callable[[Case], bool]]] = {
-    "sql": (
-        ", ".join(sorted(SQL_COLUMNS)),
-        lambda case: all(case.columns.get(name) is not None for name in SQL_COLUMNS),
-    ),
     "calls": ("tools or tool calls", lambda case: case.has_tools or bool(case.message and case.message.tool_calls)),
-    "verdict": (
-        "a column verdict or a completion with 'Verdict: …'",
-        lambda case: (
-            isinstance(case.columns.get("verdict"), str) or bool(case.message and _VERDICT.search(case.message.content))
-        ),
-    ),
     "exact_match": ("a completion", lambda case: case.reference is not None),
     "repetition": ("an assistant turn", lambda _: True),
 }
@@ -158,37 +137,48 @@ _NEEDS: dict[str, tuple[str, Callable[[Case], bool]]] = {
 
 def find_unmet_needs(names: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
     """Return the metrics that have no score for any case, each with what the cases lack."""
-    return {name: _NEEDS[name][0] for name in names if not any(_NEEDS[name][1](case) for case in cases)}
+    return {
+        name: need for name, (need, meets) in _NEEDS.items() if name in names and not any(meets(case) for case in cases)
+    }
 
 
-def choose_metrics(requested: Sequence[str], cases: Sequence[Case]) -> list[Metric]:
-    """Return the requested metrics; by default those of the data's task, and repetition.
+def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:
+    """Return the requested metrics; by default the task's or those that fit the rows, and repetition.
 
     Raises:
         NotFoundError: there is no such metric.
     """
-    names = list(requested) or [*_task_of(cases), "repetition"]
-    return [metric for name in names if name != "loss" for metric in METRICS.get(name) or (_import_metric(name),)]
+    own = task.metrics if task else []
+    names = list(requested) or [*_default_metrics(own, cases), "repetition"]
+    metrics: list[Metric] = []
+    for name in names:
+        if name in METRICS:
+            metrics += METRICS[name]
+        elif task and name in own:
+            metrics.append(Metric(name, partial(_score_by_task, task, name)))
+        elif name != "loss":
+            metrics.append(_import_metric(name, own))
+    return metrics
 
 
-def _task_of(cases: Sequence[Case]) -> list[str]:
-    found = []
-    if any(case.columns.keys() >= SQL_COLUMNS for case in cases):
-        found.append("sql")
+def _default_metrics(own: Sequence[str], cases: Sequence[Case]) -> list[str]:
+    found = [*own]
     if any(case.has_tools and case.message is not None for case in cases):
         found.append("calls")
-    if any(isinstance(case.columns.get("verdict"), str) for case in cases):
-        found.append("verdict")
     return found or ["exact_match"] * any(case.reference is not None for case in cases)
 
 
-def _import_metric(name: str) -> Metric:
+def _score_by_task(task: TaskFile, name: str, case: Case, completion: Completion) -> float | None:
+    return score_row(task, name, case.columns, completion.text)
+
+
+def _import_metric(name: str, own: Sequence[str]) -> Metric:
     """Import a user's metric: a function of a row's columns and the text of a completion."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
         raise NotFoundError(
             f"there is no metric '{name}'",
-            meaning=f"known: loss, {', '.join(METRICS)}",
+            meaning=f"known: {', '.join(['loss', *METRICS, *own])}",
             fix="correct --metrics, or give your own function as module:function",
         )
     if str(Path.cwd()) not in sys.path:
@@ -216,3 +206,70 @@ def _score_by(function: Callable[..., object], name: str, case: Case, completion
     if not math.isfinite(score):
         raise DataError(f"the metric '{name}' returned {score}", fix="return a finite number")
     return score
+
+
+# --- Tool calls in completions ----------------------------------------------------------------------
+
+
+def read_calls(text: str) -> list[Call]:
+    """Return the calls in an assistant turn, special tokens included; none if there are none, or they are broken.
+
+    Notations: Qwen's and Hermes's JSON in `<tool_call>`, Llama's and Mistral's JSON, a name before its arguments
+    (newer Mistral, gpt-oss), and Qwen 3.5's `<function=…>`.
+    """
+    xml = [(name, _xml_arguments(body)) for name, body in _XML.findall(text)]
+    return xml or _after_names(text) or _in_json(text)
+
+
+def same_calls(left: list[Call], right: list[Call]) -> bool:
+    """Tell whether both have the same calls with the same arguments, in any order."""
+    left = list(left)
+    for call in right:
+        if call not in left:
+            return False
+        left.remove(call)
+    return not left
+
+
+def _xml_arguments(body: str) -> dict[str, Any]:
+    return {name: _parse_value(value.strip("\n")) for name, value in _XML_PARAMETER.findall(body)}
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _after_names(text: str) -> list[Call]:
+    found = ((match[1], _decode(text, match.end())) for match in _NAME_BEFORE.finditer(text))
+    return [(name, arguments) for name, (arguments, _) in found if isinstance(arguments, dict)]
+
+
+def _in_json(text: str) -> list[Call]:
+    calls, place = [], 0
+    while (place := text.find("{", place)) >= 0:
+        value, end = _decode(text, place)
+        call = _as_call(value)
+        if call is not None:
+            calls.append(call)
+        place = max(end, place + 1)
+    return calls
+
+
+def _decode(text: str, place: int) -> tuple[Any, int]:
+    try:
+        return _DECODER.raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None, place
+
+
+def _as_call(value: Any) -> Call | None:
+    if not isinstance(value, dict):
+        return None
+    function = value["function"] if isinstance(value.get("function"), dict) else value
+    arguments = function.get("arguments", function.get("parameters"))
+    if not isinstance(function.get("name"), str) or arguments is None:
+        return None
+    return function["name"], _parse_value(arguments) if isinstance(arguments, str) else arguments

@@ -1,1 +1,0 @@
-"""Tasks whose data ftkit generates and scores: text-to-SQL and malware analysis."""

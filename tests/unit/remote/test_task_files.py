@@ -1,0 +1,27 @@
+"""A task is sent to the login node like the data of its recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ruamel.yaml import YAML
+
+from ftkit.config.context import Context
+from ftkit.remote.login import Login
+from ftkit.remote.sending import pack_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_file_of_a_task_is_sent_and_the_recipe_names_its_place_there(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    own = tmp_path / "recipes/own.py"
+    own.write_text("def generate(seed, num_train, num_heldout):\n    return [{}] * num_train, [{}] * num_heldout\n")
+    (tmp_path / "recipes/mine.yaml").write_text(
+        "extends: demo\nname: mine\ndata: {task: own.py}\nevaluation: {generation: null}\n"
+    )
+    ctx = Context(tmp_path, tmp_path / "user", {})
+    parcel = pack_run("mine", [()], ("mine",), Login("own", "node", (), "/ftkit"), ctx)
+    assert parcel.local_files == (own,)
+    assert YAML(typ="safe").load(parcel.recipe_text)["data"]["task"] == f"/ftkit/files{own}"
