@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunFolder
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 SpecT = TypeVar("SpecT")
 
@@ -200,7 +200,7 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
         NotFoundError: it has no job.
     """
     from ftkit.launch.jobs import adopt_job
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
     if run := folder.submitted:
         return run

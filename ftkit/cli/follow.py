@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from ftkit.cli.report import write_report_at_end
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.cli.terminal.follow_views import FollowView
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
@@ -54,8 +54,8 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
     show_end(run, seen, terminal)
 
 
-def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Observation:
-    last = Observation(RunState.UNKNOWN, is_final=False)
+def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Job:
+    last = Job(run.job_id, RunState.UNKNOWN)
     known = excluded_nodes(run.layout)
     for seen in poll_states(run):
         if seen:
@@ -70,7 +70,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -
     return last
 
 
-def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
+def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
 
     Ends after a final state.

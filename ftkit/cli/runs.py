@@ -17,8 +17,8 @@ from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
     from ftkit.runs.entry import RunEntry  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.runs.job import Job  # noqa: TC004
     from ftkit.runs.records import StepRecord  # noqa: TC004
-    from ftkit.runs.states import Observation  # noqa: TC004
 
 _TAIL_BYTES = 4_096
 """Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
@@ -37,7 +37,7 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class _Row:
     entry: RunEntry
-    seen: Observation
+    seen: Job
     step: StepRecord | None
     metrics_problem: str
     """Which of the newest records can't be read, and why; empty if all can."""
@@ -54,7 +54,7 @@ class _Row:
 
     @property
     def job_id(self) -> str | None:
-        return self.entry.run.submission.job_id if self.entry.run else None
+        return self.entry.run.job_id if self.entry.run else None
 
 
 @click.command(

@@ -13,8 +13,8 @@ from ftkit.launch.job_states import observe_all
 from ftkit.launch.jobs import check_removable, remove_folder, remove_run
 from ftkit.runs.entry import read_entry
 from ftkit.runs.find import RunFolder, list_runs
+from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.lease import current_holder
-from ftkit.runs.states import FAILURES, RunState
 from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:

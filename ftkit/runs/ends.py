@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import MemoryExhaustedError, one_line
 from ftkit.files import read_small, write_file
+from ftkit.runs.job import CAUSES, Cause
 from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import CAUSES, Cause
 from ftkit.runs.summary import first_error, log_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
+    from ftkit.runs.job import Job
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class End:
         return cls(cause, str(value.get("detail") or ""))
 
     @classmethod
-    def of_run(cls, seen: Observation) -> End | None:
+    def of_run(cls, seen: Job) -> End | None:
         """Return how a run's last start ended, by its observed state; None if only the ranks know."""
         cause = seen.cause or CAUSES.get(seen.state)
         return cls(cause) if cause else None

@@ -16,14 +16,13 @@ from ftkit.errors import (
     UnfitMachineError,
 )
 from ftkit.files import read_json_if_valid
+from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.rank_errors import RankError
-from ftkit.runs.states import FAILURES, RunState
 from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import Job, SubmittedRun
 
 
 _CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)}
@@ -47,7 +46,7 @@ class Failure:
     is_in_code: bool = False
 
 
-def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
+def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
     """Return why a run failed; None if it did not."""
     if seen.state not in FAILURES:
         return None

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid, read_small
 from ftkit.runs.ends import End
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.metrics_file import read_last_record, read_outline
 from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord
-from ftkit.runs.states import Observation, RunState
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -101,7 +101,7 @@ class Silence:
     is_alive: bool
 
 
-def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, now: float) -> Silence | None:
+def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:
     """Return how long a running job has written no record; None if it does not run, or has ended its training.
 
     Args:

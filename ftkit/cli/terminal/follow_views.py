@@ -8,13 +8,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
+from ftkit.runs.job import RunState
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
-from ftkit.runs.states import RunState
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
+    from ftkit.runs.job import Job
     from ftkit.runs.records import Record
-    from ftkit.runs.states import Observation
 
 _REDRAWS_PER_SECOND = 4
 _SECONDS_BETWEEN_STEPS = 30
@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_STEPS = 30
 class FollowView(Protocol):
     """Shows the progress of a run."""
 
-    def state(self, seen: Observation) -> None:
+    def state(self, seen: Job) -> None:
         """Show the run's state; called after each poll."""
 
     def note(self, text: str) -> None:
@@ -49,7 +49,7 @@ class PlainView:
         self._shown = ""
         self._next_step = 0.0
 
-    def state(self, seen: Observation) -> None:
+    def state(self, seen: Job) -> None:
         """Print the state if it changed, unless the run is completed: the summary shows that."""
         words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
@@ -94,7 +94,7 @@ class LiveView:
         self._is_first_step = False
         self._progress.start()
 
-    def state(self, seen: Observation) -> None:
+    def state(self, seen: Job) -> None:
         """Show the state until the run runs; then its records show more."""
         if seen.state is not RunState.RUNNING:
             self._show_waiting(str(seen))
