@@ -156,7 +156,7 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.entry import find_sweep
+    from ftkit.runs.listing import find_sweep
 
     try:
         return [get_run(reference)]
@@ -175,7 +175,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.entry import find_sweep
+    from ftkit.runs.listing import find_sweep
 
     found: dict[str, RunFolder] = {}
     for reference in references:

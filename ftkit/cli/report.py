@@ -154,8 +154,8 @@ def _shortened(sample: Sample) -> Sample:
 def _state(folder: RunFolder) -> str:
     """Return the run's state as one word."""
     from ftkit.launch.job_states import observe_all
-    from ftkit.runs.entry import read_entry
     from ftkit.runs.job import RunState
+    from ftkit.runs.listing import read_entry
     from ftkit.runs.metrics_file import read_last_record
     from ftkit.runs.records import EndRecord
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.entry import RunEntry
     from ftkit.runs.job import SchedulerName, SubmittedRun
     from ftkit.runs.lease import Holder
+    from ftkit.runs.listing import RunEntry
 
 
 LOST = "Slurm no longer knows the job, and it left no exit code"

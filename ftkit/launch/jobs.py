@@ -23,9 +23,9 @@ from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
-from ftkit.runs.entry import read_entry
 from ftkit.runs.job import Cause, RunState, Submission, SubmittedRun, read_submission, write_submission
 from ftkit.runs.lease import current_holder, revoke
+from ftkit.runs.listing import read_entry
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord

@@ -21,7 +21,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import held_lease
 from ftkit.runs.manifest import record_start
-from ftkit.runs.storage.beside import copied_beside
+from ftkit.runs.storage.sync import copied_while_trained
 from ftkit.train.launcher import LAUNCHED, faster_imports, follow_launcher, record_failure, redirect_output
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             num_replicas = plan.engine.num_replicas
             with init_world(plan.placement, context_parallel, num_replicas) as world:  # all ranks wait for rank 0
                 layout.rank_error(rank).unlink(missing_ok=True)  # left by an earlier start
-                with copied_beside(plan) if rank == 0 else nullcontext():
+                with copied_while_trained(plan) if rank == 0 else nullcontext():
                     run_training(plan, world, begun)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         return _fail(layout, rank, error)

@@ -29,9 +29,9 @@ from ftkit.data.imports import keep_bytecode, without_packages
 from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_line
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
+from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.lease import FolderHeldError, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.metrics_file import read_last_record
-from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from ftkit.errors import FtkitError, TrainingError
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
 from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
+from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.lease import held_lease
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import append_record
-from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import end_with_launcher, record_failure, redirect_output
 

@@ -14,8 +14,8 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.planning.plan import plan_to_json
 from ftkit.planning.planner import plan_run
+from ftkit.runs.failure import RankError
 from ftkit.runs.job import Submission
-from ftkit.runs.rank_errors import RankError
 from ftkit.runs.records import EndRecord, EvaluationRecord, Sample, StageRecord, StartRecord, StepRecord, to_line
 from fuzzing.area import Area, Case, write_case
 from fuzzing.command_line import command_line

@@ -12,10 +12,11 @@ from ftkit.cli.terminal.format import age, count, duration, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST
+from ftkit.runs.ends import log_tail
 from ftkit.runs.failure import explain_failure, original_command
 from ftkit.runs.job import FAILURES, Job, RunState
+from ftkit.runs.progress import TrainingSummary, summarize
 from ftkit.runs.storage.sync import read_status
-from ftkit.runs.summary import TrainingSummary, log_tail, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout

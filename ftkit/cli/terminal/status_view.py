@@ -19,25 +19,27 @@ from ftkit.cli.terminal.report import (
     sync_facts,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError, plural
-from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
 from ftkit.runs.job import Job, RunState, SubmittedRun
+from ftkit.runs.listing import read_entry
 from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import (
     Restart,
     Silence,
+    TrainingSummary,
     excluded_nodes,
     list_anomalies,
+    list_checkpoints,
     list_restarts,
     measure_silence,
     seconds_left,
+    summarize,
 )
 from ftkit.runs.records import AnomalyRecord
 from ftkit.runs.storage.sync import read_status
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
-from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass

@@ -20,7 +20,7 @@ from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
 from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
 from ftkit.process import num_usable_cpus
-from ftkit.runs.card import read_license, write_card
+from ftkit.runs.model_card import read_license, write_card
 from ftkit.train.checkpoint.weight_files import write_weights
 from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import (

@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
+from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.metrics_file import find_damage
-from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from ftkit.cli.follow import LiveView, PlainView
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Column, Terminal
-from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
 from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
+from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.job import Job, RunState
-from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord, StartRecord
 from ftkit.runs.stragglers import RankTiming
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.runs.ends import End
+from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.job import Cause, Job, RunState
 from ftkit.runs.manifest import explain_missing_digests, record_start
-from ftkit.runs.progress import list_restarts, measure_silence, seconds_left
-from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.progress import list_restarts, measure_silence, seconds_left, summarize
 from ftkit.runs.records import StageRecord, StartRecord
-from ftkit.runs.summary import summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
