@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunFolder
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 SpecT = TypeVar("SpecT")
 
@@ -156,7 +156,7 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.entry import find_sweep
+    from ftkit.runs.listing import find_sweep
 
     try:
         return [get_run(reference)]
@@ -175,7 +175,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.entry import find_sweep
+    from ftkit.runs.listing import find_sweep
 
     found: dict[str, RunFolder] = {}
     for reference in references:
@@ -200,7 +200,7 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
         NotFoundError: it has no job.
     """
     from ftkit.launch.jobs import adopt_job
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
     if run := folder.submitted:
         return run

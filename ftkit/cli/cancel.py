@@ -12,7 +12,7 @@ from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import FtkitError
 
 if TYPE_CHECKING:
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 @click.command(

@@ -124,7 +124,7 @@ def _check_destination(destination: str) -> None:
         UsageError: it is none of the forms of --push.
         FtkitError: it can't be written to.
     """
-    from ftkit.runs.storage.hub import check_hub_access
+    from ftkit.hub.push import check_hub_access
     from ftkit.runs.storage.store import Store
 
     if destination.startswith(_HUB):
@@ -140,8 +140,8 @@ def _check_destination(destination: str) -> None:
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
     """Copy an export; return its address."""
+    from ftkit.hub.push import push_to_hub
     from ftkit.models.folder import EXPORT_RECORD
-    from ftkit.runs.storage.hub import push_to_hub
     from ftkit.runs.storage.sync import push
 
     try:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from ftkit.cli.report import write_report_at_end
+from ftkit.cli.terminal.format import count, duration
+from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.states import Observation, RunState
+from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.cli.terminal.follow_views import FollowView
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
+    from ftkit.runs.records import Record
 
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
+_REDRAWS_PER_SECOND = 4
+_SECONDS_BETWEEN_STEPS = 30
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
@@ -36,8 +43,6 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
         RunFailedError: it failed or was canceled.
         KeyboardInterrupt: the user stops following; the run continues.
     """
-    from ftkit.cli.terminal.follow_views import view_for
-
     tail = tail or RecordTail(run.layout.metrics)
     view = view_for(terminal)
     try:
@@ -54,8 +59,8 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
     show_end(run, seen, terminal)
 
 
-def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Observation:
-    last = Observation(RunState.UNKNOWN, is_final=False)
+def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Job:
+    last = Job(run.job_id, RunState.UNKNOWN)
     known = excluded_nodes(run.layout)
     for seen in poll_states(run):
         if seen:
@@ -70,7 +75,7 @@ def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -
     return last
 
 
-def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
+def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
 
     Ends after a final state.
@@ -97,3 +102,141 @@ def poll_states(run: SubmittedRun) -> Iterator[Observation | None]:
         while time.monotonic() < polled + pause:
             time.sleep(_READ_SECONDS)
             yield None
+
+
+class FollowView(Protocol):
+    """Shows the progress of a run."""
+
+    def state(self, seen: Job) -> None:
+        """Show the run's state; called after each poll."""
+
+    def note(self, text: str) -> None:
+        """Show a message about the job."""
+
+    def record(self, record: Record) -> None:
+        """Show a record of the trainer."""
+
+    def close(self) -> None:
+        """Close the view: no record follows."""
+
+
+def view_for(terminal: Terminal) -> FollowView:
+    """Return the view that fits the terminal."""
+    return LiveView(terminal) if terminal.is_live else PlainView(terminal)
+
+
+class PlainView:
+    """Lines, few enough for the log of a CI job; memory records are only in the run's log."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._shown = ""
+        self._next_step = 0.0
+
+    def state(self, seen: Job) -> None:
+        """Print the state if it changed, unless the run is completed: the summary shows that."""
+        words = str(seen)
+        if words != self._shown and seen.state is not RunState.COMPLETED:
+            self._terminal.say(words)
+            self._shown = words
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._terminal.say(text)
+
+    def record(self, record: Record) -> None:
+        """Print a line; for steps, the first, the last, and one every half minute of the run."""
+        if isinstance(record, MemoryRecord):
+            return
+        if isinstance(record, StepRecord):
+            if record.time < self._next_step and record.step != record.num_steps:
+                return
+            self._next_step = record.time + _SECONDS_BETWEEN_STEPS
+        self._terminal.say(record_line(record))
+
+    def close(self) -> None:
+        """Do nothing: every line is complete."""
+
+
+class LiveView:
+    """A progress bar for the steps; a line above it for every other record."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=terminal.talk,
+            expand=True,
+            transient=True,
+            refresh_per_second=_REDRAWS_PER_SECOND,
+        )
+        self._task = self._progress.add_task("submitted", total=None, numbers="")
+        self._is_waiting = True
+        self._stage: StageRecord | None = None
+        self._is_first_step = False
+        self._progress.start()
+
+    def state(self, seen: Job) -> None:
+        """Show the state until the run runs; then its records show more."""
+        if seen.state is not RunState.RUNNING:
+            self._show_waiting(str(seen))
+        elif self._is_waiting:
+            self._show_waiting("running")
+        self._is_waiting = seen.state is not RunState.RUNNING
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text)
+
+    def record(self, record: Record) -> None:
+        """Move the bar, or print a line above it. Memory records are only in the run's log."""
+        if isinstance(record, MemoryRecord):
+            return
+        self._finish_stage(record)
+        if isinstance(record, ScriptStepRecord):
+            self._show_waiting(record_line(record))
+            return
+        if isinstance(record, StepRecord):
+            self._progress.update(
+                self._task,
+                description="training",
+                total=record.num_steps,
+                completed=record.step,
+                numbers=_numbers(record, is_first=self._is_first_step),
+            )
+            self._is_first_step = False
+            return
+        self._is_first_step |= isinstance(record, StartRecord)
+        if isinstance(record, StageRecord):
+            self._stage = record
+            self._show_waiting(record.stage)
+            return
+        self._progress.console.print(record_line(record))
+        if isinstance(record, EndRecord):
+            self._show_waiting(record.outcome)
+
+    def _show_waiting(self, description: str) -> None:
+        """Let the bar pulse while there is no step to count."""
+        self._progress.tasks[0].total = None
+        self._progress.update(self._task, description=description, completed=0, numbers="")
+
+    def _finish_stage(self, record: Record) -> None:
+        """Move a stage from the bar to a separate line once the next one starts."""
+        if self._stage:
+            seconds = record.time - self._stage.time
+            took = f" ({duration(seconds)})" if seconds >= 1 else ""
+            self._progress.console.print(f"{self._stage.stage}{took}")
+            self._stage = None
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+
+def _numbers(record: StepRecord, *, is_first: bool) -> str:
+    """Describe a step; how much time is left is unknown from the first record of a start, which includes compiling."""
+    left = "" if is_first else f" {duration((record.num_steps - record.step) * record.step_seconds)} left"
+    speed = f"{count(record.tokens_per_second)} tok/s"
+    return f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"

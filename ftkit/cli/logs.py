@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 @click.command(
@@ -79,7 +79,7 @@ def _follow(run: SubmittedRun, path: Path, offset: int) -> None:
     from ftkit.cli.terminal.report import failed
     from ftkit.files import copy_new
     from ftkit.runs.failure import explain_failure
-    from ftkit.runs.states import RunState
+    from ftkit.runs.job import RunState
 
     terminal, output = Terminal(), log_output()
     shown = ""

@@ -154,10 +154,10 @@ def _shortened(sample: Sample) -> Sample:
 def _state(folder: RunFolder) -> str:
     """Return the run's state as one word."""
     from ftkit.launch.job_states import observe_all
-    from ftkit.runs.entry import read_entry
+    from ftkit.runs.job import RunState
+    from ftkit.runs.listing import read_entry
     from ftkit.runs.metrics_file import read_last_record
     from ftkit.runs.records import EndRecord
-    from ftkit.runs.states import RunState
 
     last = read_last_record(folder.layout.metrics)
     if isinstance(last, EndRecord) and last.outcome == "completed":  # its job may still run, to write this page

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ftkit.launch.resume import ResumeArgs, ResumedPlan
     from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import ScriptPlan
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 @click.command(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ftkit.launch.job_states import Overview
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.entry import RunEntry
+    from ftkit.runs.listing import RunEntry
 
 
 @click.command(
@@ -127,8 +127,8 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
 def _image_files_in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that may still train, which includes damaged runs."""
     from ftkit.launch.job_states import observe_all
-    from ftkit.runs.entry import read_entry
     from ftkit.runs.find import list_runs
+    from ftkit.runs.listing import read_entry
 
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import RunPlan  # noqa: TC004
     from ftkit.planning.script import StopSignal
+    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
-    from ftkit.runs.submission import SubmittedRun
 
 
 @click.command(
@@ -223,7 +223,7 @@ def report_submission(
 ) -> None:
     """Report the submitted job; then follow it, or print the run's id for a script to use."""
     job = "process" if run.submission.scheduler == "local" else "job"
-    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.submission.job_id}", "bold"))
+    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.job_id}", "bold"))
     if run.submission.preparation_job_id:
         terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
     if run.submission.messages:

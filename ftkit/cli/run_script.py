@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ftkit.launch.resolve import RunArgs
     from ftkit.launch.script import ScriptArgs
     from ftkit.planning.script import ScriptPlan
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 _CODE_OPTIONS = (
     click.option(

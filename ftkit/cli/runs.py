@@ -16,9 +16,9 @@ from ftkit.cli.terminal.format import age, short_path
 from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from ftkit.runs.entry import RunEntry  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.runs.job import Job  # noqa: TC004
+    from ftkit.runs.listing import RunEntry  # noqa: TC004 - no pydantic reads this dataclass
     from ftkit.runs.records import StepRecord  # noqa: TC004
-    from ftkit.runs.states import Observation  # noqa: TC004
 
 _TAIL_BYTES = 4_096
 """Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
@@ -37,7 +37,7 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class _Row:
     entry: RunEntry
-    seen: Observation
+    seen: Job
     step: StepRecord | None
     metrics_problem: str
     """Which of the newest records can't be read, and why; empty if all can."""
@@ -54,7 +54,7 @@ class _Row:
 
     @property
     def job_id(self) -> str | None:
-        return self.entry.run.submission.job_id if self.entry.run else None
+        return self.entry.run.job_id if self.entry.run else None
 
 
 @click.command(
@@ -67,8 +67,8 @@ class _Row:
 @json_option
 def command(sweep: str | None, *, as_json: bool) -> None:
     """List the runs of the workspace, newest first; or the runs of a sweep, with their values."""
-    from ftkit.runs.entry import read_entry
     from ftkit.runs.find import list_runs
+    from ftkit.runs.listing import read_entry
 
     terminal, workspace = Terminal(), current_workspace()
     if sweep:
@@ -89,7 +89,7 @@ def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
     Raises:
         NotFoundError: there is no such sweep.
     """
-    from ftkit.runs.entry import find_sweep
+    from ftkit.runs.listing import find_sweep
 
     entries = find_sweep(reference, current_workspace())
     if not entries:

@@ -44,7 +44,7 @@ def command(reference: str, *, follow: bool, as_json: bool) -> None:
     try:
         folder = get_run(reference)
     except NotFoundError:
-        from ftkit.runs.entry import find_sweep
+        from ftkit.runs.listing import find_sweep
 
         if not find_sweep(reference, current_workspace()):
             raise

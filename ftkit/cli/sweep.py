@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ftkit.cli.run import ReadyRun
     from ftkit.planning.plan import RunPlan
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 def show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
@@ -90,7 +90,7 @@ def submit_sweep(ready: Sequence[ReadyRun], terminal: Terminal) -> None:
         except FtkitError as error:
             raise _refused(each, submitted, error) from error
         submitted.append(run)
-        terminal.say(Styled(f"submitted {run.id} as {run.submission.job_id}", "bold"))
+        terminal.say(Styled(f"submitted {run.id} as {run.job_id}", "bold"))
         if run.submission.scheduler == "local":
             follow(run, terminal)
     sweep = ready[0].plan.sweep

@@ -14,8 +14,8 @@ from ftkit.errors import FtkitError, as_user_error, redact
 from ftkit.hub.access import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
+from ftkit.runs.failure import record_rank_error
 from ftkit.runs.metrics_file import append_record
-from ftkit.runs.rank_errors import record_rank_error
 from ftkit.runs.records import StageRecord
 
 

@@ -17,50 +17,50 @@ from ftkit.errors import EXIT_CODES, DiskFullError, FtkitError
 from ftkit.files import read_json_if_valid, read_small, write_json
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import find_slurms_words
+from ftkit.runs.job import STATES, Cause, Job, RunState
 from ftkit.runs.lease import current_holder, last_touch
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import STATES, Cause, Observation, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.entry import RunEntry
+    from ftkit.runs.job import SchedulerName, SubmittedRun
     from ftkit.runs.lease import Holder
-    from ftkit.runs.submission import SchedulerName, SubmittedRun
+    from ftkit.runs.listing import RunEntry
 
 
 LOST = "Slurm no longer knows the job, and it left no exit code"
 """The reason for an unknown state when the scheduler answered."""
 
-_OBSERVATION = TypeAdapter(Observation)
+_JOB = TypeAdapter(Job)
 
 
 @dataclass(frozen=True)
 class Overview:
     """The states of several runs by id, and why some schedulers could not be queried."""
 
-    states: dict[str, Observation]
+    states: dict[str, Job]
     warnings: tuple[str, ...]
 
-    def state_of(self, entry: RunEntry) -> Observation:
+    def state_of(self, entry: RunEntry) -> Job:
         """Return the state of a listed run, including damaged runs and runs without a job."""
         if entry.damage:
             state = RunState.UNREADABLE if entry.is_private else RunState.DAMAGED
-            return Observation(state, is_final=False, reason=entry.damage)
-        never = Observation(RunState.UNKNOWN, is_final=False, reason="never submitted")
+            return Job(entry.run.job_id if entry.run else None, state, reason=entry.damage)
+        never = Job(None, RunState.UNKNOWN, reason="never submitted")
         return self.states.get(entry.folder.id, never)
 
 
-def observe(run: SubmittedRun) -> Observation:
+def observe(run: SubmittedRun) -> Job:
     """Return the state of one run."""
     return observe_all([run]).states[run.id]
 
 
 def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
     """Return the states of many runs. Each scheduler is queried once, for the runs that may still change."""
-    states: dict[str, Observation] = {}
+    states: dict[str, Job] = {}
     warnings = []
     for run in runs:
         known = _read_final(run) or _completed_from_files(run)
@@ -72,7 +72,7 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
     return Overview(states, tuple(warnings))
 
 
-def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Observation]) -> list[str]:
+def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Job]) -> list[str]:
     """Add the states of `runs` to `states`; return warnings."""
     try:
         seen = scheduler_for(name).observe(runs)
@@ -87,16 +87,16 @@ def _ask(name: SchedulerName, runs: Sequence[SubmittedRun], states: dict[str, Ob
     return []
 
 
-def _judge_alone(run: SubmittedRun, error: FtkitError) -> Observation:
+def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:
     """Derive the state from the run's folder, because its scheduler can't be queried."""
     if holder := current_holder(run.layout):
-        return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since)
+        return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since)
     if _exit_code(run) is not None or run.layout.canceled.exists():
         return _conclude(run, None)
-    return Observation(RunState.UNKNOWN, is_final=False, reason=error.what)
+    return Job(run.job_id, RunState.UNKNOWN, reason=error.what)
 
 
-def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
+def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
     """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
     end = _end(run.layout)
     stopped_at = _describe_stop(end) if end and end.outcome == "stopped" else ""
@@ -108,7 +108,7 @@ def _conclude(run: SubmittedRun, seen: Observation | None) -> Observation:
     last = seen or _state_from_files(run, stopped_at)
     if holder := _find_trainer(run, seen):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
-        return Observation(RunState.RUNNING, is_final=False, nodes=holder.host, started=holder.since, reason=reason)
+        return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since, reason=reason)
     was_canceled = run.layout.canceled.exists()
     if last.is_final and (was_canceled or last.state is RunState.CANCELED) and _has_completed(run, end):
         last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
@@ -136,7 +136,7 @@ def _describe_stop(end: EndRecord) -> str:
     return f"checkpoint of step {end.step} written" if end.has_checkpoint else f"asked to stop at step {end.step}"
 
 
-def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | None:
+def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
     """Return how a run ended if its preparation failed: Slurm then cancels the training job that depends on it."""
     job_id = run.submission.preparation_job_id
     if job_id is None or last.state not in (RunState.CANCELED, RunState.UNKNOWN) or _exit_code(run) is not None:
@@ -147,53 +147,54 @@ def _failed_preparation(run: SubmittedRun, last: Observation) -> Observation | N
     reason = f"its data and weights could not be prepared (job {job_id})"
     if run.layout.disk_full.exists():
         code = DiskFullError.exit_code
-    return Observation(RunState.FAILED, is_final=True, reason=reason, exit_code=code, ended=last.ended)
+    return Job(run.job_id, RunState.FAILED, is_final=True, reason=reason, exit_code=code, ended=last.ended)
 
 
-def _find_trainer(run: SubmittedRun, seen: Observation | None) -> Holder | None:
+def _find_trainer(run: SubmittedRun, seen: Job | None) -> Holder | None:
     """Return the process that trains in the run's folder although its job has ended; None if there is none.
 
     When Slurm reports that a job has ended, it has also ended the processes, unless it lost a node with them.
     """
     holder = current_holder(run.layout)
-    if holder and seen and seen.state is not RunState.NODE_FAILURE and holder.job_id == run.submission.job_id:
+    if holder and seen and seen.state is not RunState.NODE_FAILURE and holder.job_id == run.job_id:
         return None
     return holder
 
 
-def _state_from_files(run: SubmittedRun, stopped_at: str) -> Observation:
+def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
     """Derive the state of a job that its scheduler does not know."""
     exit_code = _exit_code(run)
     if by_slurm := _read_slurms_words(run):  # it may have been asked to stop, and have left an exit code
         return replace(by_slurm, exit_code=exit_code)
     if exit_code is not None or stopped_at:
         state = RunState.FAILED if exit_code else RunState.COMPLETED
-        return Observation(state, is_final=True, exit_code=exit_code)
+        return Job(run.job_id, state, is_final=True, exit_code=exit_code)
     if run.layout.canceled.exists():
-        return Observation(RunState.CANCELED, is_final=True)
+        return Job(run.job_id, RunState.CANCELED, is_final=True)
     if run.submission.scheduler == "local":
         cause, reason = Cause.KILLED, "its processes were killed (SIGKILL): its script left no exit code"
         if process.system_start() > run.submission.submitted:
             cause, reason = Cause.REBOOT, f"{run.submission.host} was restarted while it ran"
-        return Observation(RunState.FAILED, is_final=True, reason=reason, cause=cause)
-    lost = Observation(RunState.UNKNOWN, is_final=False, reason=LOST)
+        return Job(run.job_id, RunState.FAILED, is_final=True, reason=reason, cause=cause)
+    lost = Job(run.job_id, RunState.UNKNOWN, reason=LOST)
     return _read_final(run, even_if_old=True) or lost
 
 
-def _read_slurms_words(run: SubmittedRun) -> Observation | None:
+def _read_slurms_words(run: SubmittedRun) -> Job | None:
     """Return how Slurm ended the run, by its words in the job's log; None if it did not."""
-    end = find_slurms_words(run.layout, job_id=run.submission.job_id)
-    return Observation(STATES[end.cause], is_final=True, reason=end.detail) if end and end.cause in STATES else None
+    end = find_slurms_words(run.layout, job_id=run.job_id)
+    return Job(run.job_id, STATES[end.cause], is_final=True, reason=end.detail) if end and end.cause in STATES else None
 
 
-def _completed_from_files(run: SubmittedRun) -> Observation | None:
+def _completed_from_files(run: SubmittedRun) -> Job | None:
     """Recognize a completed run by its files, without asking the scheduler, and record that."""
     if _exit_code(run) != 0:
         return None
     end = _end(run.layout)
     if end is None or end.outcome != "completed":
         return None
-    seen = Observation(RunState.COMPLETED, is_final=True, exit_code=0, started=run.submission.submitted, ended=end.time)
+    began = run.submission.submitted
+    seen = Job(run.job_id, RunState.COMPLETED, is_final=True, exit_code=0, started=began, ended=end.time)
     _write_final(run, seen)
     return seen
 
@@ -207,30 +208,30 @@ def _end(layout: RunLayout) -> EndRecord | None:
 def _exit_code(run: SubmittedRun) -> int | None:
     """Return the exit code that the run's job left; None if it left none."""
     try:
-        code = int(read_small(run.layout.job_exit_code(run.submission.job_id)))
+        code = int(read_small(run.layout.job_exit_code(run.job_id)))
     except (OSError, ValueError):
         return None
     return code if code in range(256) else None
 
 
-def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Observation | None:
+def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Job | None:
     """Read the final state back, unless the run was since submitted again or requeued."""
     values = read_json_if_valid(run.layout.state, dict[str, Any]) or {}
     observed = values.get("observed")
-    if values.get("job_id") != run.submission.job_id or not isinstance(observed, float):
+    if values.get("id") != run.job_id or not isinstance(observed, float):
         return None
     if not even_if_old and _last_change(run.layout) > observed:
         return None
     try:
-        seen = _OBSERVATION.validate_python(values)
+        seen = _JOB.validate_python(values)
     except ValidationError:
         return None
     return seen if seen.is_final else None
 
 
-def _write_final(run: SubmittedRun, seen: Observation) -> None:
+def _write_final(run: SubmittedRun, seen: Job) -> None:
     """Record a final state; do nothing in another user's folder that is not writable."""
-    values = {"job_id": run.submission.job_id, "observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
+    values = {"observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
     try:
         write_json(run.layout.state, values)
     except OSError:

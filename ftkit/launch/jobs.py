@@ -23,13 +23,12 @@ from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
-from ftkit.runs.entry import read_entry
+from ftkit.runs.job import Cause, RunState, Submission, SubmittedRun, read_submission, write_submission
 from ftkit.runs.lease import current_holder, revoke
+from ftkit.runs.listing import read_entry
 from ftkit.runs.manifest import add_submission
 from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import Cause, RunState
-from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from ftkit.launch.resume import ResumedPlan
     from ftkit.runs.find import RunFolder
-    from ftkit.runs.states import Observation
+    from ftkit.runs.job import Job
 
 
 def submit(
@@ -247,7 +246,7 @@ def _submit(
     return SubmittedRun(plan.layout, submission)
 
 
-def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Observation:
+def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
     """Return the final state of a run that may be submitted again; it is unknown if Slurm forgot the job.
 
     Raises:
@@ -289,7 +288,7 @@ def _override_for_more_steps(plan: RunPlan | ScriptPlan) -> str:
     return f"training.{'num_epochs' if counts_epochs else 'max_steps'}=N"
 
 
-def cancel(run: SubmittedRun) -> Observation | None:
+def cancel(run: SubmittedRun) -> Job | None:
     """Cancel a run; return its final state if it had already ended, else None.
 
     The file that marks the run as canceled is written first, so that the job script does not requeue itself.
@@ -329,7 +328,7 @@ def check_removable(folder: RunFolder) -> None:
     )
 
 
-def _is_lost(seen: Observation) -> bool:
+def _is_lost(seen: Job) -> bool:
     """Return whether Slurm itself reports that it does not know the job."""
     return seen.state is RunState.UNKNOWN and seen.reason == LOST
 

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ftkit import process
 from ftkit.launch.slurm import SlurmScheduler
+from ftkit.runs.job import Job, RunState, Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
-from ftkit.runs.states import Observation, RunState
-from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.submission import SchedulerName
+    from ftkit.runs.job import SchedulerName
 
 
 class Scheduler(Protocol):
@@ -35,7 +34,7 @@ class Scheduler(Protocol):
             PrerequisiteError: the scheduler's programs are not on this machine.
         """
 
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
         """Return the states of all `runs` in one query; runs unknown to the scheduler are omitted.
 
         Raises:
@@ -76,29 +75,27 @@ class LocalScheduler:
             process_start=process.start_time(pid) or "",
         )
 
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
         """Return the runs whose processes are alive; the final state of the others is in their files."""
         here = socket.gethostname()
         states = {}
         for run in runs:
             if run.submission.host != here:
                 elsewhere = f"it was started on {run.submission.host}: check its state there"
-                states[run.id] = Observation(RunState.UNKNOWN, is_final=False, reason=elsewhere)
+                states[run.id] = Job(run.job_id, RunState.UNKNOWN, reason=elsewhere)
             elif _is_alive(run.submission):
-                states[run.id] = Observation(
-                    RunState.RUNNING, is_final=False, nodes=here, started=run.submission.submitted
-                )
+                states[run.id] = Job(run.job_id, RunState.RUNNING, nodes=here, started=run.submission.submitted)
         return states
 
     def cancel(self, run: SubmittedRun) -> None:
         """Send SIGTERM to the script, then to its group, then SIGKILL."""
-        pid = int(run.submission.job_id)
+        pid = int(run.job_id)
         for ask in (_terminate_script, _terminate_group, _kill_group):
             ask(pid)
             if _wait_until_gone(run.submission, self.grace_seconds):
                 break
         if current_holder(run.layout):  # perhaps in a container, where signals don't reach it
-            run.layout.job_stop_request(run.submission.job_id).touch()
+            run.layout.job_stop_request(run.job_id).touch()
 
 
 def _is_alive(submission: Submission) -> bool:

@@ -21,7 +21,7 @@ from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
 from ftkit.planning.training_setup import GPUS
-from ftkit.runs.submission import Submission, SubmittedRun, read_submission
+from ftkit.runs.job import Submission, SubmittedRun, read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 from ftkit import process
 from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line
 from ftkit.launch.slurm_states import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
+from ftkit.runs.job import Submission, SubmittedRun
 from ftkit.runs.lease import current_holder
-from ftkit.runs.submission import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
+    from ftkit.runs.job import Job
 
 _IDS_IN_A_QUERY = 400
 
@@ -56,9 +56,9 @@ class SlurmScheduler:
             preparation_job_id=preparation_job_id,
         )
 
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
         """Query squeue first: it lists a requeued job, while sacct may report it as ended."""
-        states: dict[str, Observation] = {}
+        states: dict[str, Job] = {}
         for first in range(0, len(runs), _IDS_IN_A_QUERY):
             some = runs[first : first + _IDS_IN_A_QUERY]
             states |= _observe_by_squeue(some)
@@ -70,14 +70,14 @@ class SlurmScheduler:
     def cancel(self, run: SubmittedRun) -> None:
         """Cancel its jobs with scancel, which accepts those that have ended; also one that was submitted by hand."""
         holder = current_holder(run.layout)
-        job_ids = (run.submission.job_id, run.submission.preparation_job_id, holder.job_id if holder else None)
+        job_ids = (run.job_id, run.submission.preparation_job_id, holder.job_id if holder else None)
         jobs = dict.fromkeys(job_id for job_id in job_ids if job_id)
         answer = _ask(["scancel", *jobs], os.environ)
         if answer.returncode != 0:
             raise SubmitError(
-                f"scancel could not cancel job {run.submission.job_id}: {clean_stderr(answer.stderr)}",
+                f"scancel could not cancel job {run.job_id}: {clean_stderr(answer.stderr)}",
                 meaning="the job belongs to another user, or Slurm can't be reached",
-                fix=f"check with: squeue -j {run.submission.job_id}",
+                fix=f"check with: squeue -j {run.job_id}",
             )
 
 
@@ -171,8 +171,8 @@ def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = 
         ) from error
 
 
-def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
-    jobs = ",".join(run.submission.job_id for run in runs)
+def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
+    jobs = ",".join(run.job_id for run in runs)
     answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
         raise _no_states(answer.stderr)
@@ -187,9 +187,9 @@ def _no_states(stderr: str) -> NoAnswerError:
     )
 
 
-def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Query sacct. It fails on clusters without accounting; then the runs' own files decide."""
-    jobs = ",".join(run.submission.job_id for run in runs)
+    jobs = ",".join(run.job_id for run in runs)
     try:
         answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
     except (PrerequisiteError, process.ProgramTimeoutError):

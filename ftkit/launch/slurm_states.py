@@ -7,14 +7,15 @@ on the same file system has its own. A job in another folder than the run's is n
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftkit.runs.states import Observation, RunState
+from ftkit.runs.job import Job, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.runs.submission import Submission, SubmittedRun
+    from ftkit.runs.job import Submission, SubmittedRun
 
 # The folder comes last, because only it may contain the separator.
 SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
@@ -86,22 +87,22 @@ _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 _OVER_LIMIT = "a limit of your account or its quality of service"
 
 
-def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Parse squeue's output: the state of each run.
 
     A job that is listed exists, also in a state of a newer Slurm that is unknown here.
     """
     states = {}
     for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
-        seen = _observation(state, _explain(state, reason, run.submission), start, end, nodes)
+        seen = _read_job(run, state, start, end, nodes)
         if seen is None and _word(state):
-            seen = Observation(RunState.RUNNING, is_final=False, reason=f"Slurm reports the state {_word(state)}")
+            seen = Job(run.job_id, RunState.RUNNING, reason=f"Slurm reports the state {_word(state)}")
         if seen:
-            states[run.id] = seen
+            states[run.id] = replace(seen, reason=seen.reason or _explain(state, reason, run.submission))
     return states
 
 
-def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation]:
+def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Parse sacct's output: the final state of each run.
 
     A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
@@ -109,14 +110,14 @@ def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Observation
     """
     states = {}
     for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
-        seen = _observation(state, "", start, end, nodes, _exit_code(exit_code))
+        seen = _read_job(run, state, start, end, nodes)
         if seen and seen.is_final:
-            states[run.id] = seen
+            states[run.id] = replace(seen, exit_code=_exit_code(exit_code))
     return states
 
 
 def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
-    by_job = {run.submission.job_id: run for run in runs}
+    by_job = {run.job_id: run for run in runs}
     for line in text.splitlines():
         job_id, *values = line.split("|", num_fields - 1)
         run = by_job.get(job_id)
@@ -124,19 +125,16 @@ def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[
             yield run, values
 
 
-def _observation(
-    state: str, reason: str, start: str, end: str, nodes: str, exit_code: int | None = None
-) -> Observation | None:
+def _read_job(run: SubmittedRun, state: str, start: str, end: str, nodes: str) -> Job | None:
     word = _word(state)
     known = _ACTIVE.get(word) or _FINAL.get(word)
     if known is None:
         return None
     is_final = word in _FINAL
-    return Observation(
-        state=known,
+    return Job(
+        run.job_id,
+        known,
         is_final=is_final,
-        reason=reason,
-        exit_code=exit_code,
         nodes="" if nodes in ("None assigned", "(null)") else nodes,
         started=_time(start),
         ended=_time(end) if is_final else None,

@@ -7,23 +7,25 @@ record; then the errors of the ranks. What none of them knows is unknown, and is
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from ftkit.errors import MemoryExhaustedError, one_line
-from ftkit.files import read_small, write_file
+from ftkit.files import open_regular, read_small, write_file
+from ftkit.process import without_colors
+from ftkit.runs.failure import first_error
+from ftkit.runs.job import CAUSES, Cause
 from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.records import EndRecord
-from ftkit.runs.states import CAUSES, Cause
-from ftkit.runs.summary import first_error, log_tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
+    from ftkit.runs.job import Job
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class End:
         return cls(cause, str(value.get("detail") or ""))
 
     @classmethod
-    def of_run(cls, seen: Observation) -> End | None:
+    def of_run(cls, seen: Job) -> End | None:
         """Return how a run's last start ended, by its observed state; None if only the ranks know."""
         cause = seen.cause or CAUSES.get(seen.state)
         return cls(cause) if cause else None
@@ -156,3 +158,14 @@ def _read_words(lines: Sequence[str], job_id: str | None) -> End | None:
         if found["unit"] == "JOB":  # srun also ends a step of which one task has failed, in the same words
             return End(Cause.CANCELED)
     return None
+
+
+def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**16) -> list[str]:
+    """Return the last lines of the job's log, of at most `num_bytes`; all of these if `num_lines` is null."""
+    try:
+        with open_regular(layout.job_log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            text = without_colors(file.read().decode("utf-8", errors="replace"))
+            return text.splitlines()[-(num_lines or 0) :]
+    except OSError:
+        return []

@@ -1,33 +1,136 @@
-"""Why a run failed, for every command that reports it: one reason, one exit code, one piece of advice."""
+"""Why a run failed: the errors of its ranks, and the reason, exit code and advice that follow from them.
+
+A rank that fails, or its launcher, writes its error next to its log.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import socket
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from ftkit.errors import (
+    EXIT_CODES,
     DiskFullError,
+    FtkitError,
     MemoryExhaustedError,
     NotFoundError,
     PrerequisiteError,
     RunFailedError,
     SubmitError,
     UnfitMachineError,
+    redact,
 )
-from ftkit.files import read_json_if_valid
-from ftkit.runs.rank_errors import RankError
-from ftkit.runs.states import FAILURES, RunState
-from ftkit.runs.summary import first_error
+from ftkit.files import read_json_if_valid, write_json
+from ftkit.runs.job import FAILURES, RunState
+from ftkit.runs.records import Count, Seconds
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.states import Observation
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import Job, SubmittedRun
 
-
+_LOST_PEER = re.compile(
+    r"(connection|socket) (was )?(closed|reset|refused)|broken pipe|remote process exited|communicator was aborted"
+    r"|timed out (waiting|after)|socket timeout",
+    re.IGNORECASE,
+)
+"""Messages of gloo, NCCL and torch's store in the remaining ranks after one has ended."""
+_CLOCK_TOLERANCE_SECONDS = 60
 _CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteError, SubmitError, UnfitMachineError)}
 """Exit codes with which a job script itself ends; it has logged why."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended a rank.
+
+    `exit_code` is that of the error's class if the user can act on it, else 1; `can_resume` tells whether the run can
+    continue as planned.
+    """
+
+    time: Seconds
+    rank: Count
+    host: str
+    type: str
+    message: str
+    traceback: str
+    exit_code: Annotated[int, Field(ge=1, le=255)]
+    can_resume: bool = True
+
+    @property
+    def is_actionable(self) -> bool:
+        """Whether the message suffices, and the traceback does not help the user."""
+        return self.exit_code != 1
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal killed the rank: its launcher recorded the signal's name."""
+        return self.type.startswith("SIG")
+
+    @property
+    def reports_lost_peer(self) -> bool:
+        """Whether it only reports that this rank lost another one, whose error is the cause."""
+        return self.exit_code == 1 and _LOST_PEER.search(self.message) is not None
+
+    @classmethod
+    def from_exception(cls, error: BaseException, *, rank: int) -> RankError:
+        """Return the error of an exception that is being handled."""
+        return cls(
+            time=time.time(),
+            rank=rank,
+            host=socket.gethostname(),
+            type=type(error).__name__,
+            message=redact(str(error), os.environ),
+            traceback=redact("".join(traceback.format_exception(error)), os.environ),
+            exit_code=error.exit_code if isinstance(error, FtkitError) else 1,
+            can_resume=not isinstance(error, FtkitError) or error.can_resume,
+        )
+
+
+def write_rank_error(path: Path, error: RankError) -> None:
+    """Write a rank's error next to its log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, error)
+
+
+def record_rank_error(error: Exception, path: Path, disk_full: Path, *, rank: int) -> int:
+    """Record the error that ended a rank; return its exit code. If the disk is full, also create `disk_full`."""
+    recorded = RankError.from_exception(error, rank=rank)
+    with suppress(OSError):
+        if isinstance(error, DiskFullError):
+            disk_full.touch()
+        write_rank_error(path, recorded)
+    return recorded.exit_code
+
+
+def read_rank_error(path: Path) -> RankError | None:
+    """Read an error; None if the file is not one. An unknown exit code, of another version of ftkit, becomes 1."""
+    error = read_json_if_valid(path, RankError)
+    return error if error is None or error.exit_code in EXIT_CODES else replace(error, exit_code=1)
+
+
+def first_error(layout: RunLayout, *, since: float) -> RankError | None:
+    """Return the error of the rank that failed first, of those that failed after `since`.
+
+    Other ranks mostly report that they lost a peer: these did not fail first, even if their clocks say so.
+    """
+    try:
+        paths = list(layout.logs.glob("error-*.json"))
+    except OSError:  # this user may not read it
+        return None
+    errors = [error for path in paths if (error := read_rank_error(path))]
+    recent = [error for error in errors if error.time >= since - _CLOCK_TOLERANCE_SECONDS]
+    return min(recent, key=lambda error: (error.reports_lost_peer, error.time), default=None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +150,7 @@ class Failure:
     is_in_code: bool = False
 
 
-def explain_failure(run: SubmittedRun, seen: Observation) -> Failure | None:
+def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
     """Return why a run failed; None if it did not."""
     if seen.state not in FAILURES:
         return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
 _NUM_CANDIDATES_SHOWN = 8
@@ -44,7 +44,7 @@ class RunFolder:
         Raises:
             DamagedFileError: the file can't be read.
         """
-        from ftkit.runs.submission import SubmittedRun, read_submission  # noqa: PLC0415 - pydantic
+        from ftkit.runs.job import SubmittedRun, read_submission  # noqa: PLC0415 - pydantic
 
         submission = read_submission(self.layout)
         return SubmittedRun(self.layout, submission) if submission else None

@@ -22,8 +22,7 @@ from ftkit.paths import is_path
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.runs.ends import find_end
-from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.summary import list_checkpoints
+from ftkit.runs.progress import excluded_nodes, list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

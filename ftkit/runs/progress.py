@@ -1,20 +1,32 @@
-"""Progress of a run: restarts with their reasons, the time left, and whether it has stalled."""
+"""Progress of a run: a summary of its records, restarts with their reasons, the time left, and whether it stalls."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import read_json_if_valid, read_small
 from ftkit.runs.ends import End
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.lease import current_holder
-from ftkit.runs.metrics_file import read_last_record, read_outline
-from ftkit.runs.records import AnomalyRecord, EndRecord, StartRecord, StepRecord
-from ftkit.runs.states import Observation, RunState
+from ftkit.runs.metrics_file import read_last_record, read_last_step, read_outline
+from ftkit.runs.records import (
+    AnomalyRecord,
+    CheckpointRecord,
+    EndRecord,
+    EvaluationRecord,
+    FailedCheckpointRecord,
+    Record,
+    ScriptStepRecord,
+    ShardingRecord,
+    StartRecord,
+    StepRecord,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.summary import TrainingSummary
 
 _MIN_STALL_SECONDS = 300.0
 """Clocks of nodes can differ by minutes."""
@@ -22,6 +34,66 @@ _STAGE_STALL_SECONDS = 1800.0
 """No records are written while weights are loaded, code is compiled, or a model is evaluated or exported."""
 _STALLED_STEPS = 10
 """Number of records missed until a run counts as stalled."""
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """The records that summarize a run; None for those that don't exist yet."""
+
+    start: StartRecord | None = None
+    first_step: StepRecord | None = None
+    last_step: StepRecord | None = None
+    before: EvaluationRecord | None = None
+    after: EvaluationRecord | None = None
+    checkpoint: CheckpointRecord | None = None
+    failed_checkpoint: FailedCheckpointRecord | None = None
+    """After the newest checkpoint that could be written."""
+    end: EndRecord | None = None
+    sharding: ShardingRecord | None = None
+    """Of a script's model."""
+    script_step: ScriptStepRecord | None = None
+
+
+_LAST_OF: dict[type[Record], str] = {
+    StartRecord: "start",
+    CheckpointRecord: "checkpoint",
+    FailedCheckpointRecord: "failed_checkpoint",
+    EndRecord: "end",
+    ShardingRecord: "sharding",
+    ScriptStepRecord: "script_step",
+}
+"""Kinds of records of which the newest counts, with their names in a summary."""
+
+
+def summarize(layout: RunLayout) -> TrainingSummary:
+    """Read the records that summarize a run, with the paths that its files have now: the folder may have been moved."""
+    found: dict[str, Any] = {}
+    for record in read_outline(layout.metrics):
+        if name := _LAST_OF.get(type(record)):
+            found[name] = record
+        match record:
+            case StartRecord():  # the run goes on: the end of an earlier start is none
+                found.pop("end", None)
+            case StepRecord():
+                found["first_step"] = record
+            case EvaluationRecord(when="before"):
+                found.setdefault("before", record)
+            case EvaluationRecord(when="after"):
+                found["after"] = record
+            case CheckpointRecord():
+                found.pop("failed_checkpoint", None)
+                found["checkpoint"] = replace(record, path=str(layout.checkpoint(record.step)))
+            case EndRecord(export=str()):
+                found["end"] = replace(record, export=str(layout.export))
+    return TrainingSummary(**found, last_step=read_last_step(layout.metrics))
+
+
+def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints with their steps, oldest first; none if they can't be listed."""
+    try:
+        return layout.list_checkpoints()
+    except OSError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -101,7 +173,7 @@ class Silence:
     is_alive: bool
 
 
-def measure_silence(layout: RunLayout, seen: Observation, log_every_steps: int, now: float) -> Silence | None:
+def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:
     """Return how long a running job has written no record; None if it does not run, or has ended its training.
 
     Args:

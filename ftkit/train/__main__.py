@@ -18,7 +18,7 @@ from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, redact
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.storage.beside import copied_beside
+from ftkit.runs.storage.sync import copied_while_trained
 from ftkit.train.launcher import LAUNCHED, RunRank, faster_imports, follow_launcher
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             num_replicas = plan.engine.num_replicas
             with init_world(plan.placement, context_parallel, num_replicas) as world:  # all ranks wait for rank 0
                 rank.clear_error()
-                with copied_beside(plan) if world.is_first else nullcontext():
+                with copied_while_trained(plan) if world.is_first else nullcontext():
                     run_training(plan, world, begun)
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
         return rank.fail(error)

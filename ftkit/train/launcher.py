@@ -30,10 +30,10 @@ from ftkit.errors import FtkitError, MemoryExhaustedError, as_user_error, one_li
 from ftkit.health.sampler import sampling
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
+from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
 from ftkit.runs.lease import FolderHeldError, held_lease, is_held_by_another_job, revoke_if_dead
 from ftkit.runs.manifest import record_start
 from ftkit.runs.metrics_file import read_last_record
-from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.planning.plan import plan_to_json
 from ftkit.planning.planner import plan_run
-from ftkit.runs.rank_errors import RankError
+from ftkit.runs.failure import RankError
+from ftkit.runs.job import Submission
 from ftkit.runs.records import EndRecord, EvaluationRecord, Sample, StageRecord, StartRecord, StepRecord, to_line
-from ftkit.runs.submission import Submission
 from fuzzing.area import Area, Case, write_case
 from fuzzing.command_line import command_line
 from fuzzing.mutate import damaged_json
@@ -52,7 +52,7 @@ def _whole(name: str) -> Case:
     )
     values: dict[str, Any] = {
         "submission.json": asdict(Submission("slurm", "4711", 1.0, "login")),
-        "state.json": {"job_id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1},
+        "state.json": {"id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1},
         "manifest.json": {"run": plan.id, "command": ["ftkit", "run", "demo"], "started": {"image": None}},
         "error-00000.json": asdict(RankError(2e9, 1, "n", "ValueError", "no", "Traceback", 9)),
     }  # fmt: skip

@@ -25,16 +25,16 @@ from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
+from ftkit.runs.failure import first_error
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import MemoryRecord, Record, StepRecord
-from ftkit.runs.summary import first_error
 from ftkit.spec import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.rank_errors import RankError
+    from ftkit.runs.failure import RankError
     from ftkit.train.world import World
 
 TINY = Path(__file__).with_name("tiny.yaml")

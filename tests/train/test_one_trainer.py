@@ -15,9 +15,9 @@ from waiting import PATIENCE_SECONDS
 
 from ftkit import process
 from ftkit.planning.plan import plan_to_json
+from ftkit.runs.failure import RankError, read_rank_error, write_rank_error
 from ftkit.runs.lease import current_holder
 from ftkit.runs.metrics_file import read_last_step
-from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
 from ftkit.runs.records import EndRecord, FirstStepRecord
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ftkit.launch.code import files_of
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.script import ScriptArgs, resolve_script
 from ftkit.planning.plan import plan_to_json
-from ftkit.runs.rank_errors import read_rank_error
+from ftkit.runs.failure import read_rank_error
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from ftkit.models.config_json import read_shape
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json
 from ftkit.planning.planner import plan_run
+from ftkit.runs.job import Submission, SubmittedRun, write_submission
 from ftkit.runs.records import EndRecord, StepRecord, to_line
-from ftkit.runs.submission import Submission, SubmittedRun, write_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable

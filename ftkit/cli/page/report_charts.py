@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, timeline
-from ftkit.cli.page.experts import draw_experts
 from ftkit.cli.terminal.format import count
 from ftkit.runs.gpu_samples import gpu_curve
 from ftkit.runs.history import merge_spans
@@ -54,7 +53,7 @@ def draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSampl
         Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
         Chart("Throughput", draw_lines(speed)),
         Chart("Memory by stage", memory),
-        Chart("Load of the busiest expert", draw_experts(history)),
+        Chart("Load of the busiest expert", _draw_experts(history)),
         *_gpu_charts(gpus, history),
         Chart("Timeline", timeline("time", f"Time by activity: {kinds}", _visible(history)), is_wide=True),
     ]
@@ -108,3 +107,20 @@ def _visible(history: History) -> list[Span]:
     if not history.spans:
         return []
     return merge_spans(history.spans, (history.spans[-1].end - history.spans[0].begin) * _NARROWEST)
+
+
+def _draw_experts(history: History) -> str:
+    """Draw the load of the busiest experts by tokens; nothing for a dense model."""
+    tokens, routers = [], []
+    for step in history.steps.values():
+        if step.routers is not None:
+            tokens.append(step.tokens)
+            routers.append(step.routers)
+    if not routers:
+        return ""
+    unit = "× the mean load of its layer"
+    lines = [
+        Line("of all layers", tokens, [each.max_utilization for each in routers], color=1),
+        Line("mean over the layers", tokens, [each.mean_max_utilization for each in routers]),
+    ]
+    return draw_lines(LineChart("experts", f"Busiest expert, {unit}, by tokens", unit, lines, from_zero=True))

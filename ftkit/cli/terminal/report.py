@@ -12,16 +12,17 @@ from ftkit.cli.terminal.format import age, count, duration, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST
+from ftkit.runs.ends import log_tail
 from ftkit.runs.failure import explain_failure, original_command
-from ftkit.runs.states import FAILURES, Observation, RunState
+from ftkit.runs.job import FAILURES, Job, RunState
+from ftkit.runs.progress import TrainingSummary, summarize
 from ftkit.runs.storage.sync import read_status
-from ftkit.runs.summary import TrainingSummary, log_tail, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.failure import Failure
+    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.records import EvaluationRecord, RouterStats, Sample
-    from ftkit.runs.submission import SubmittedRun
 
 STATE_STYLES = {
     RunState.COMPLETED: "green",
@@ -36,7 +37,7 @@ STATE_STYLES = {
 }
 
 
-def show_end(run: SubmittedRun, seen: Observation, terminal: Terminal) -> None:
+def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
     """Show how a run ended.
 
     Raises:
@@ -64,7 +65,7 @@ def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
     return [(name, facts[name]) for name in names if name in facts]
 
 
-def failed(run: SubmittedRun, seen: Observation, failure: Failure | None) -> RunFailedError:
+def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedError:
     """Return the error of a command that followed a run which did not complete."""
     return RunFailedError(
         f"{run.id}: {seen}",
@@ -90,7 +91,7 @@ def show_failure(failure: Failure, layout: RunLayout, terminal: Terminal, *, is_
     terminal.text(is_data=is_data)
 
 
-def state_cell(seen: Observation) -> Cell:
+def state_cell(seen: Job) -> Cell:
     """Return the state in its color."""
     return Styled(str(seen), STATE_STYLES[seen.state])
 
@@ -191,7 +192,7 @@ def choose_samples(samples: tuple[Sample, ...]) -> list[Sample]:
     return (correct or wrong)[:2]
 
 
-def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str:
+def advice(layout: RunLayout, seen: Job, failure: Failure | None) -> str:
     """Return what to do next, in one line."""
     commands = "; ".join(next_commands(layout, seen, failure))
     if failure and failure.is_in_code:
@@ -202,7 +203,7 @@ def advice(layout: RunLayout, seen: Observation, failure: Failure | None) -> str
     return f"{'fix that, then' if failure.can_resume else 'fix that, then run again'}: {commands}"
 
 
-def next_commands(layout: RunLayout, seen: Observation, failure: Failure | None) -> list[str]:
+def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list[str]:
     """Return the commands to type next; the original command instead of 'ftkit resume' if the plan itself is wrong."""
     run_id = layout.root.name
     if seen.state is RunState.DAMAGED:

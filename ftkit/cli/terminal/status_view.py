@@ -19,26 +19,27 @@ from ftkit.cli.terminal.report import (
     sync_facts,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError, plural
-from ftkit.runs.entry import read_entry
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
+from ftkit.runs.job import Job, RunState, SubmittedRun
+from ftkit.runs.listing import read_entry
 from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import (
     Restart,
     Silence,
+    TrainingSummary,
     excluded_nodes,
     list_anomalies,
+    list_checkpoints,
     list_restarts,
     measure_silence,
     seconds_left,
+    summarize,
 )
 from ftkit.runs.records import AnomalyRecord
-from ftkit.runs.states import Observation, RunState
 from ftkit.runs.storage.sync import read_status
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
-from ftkit.runs.submission import SubmittedRun
-from ftkit.runs.summary import TrainingSummary, list_checkpoints, summarize
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
@@ -59,7 +60,7 @@ class RunStatus:
     plan_problem: str
     """Reason why an undamaged plan can't be read: another version of ftkit wrote it."""
     run: SubmittedRun | None
-    seen: Observation
+    seen: Job
     summary: TrainingSummary
     failure: Failure | None
     silence: Silence | None
@@ -109,7 +110,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
     )
 
 
-def _measure_silence(folder: RunFolder, plan: RunPlan | ScriptPlan | None, seen: Observation) -> Silence | None:
+def _measure_silence(folder: RunFolder, plan: RunPlan | ScriptPlan | None, seen: Job) -> Silence | None:
     """Return how long the trainer has been silent; None for a script, which writes no records at known times."""
     if folder.layout.is_script:
         return None
@@ -272,15 +273,15 @@ def run_status_as_json(status: RunStatus) -> dict[str, Any]:
     submission, sync = status.run.submission if status.run else None, read_status(layout)
     values: dict[str, Any] = finite(
         {
+            **asdict(status.seen),
             "id": status.folder.id,
             "name": status.folder.name,
-            **asdict(status.seen),
             "recipe": trainer.recipe.name if trainer else None,
             "script": script and {"path": script.path, "args": list(script.args), "folder": script.folder},
             "cluster": plan.cluster.name if plan else None,
             "image": plan.image if plan else None,
             "scheduler": plan.cluster.scheduler if plan else None,
-            "job_id": submission.job_id if submission else None,
+            "job_id": status.seen.id,
             "earlier_job_ids": list(submission.earlier_job_ids) if submission else [],
             "created": status.folder.created.isoformat(),
             "submitted": submission.submitted if submission else None,

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
+import os
 import secrets
+import socket
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line
+from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, UnreachableError, one_line
 from ftkit.files import open_regular
 from ftkit.paths import is_address
-from ftkit.runs.storage.drivers import ADVICE, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 ResultT = TypeVar("ResultT")
+
+ADVICE: Final[Mapping[str, str]] = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
+    "gs": "run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS",
+    "hf": "run 'hf auth login', or set HF_TOKEN",
+}
+"""What to do about missing credentials, by scheme."""
+_LOGGERS = ("gcsfs", "google.auth", "s3fs")
+"""Libraries that log a warning or a traceback for each attempt, and then raise the error."""
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_HOSTS: Final = {
+    "gs": ("storage.googleapis.com", (*_PROXIES, "STORAGE_EMULATOR_HOST")),
+    "s3": ("s3.amazonaws.com", (*_PROXIES, "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")),
+}
+"""Hosts of stores; and variables that reach a store by another one, so that its name need not be resolved here."""
 
 _PART_BYTES = 64 * 2**20
 """Part size of multipart uploads. S3's ETag of a file is a digest of its parts, so their size must be known."""
@@ -264,3 +281,58 @@ def _etag(path: Path) -> str:
         while part := file.read(_PART_BYTES):
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+# --- Drivers -------------------------------------------------------------------------------------
+
+
+def open_driver(scheme: str, **options: Any) -> Any:
+    """Return fsspec's file system of a scheme; nothing is read or written yet.
+
+    Raises:
+        PrerequisiteError: the driver's package is missing.
+        UnreachableError: the store can't be reached from this machine.
+    """
+    try:
+        import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
+
+        found = fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise PrerequisiteError(
+            f"{scheme}:// needs a package that is missing here: {one_line(error)}",
+            fix="pip install 'ftkit[storage]'",
+        ) from error
+    for name in _LOGGERS:
+        if not (logger := logging.getLogger(name)).handlers:
+            logger.addHandler(logging.NullHandler())
+    if scheme == "gs":  # gcsfs retries for minutes without a network
+        _check_name(scheme)
+    return found(**options)
+
+
+def is_unreachable(error: BaseException, scheme: str) -> bool:
+    """Return whether an error of a driver is the network's, as that of missing credentials is without a network."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror | ConnectionError | TimeoutError):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    try:
+        _check_name(scheme)
+    except UnreachableError:
+        return True
+    return False
+
+
+def _check_name(scheme: str) -> None:
+    host, other_ways = _HOSTS.get(scheme, ("", ()))
+    if not host or any(map(os.environ.get, other_ways)):
+        return
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise UnreachableError(
+            f"this machine can't find {host}: {error.strerror or one_line(error)}",
+            meaning="it has no network, or reaches the internet only through a proxy",
+            fix="set HTTPS_PROXY if there is a proxy, or use a machine with network",
+        ) from error

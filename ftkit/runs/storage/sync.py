@@ -1,6 +1,7 @@
 """Copy runs to a store while they train, and fetch a copy to continue it on another machine.
 
-The copy runs in a separate process, so that training never waits for the store.
+The copy runs in a separate process, so that training never waits for the store:
+`python -m ftkit.runs.storage.sync RUN_FOLDER DESTINATION` copies a run until SIGTERM, or until its trainer ends.
 
 Complete checkpoints, exports, and the small files about the run are copied. A checkpoint's marker is copied last, so a
 copied checkpoint with its marker is complete. Nothing is deleted from the copy.
@@ -9,14 +10,19 @@ copied checkpoint with its marker is complete. Nothing is deleted from the copy.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, one_line, redact
@@ -25,16 +31,22 @@ from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs.checkpoints import MARKER, DamagedCheckpointError, find_damage, read_marker
+from ftkit.runs.metrics_file import read_last_record
+from ftkit.runs.progress import list_checkpoints
+from ftkit.runs.records import EndRecord
 from ftkit.runs.storage.store import Store
-from ftkit.runs.summary import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from ftkit.planning.plan import RunPlan
 
+log = logging.getLogger(__name__)
 POLL_SECONDS = 10.0
+_STOP_POLL_SECONDS = 1.0
+_LOWEST_PRIORITY = 19
+_MAX_WAIT_SECONDS = 900.0
+"""Maximum wait for the copy after training; GPUs are idle meanwhile."""
 _MAX_PAUSE_SECONDS = 300.0
 _SMALL_FILES = ("manifest.json", "metrics.jsonl")
 
@@ -304,3 +316,77 @@ def _fetch_checkpoint(store: Store, step: int, folder: Path, names: dict[str, in
                 meaning="files there were changed or removed",
                 fix="repeat the command; or copy an older checkpoint manually",
             )
+
+
+# --- While a run trains --------------------------------------------------------------------------
+
+
+@contextmanager
+def copied_while_trained(plan: RunPlan) -> Iterator[None]:
+    """Copy a run to its recipe's `sync` address while the block trains it.
+
+    If the run completes, wait for the rest of the copy. After a stop request, don't wait: the job's time is up, and the
+    next job copies the rest. The copying process ends if this one is killed.
+    """
+    layout, destination = plan.layout, plan.recipe.sync
+    if destination is None:
+        yield
+        return
+    copying = _start_copying(layout, destination)
+    try:
+        yield
+    finally:
+        copying.send_signal(signal.SIGTERM)
+        if _is_completed(layout):
+            log.info("waiting for the copy of the run in %s", destination)
+            try:
+                copying.wait(_MAX_WAIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("the copy is not complete: continue it with 'ftkit runs sync %s'", plan.id)
+
+
+def _start_copying(layout: RunLayout, destination: str) -> subprocess.Popen[bytes]:
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "ftkit.runs.storage.sync", str(layout.root), destination]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "FTKIT_COPIED_PROCESS": str(os.getpid())}
+    with layout.sync_log.open("ab") as output:
+        # In a new session: a signal to the trainer must not end it in the middle of a file.
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+
+
+def _is_completed(layout: RunLayout) -> bool:
+    last = read_last_record(layout.metrics)
+    return isinstance(last, EndRecord) and last.outcome == "completed"
+
+
+def main(folder: str, destination: str, trainer: int) -> int:
+    """Copy a run; return 1 if the copy is incomplete at the end."""
+    os.nice(_LOWEST_PRIORITY)
+    stop_requested = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # inherited from the rank, which blocks it
+
+    def is_over() -> bool:
+        return stop_requested.is_set() or os.getppid() != trainer
+
+    def wait(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not is_over():
+            stop_requested.wait(_STOP_POLL_SECONDS)
+
+    copy = RunCopy(RunLayout(Path(folder)), destination, _say)
+    status = copy.follow(is_over, wait)
+    if status.error:
+        _say(f"not copied: {status.error}")
+    return int(status.error is not None)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(os.environ.get("FTKIT_COPIED_PROCESS", os.getppid()))))

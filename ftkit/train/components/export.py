@@ -23,8 +23,8 @@ from ftkit.config.training import Precision
 from ftkit.errors import TrainingError, one_line
 from ftkit.files import atomic_folder, write_json
 from ftkit.models.folder import ADAPTER_FILE, ADDED_TOKENS_FILE, EXPORT_RECORD, SENTENCEPIECE_FILE
-from ftkit.runs.card import read_license, write_card
 from ftkit.runs.checkpoints import SavedFile
+from ftkit.runs.model_card import read_license, write_card
 from ftkit.train.components.export_files import rounded, write_model, write_weights
 from ftkit.train.components.generation import Generation, Prompt, end_token_setting, make_prompts, tokenizer_digests
 from ftkit.train.dtypes import DTYPES

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ftkit.files import read_json_if_valid, write_file, write_json
-from ftkit.runs.rank_errors import record_rank_error
+from ftkit.runs.failure import record_rank_error
 from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
 from ftkit.train.observers.observer import Observer
 from ftkit.train.private_apis.torch import dump_collectives

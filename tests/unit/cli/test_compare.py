@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result, RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 def save(run: SubmittedRun, step: int) -> Path:

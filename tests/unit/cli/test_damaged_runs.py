@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
+from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.metrics_file import find_damage
-from ftkit.runs.rank_errors import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result, RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def run(make_run: RunMaker, programs: FakePrograms, records: Any, sacct_line: An
     )
     write_rank_error(made.layout.rank_error(1), RankError(2e9, 1, "n", "ValueError", "no", "Traceback", 9))
     made.layout.job_exit_code(made.submission.job_id).write_text("1")
-    observed = {"job_id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1, "ended": 5.0}
+    observed = {"id": "4711", "observed": 4e9, "state": "failed", "is_final": True, "exit_code": 1, "ended": 5.0}
     made.layout.state.write_text(json.dumps(observed))
     made.layout.job_log.write_text("words\n")
     programs.answer("squeue")

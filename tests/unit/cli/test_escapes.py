@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rich.markup import render
 from rich.progress import Progress
 
+from ftkit.cli.follow import LiveView
 from ftkit.cli.streams import log_output
 from ftkit.cli.terminal.console import Terminal
-from ftkit.cli.terminal.follow_views import LiveView
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import FtkitError
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord

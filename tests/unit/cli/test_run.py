@@ -16,7 +16,7 @@ from ftkit.config.image_reference import NamedImage
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import ConfigError
 from ftkit.launch.render import render_job
-from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.records import EvaluationRecord, Sample, StageRecord, StartRecord, to_line
 
 if TYPE_CHECKING:

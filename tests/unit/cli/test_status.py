@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from ftkit.cli.follow import LiveView, PlainView
 from ftkit.cli.page.report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Column, Terminal
-from ftkit.cli.terminal.follow_views import LiveView, PlainView
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
 from ftkit.cli.terminal.report import choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
-from ftkit.runs.rank_errors import RankError, record_rank_error, write_rank_error
+from ftkit.runs.failure import RankError, record_rank_error, write_rank_error
+from ftkit.runs.job import Job, RunState
 from ftkit.runs.records import CheckpointRecord, MemoryRecord, RouterStats, Sample, StageRecord, StartRecord
-from ftkit.runs.states import Observation, RunState
 from ftkit.runs.stragglers import RankTiming
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from conftest import FakePrograms, Result, RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 
 def finish(run: SubmittedRun, records: Any) -> None:
@@ -350,9 +350,9 @@ def test_only_shrinkable_columns_are_truncated_on_a_narrow_screen() -> None:
 def test_a_terminal_shows_a_progress_bar_for_steps_and_lines_for_other_records(records: Any) -> None:
     terminal, output = screen()
     view = LiveView(terminal)
-    view.state(Observation(RunState.PENDING, is_final=False, reason="Resources"))
+    view.state(Job("7", RunState.PENDING, reason="Resources"))
     view._progress.refresh()
-    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.state(Job("7", RunState.RUNNING))
     view.record(StageRecord(1.0, "packing"))
     view.record(StageRecord(4.0, "building the model"))
     view.record(records.step(100, 1.25, time=9.0))
@@ -374,7 +374,7 @@ def test_no_time_left_is_predicted_from_the_first_record_of_a_start(records: Any
     """It includes compiling."""
     terminal, output = screen()
     view = LiveView(terminal)
-    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.state(Job("7", RunState.RUNNING))
     view.record(StartRecord(1.0, 400, 0, 2, "fsdp2", "cpu", 1000, {}))
     for number, is_shown in ((1, False), (10, True)):
         view.record(records.step(number))
@@ -386,11 +386,11 @@ def test_no_time_left_is_predicted_from_the_first_record_of_a_start(records: Any
 def test_a_log_gets_few_lines_for_a_long_run(records: Any) -> None:
     terminal, output = screen()
     view = PlainView(terminal)
-    view.state(Observation(RunState.RUNNING, is_final=False))
+    view.state(Job("7", RunState.RUNNING))
     view.record(MemoryRecord(0.0, "loading", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     for number in range(1, 101):
         view.record(records.step(number, time=float(number), num_steps=100))
-    view.state(Observation(RunState.COMPLETED, is_final=True))
+    view.state(Job("7", RunState.COMPLETED, is_final=True))
     view.close()
     steps = [line.split()[1] for line in output.getvalue().splitlines() if "loss" in line]
     assert steps == ["1/100", "31/100", "61/100", "91/100", "100/100"]

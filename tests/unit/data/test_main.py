@@ -11,7 +11,7 @@ import pytest
 from ftkit.data.__main__ import main
 from ftkit.errors import DiskFullError
 from ftkit.planning.plan import plan_to_json
-from ftkit.runs.rank_errors import read_rank_error
+from ftkit.runs.failure import read_rank_error
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan

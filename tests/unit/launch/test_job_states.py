@@ -12,9 +12,8 @@ from ftkit.errors import SubmitError
 from ftkit.launch.job_states import observe, observe_all
 from ftkit.launch.jobs import resume
 from ftkit.planning.plan import read_plan
+from ftkit.runs.job import RunState, SubmittedRun
 from ftkit.runs.lease import Holder
-from ftkit.runs.states import RunState
-from ftkit.runs.submission import SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +195,7 @@ def test_a_run_in_a_read_only_folder_can_be_observed(
     assert observe(run).state is RunState.TIMED_OUT
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"job_id": "101"}', '{"job_id": "101", "state": "odd"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "101"}', '{"id": "101", "state": "odd"}'])
 def test_a_damaged_state_file_is_ignored(make_run: RunMaker, slurm_says: Callable[..., None], text: str) -> None:
     run = make_run(job_id="101")
     run.layout.state.write_text(text)

@@ -14,11 +14,10 @@ from ftkit.launch.job_states import observe
 from ftkit.launch.jobs import cancel, resume, submit
 from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
+from ftkit.runs.job import Cause, RunState, read_submission
 from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
 from ftkit.runs.progress import list_restarts
-from ftkit.runs.states import Cause, RunState
-from ftkit.runs.submission import read_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,9 +15,8 @@ from ftkit import process
 from ftkit.launch.job_states import observe
 from ftkit.launch.jobs import cancel
 from ftkit.launch.scheduler import LocalScheduler
+from ftkit.runs.job import Cause, RunState, SubmittedRun
 from ftkit.runs.lease import Holder
-from ftkit.runs.states import Cause, RunState
-from ftkit.runs.submission import SubmittedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

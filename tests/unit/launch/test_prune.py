@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from conftest import FakePrograms, RunMaker
 
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 DAY = 24 * 3600.0
 

@@ -21,8 +21,8 @@ from ftkit.launch.scheduler import LocalScheduler
 from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.planning.plan import PlanError, plan_to_json, read_plan
 from ftkit.planning.script import ScriptPlan, read_job_plan
+from ftkit.runs.job import Submission
 from ftkit.runs.manifest import build_manifest
-from ftkit.runs.submission import Submission
 
 
 @pytest.fixture

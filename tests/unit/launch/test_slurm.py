@@ -15,7 +15,7 @@ from ftkit.launch.slurm import (
     warn_of_variables,
 )
 from ftkit.launch.slurm_states import read_sacct, read_squeue
-from ftkit.runs.states import RunState
+from ftkit.runs.job import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,7 @@ from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.planner import plan_model
-from ftkit.runs.card import write_card
-from ftkit.runs.loss_curve import loss_curve, ticks
+from ftkit.runs.model_card import loss_curve, ticks, write_card
 from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:

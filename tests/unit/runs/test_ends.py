@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.ends import End, find_end, find_slurms_words, note_end
+from ftkit.runs.job import CAUSES, FAILURES, STATES, Cause, RunState
 from ftkit.runs.progress import list_restarts
-from ftkit.runs.states import CAUSES, FAILURES, STATES, Cause, RunState
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ import pytest
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.files import DamagedFileError
 from ftkit.planning.layout import Workspace
-from ftkit.runs.entry import ClusterEntry, PlanEntry, read_entry
 from ftkit.runs.find import find_run, list_runs
+from ftkit.runs.job import SubmittedRun, read_submission, write_submission
+from ftkit.runs.listing import ClusterEntry, PlanEntry, read_entry
 from ftkit.runs.metrics_file import read_last_step
-from ftkit.runs.submission import SubmittedRun, read_submission, write_submission
-from ftkit.runs.summary import TrainingSummary, summarize
+from ftkit.runs.progress import TrainingSummary, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from ftkit.errors import PrerequisiteError
-from ftkit.runs.storage.hub import push_to_hub
+from ftkit.hub.push import push_to_hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,8 @@ import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
+from ftkit.runs.failure import RankError, first_error, write_rank_error
 from ftkit.runs.manifest import record_start
-from ftkit.runs.rank_errors import RankError, write_rank_error
-from ftkit.runs.summary import first_error
 
 if TYPE_CHECKING:
     from pathlib import Path

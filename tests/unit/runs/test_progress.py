@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.runs.ends import End
+from ftkit.runs.failure import RankError, write_rank_error
+from ftkit.runs.job import Cause, Job, RunState
 from ftkit.runs.manifest import explain_missing_digests, record_start
-from ftkit.runs.progress import list_restarts, measure_silence, seconds_left
-from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.progress import list_restarts, measure_silence, seconds_left, summarize
 from ftkit.runs.records import StageRecord, StartRecord
-from ftkit.runs.states import Cause, Observation, RunState
-from ftkit.runs.summary import summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import RunMaker
 
-RUNNING = Observation(RunState.RUNNING, is_final=False)
+RUNNING = Job("7", RunState.RUNNING)
 
 
 def start(when: float, resumed_from: int) -> StartRecord:
@@ -91,7 +90,7 @@ def test_long_steps_and_stages_are_not_stalls(make_run: RunMaker, records: Any) 
     assert stage
     assert not slow.is_stalled
     assert not stage.is_stalled
-    assert measure_silence(run.layout, Observation(RunState.PENDING, is_final=False), 10, 1e6) is None
+    assert measure_silence(run.layout, Job("7", RunState.PENDING), 10, 1e6) is None
 
 
 def test_missing_digests_of_a_run_are_explained(make_run: RunMaker) -> None:

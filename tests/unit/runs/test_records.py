@@ -4,6 +4,7 @@ import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ftkit.runs.failure import RankError, read_rank_error, write_rank_error
 from ftkit.runs.metrics_file import (
     MAX_LINE_BYTES,
     RecordTail,
@@ -13,7 +14,6 @@ from ftkit.runs.metrics_file import (
     read_outline,
     read_records,
 )
-from ftkit.runs.rank_errors import RankError, read_rank_error, write_rank_error
 from ftkit.runs.records import (
     EvaluationRecord,
     RouterStats,

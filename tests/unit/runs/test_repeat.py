@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from conftest import RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 UNKNOWN = RunResults(None, None, None, None, None, None, None, None, None, None, 0)
 

@@ -8,12 +8,11 @@ import pytest
 
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.checkpoints import FORMAT_VERSION, Marker, SavedFile, TrainState, find_damage
-from ftkit.runs.ends import find_end
+from ftkit.runs.ends import find_end, log_tail
+from ftkit.runs.failure import RankError, first_error, write_rank_error
 from ftkit.runs.gpu_samples import read_samples
-from ftkit.runs.progress import excluded_nodes, seconds_left
-from ftkit.runs.rank_errors import RankError, write_rank_error
+from ftkit.runs.progress import excluded_nodes, list_checkpoints, seconds_left, summarize
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample, StartRecord
-from ftkit.runs.summary import first_error, list_checkpoints, log_tail, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from conftest import RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 pytest.importorskip("fsspec", reason="needs the extra train")
 

@@ -15,7 +15,7 @@ from waiting import wait_until
 from ftkit import process
 from ftkit.errors import MemoryExhaustedError
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.rank_errors import read_rank_error
+from ftkit.runs.failure import read_rank_error
 from ftkit.train import launcher as launcher_module
 
 if TYPE_CHECKING:

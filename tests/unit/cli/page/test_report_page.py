@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from conftest import Result, RunMaker
 
-    from ftkit.runs.submission import SubmittedRun
+    from ftkit.runs.job import SubmittedRun
 
 HOSTILE = "<script>alert(1)</script>"
 

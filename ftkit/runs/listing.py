@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ftkit.config.image_reference import image_file
 from ftkit.files import DamagedFileError, PrivateFileError, read_json
 from ftkit.runs.find import RunFolder, list_runs
+from ftkit.runs.job import SchedulerName, SubmittedRun
 from ftkit.runs.records import Count
-from ftkit.runs.submission import SchedulerName, SubmittedRun
 from ftkit.spec import Name
 
 if TYPE_CHECKING:
