@@ -121,6 +121,7 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
     """
     import sys
 
+    from ftkit.cli.run_script import say_overridden
     from ftkit.errors import ConfigError, PrerequisiteError, Problem
     from ftkit.launch.doctor import check_nodes, checks_folder, idle_nodes
     from ftkit.launch.render import NodeChecks
@@ -152,7 +153,9 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),
             folder,
+            ctx.project,
         )
+        say_overridden(terminal, ctx.project)
         return check_nodes(checks, hosts, os.environ)
 
 

@@ -114,10 +114,10 @@ def command(  # noqa: PLR0913 - one for each option
     copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
     (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
+    say_overridden(terminal, ctx.project)
     if dry_run:
         _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
-        say_overridden(terminal, ctx.project)
-        terminal.data(render_job(plan))
+        terminal.data(render_job(plan, ctx.project))
         return
     environment = job_environment(hf_token_file)
     ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)

@@ -118,14 +118,14 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     trials = expand(args, ctx)
     is_sweep = len(trials) > 1
     plans = count_documents(plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)], request.environment)
-    scripts = [render_job(plan, prepares=request.where == "with-training") for plan in plans]
+    scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
     if is_sweep:
         show_plans(plans, terminal, is_data=False)
         check_can_follow(plans, follow=does_follow or dry_run)
     else:
         terminal.facts(plan_facts(plans[0]), is_data=False)
+    say_overridden(terminal, ctx.project)
     if dry_run:
-        say_overridden(terminal, ctx.project)
         terminal.data("".join(scripts))
         return
     ready = [make_ready(plan, request, terminal) for plan in plans]
@@ -188,6 +188,7 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     from ftkit.launch.preparation import needs_preparation, prepare_here
     from ftkit.launch.render import render_job, render_preparation
     from ftkit.launch.resolve import resolve_image_link
+    from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     environment, where = request.environment, request.where
@@ -195,17 +196,19 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
-    manifest = build_manifest(plan, request.command, current_context().project) | image_facts
+    project = current_context().project
+    parts = {OVERRIDDEN_PARTS: find_overrides(project)}
+    manifest = build_manifest(plan, request.command, project) | image_facts | parts
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
-        preparation = render_preparation(plan)
+        preparation = render_preparation(plan, project)
     changes = uncommitted_changes()
     files = files_of(request.copies)
     if changes:
         files[plan.layout.code_changes.name] = changes
-    script = render_job(plan, prepares=where == "with-training")
+    script = render_job(plan, project, prepares=where == "with-training")
     return ReadyRun(plan, script, manifest, environment, preparation, files)
 
 

@@ -61,6 +61,7 @@ def command(  # noqa: PLR0913 - one for each option
     port: int | None, time_limit: str | None, dry_run: bool, follow: bool,
 ) -> None:  # fmt: skip
     """Serve a model."""
+    from ftkit.cli.run_script import say_overridden
     from ftkit.config.image_reference import parse_image
     from ftkit.config.load import load_cluster
     from ftkit.evaluate.source import find_target
@@ -75,6 +76,7 @@ def command(  # noqa: PLR0913 - one for each option
     args = ServeArgs(num_gpus, port, time_limit, words)
     folder = _export(target, terminal, dry_run=dry_run)
     job = plan_serving(target.plan, place, chosen, folder, args, ctx)
+    say_overridden(terminal, ctx.project)
     if dry_run:
         terminal.data(job.script)
         return

@@ -18,6 +18,7 @@ from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError, find_job
+from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
@@ -129,6 +130,7 @@ def resume(
     command: Sequence[str] = (),
     changed: ResumedPlan[Any] | None = None,
     image_facts: Mapping[str, str] | None = None,
+    project: Path | None = None,
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
 
@@ -138,6 +140,7 @@ def resume(
         command: the typed command line, for the manifest.
         changed: a new plan, which replaces the run's plan and script; they are submitted unchanged if null.
         image_facts: digests of the image, for the manifest.
+        project: folder whose `sbatch/` overrides parts of new scripts; only shipped parts if null.
 
     Raises:
         SubmitError: the run has not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its
@@ -156,17 +159,16 @@ def resume(
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
-    script = render_job(new, prepares=False) if changed else None
+    script = render_job(new, project, prepares=False) if changed else None
     needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
-    preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
-    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
-    ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
-    if submission:
-        job_id = submission.job_id
-        ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
-    for path in ended:
-        path.unlink(missing_ok=True)
+    preparation = None
+    if isinstance(new, RunPlan) and needs_work and not has_script:
+        preparation = render_preparation(new, project)
+    facts: dict[str, Any] = dict(image_facts or {})
+    if project is not None and (script, preparation) != (None, None):
+        facts[OVERRIDDEN_PARTS] = find_overrides(project)
+    _forget_job(layout, submission)
     if end:
         note_end(layout, end)
     files = {layout.root / path: content for path, content in files_of(changed.copies if changed else ()).items()}
@@ -183,9 +185,20 @@ def resume(
         if preparation is not None:
             write_file(layout.preparation_script, preparation.encode())
         changes = {each.key: (each.before, each.after) for each in (changed.changes if changed else ())}
-        add_submission(new, command, changes, image_facts or {})
+        add_submission(new, command, changes, facts)
         has_preparation = needs_work and layout.preparation_script.is_file()
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+
+
+def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
+    """Remove what a run's former job left about its end: state, exit code, requests."""
+    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
+    ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
+    if submission:
+        job_id = submission.job_id
+        ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
+    for path in ended:
+        path.unlink(missing_ok=True)
 
 
 def adopt_job(layout: RunLayout) -> Submission | None:

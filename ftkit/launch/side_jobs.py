@@ -93,7 +93,9 @@ def plan_serving(
     words = [*serve_command(folder, plan, num_gpus), *args.words]
     log, address_file = plan.layout.logs / "serving.log", plan.layout.root / "serving"
     job = SideJob("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
-    script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=args.port, address_file=address_file)
+    script = render_side_job(
+        "serve.sbatch.j2", plan, job, ctx.project, words=words, port=args.port, address_file=address_file
+    )
     return ServingJob(plan, script, log, address_file)
 
 
@@ -217,7 +219,12 @@ class EvaluationJob:
 
 
 def plan_evaluation(
-    plan: RunPlan, settings: str, num_gpus: int, time_limit: str | None = None, file: Path | None = None
+    plan: RunPlan,
+    settings: str,
+    num_gpus: int,
+    time_limit: str | None = None,
+    file: Path | None = None,
+    project: Path | None = None,
 ) -> EvaluationJob:
     """Render the script of the job that evaluates a run's checkpoints.
 
@@ -227,6 +234,7 @@ def plan_evaluation(
         num_gpus: GPUs of one node; on CPUs, processes.
         time_limit: Slurm's time limit; the profile's if null.
         file: rows to evaluate on; the validation split if null.
+        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
 
     Raises:
         PrerequisiteError: the run is not on a Slurm cluster.
@@ -239,7 +247,7 @@ def plan_evaluation(
     mounts = () if file is None else (str(file.parent),)
     job = SideJob("evaluate", num_gpus, log, time_limit, mounts)
     training_job = None if submission is None or is_over else submission.job_id
-    script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
+    script = render_side_job("evaluate.sbatch.j2", plan, job, project, training_job=training_job, settings=settings)
     return EvaluationJob(script, log, training_job)
 
 
