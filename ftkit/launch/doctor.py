@@ -12,7 +12,8 @@ from ftkit import process
 from ftkit.errors import PrerequisiteError, UnfitMachineError, one_line
 from ftkit.files import InvalidJsonError, parse_json, remove
 from ftkit.launch.render import NodeChecks, render_checks
-from ftkit.launch.slurm import clean_stderr, explain_refusal
+from ftkit.launch.scheduler import explain_refusal
+from ftkit.launch.slurm import clean_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,8 +16,8 @@ from ftkit.launch.code import files_of
 from ftkit.launch.job_states import LOST, observe
 from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
-from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError, find_job
+from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError, scheduler_for
+from ftkit.launch.slurm import find_job
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json

@@ -95,7 +95,7 @@ def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findi
 def _warn_of_sbatch_variables(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
     if plan.cluster.scheduler != "slurm":
         return []
-    from ftkit.launch.slurm import warn_of_variables  # noqa: PLC0415 - a dry run needs no scheduler
+    from ftkit.launch.scheduler import warn_of_variables  # noqa: PLC0415 - a dry run needs no scheduler
 
     return warn_of_variables(environment)
 

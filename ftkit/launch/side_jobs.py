@@ -16,7 +16,8 @@ from ftkit.files import read_json_if_valid, read_small, write_file
 from ftkit.launch.job_states import observe
 from ftkit.launch.render import SideJob, render_side_job
 from ftkit.launch.resolve import resolve_image_link
-from ftkit.launch.slurm import SlurmScheduler, submit_script
+from ftkit.launch.scheduler import submit_script
+from ftkit.launch.slurm import observe as observe_jobs
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
@@ -178,7 +179,7 @@ def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None])
             return read_small(file).decode().strip()
         except OSError:
             pass
-        seen = SlurmScheduler().observe([run]).get(run.id)
+        seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
             raise RunFailedError(
                 f"job {job_id} ended before the server answered: {seen}",

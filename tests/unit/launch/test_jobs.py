@@ -12,7 +12,7 @@ from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.files import write_json
 from ftkit.launch.job_states import observe
 from ftkit.launch.jobs import cancel, resume, submit
-from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
+from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
 from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
