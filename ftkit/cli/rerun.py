@@ -93,7 +93,7 @@ def command(  # noqa: PLR0913 - one for each option
     from ftkit.cli.run_script import say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
-    from ftkit.launch.first_rows import count_documents
+    from ftkit.launch.inputs import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, plan_rerun, repetition_record
     from ftkit.planning.layout import RunLayout

@@ -109,7 +109,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.first_rows import count_documents
+    from ftkit.launch.inputs import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
@@ -183,9 +183,9 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.code import files_of
+    from ftkit.launch.inputs import needs_preparation, prepare_here
     from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
-    from ftkit.launch.preparation import needs_preparation, prepare_here
     from ftkit.launch.render import render_job, render_preparation
     from ftkit.launch.resolve import resolve_image_link
     from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.code import files_of
+from ftkit.launch.inputs import needs_preparation
 from ftkit.launch.job_states import LOST, observe
-from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError, scheduler_for
 from ftkit.launch.slurm import find_job

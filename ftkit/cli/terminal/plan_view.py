@@ -216,7 +216,7 @@ def _data(plan: RunPlan) -> str:
     state = "prepared" if plan.is_data_prepared else "to be prepared"
     if not isinstance(data.format, AutoFormat):
         return f"{describe_format(data.format)}; {state}"
-    from ftkit.launch.first_rows import describe_detected
+    from ftkit.launch.inputs import describe_detected
 
     return f"{describe_detected(data)}; {state}"
 
