@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.code import CodeCopy  # noqa: TC004
+    from ftkit.launch.jobs import Job
     from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan  # noqa: TC004
+    from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import StopSignal
     from ftkit.runs.metrics_file import RecordTail
     from ftkit.runs.submission import SubmittedRun
@@ -132,7 +133,9 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     if is_sweep:
         submit_sweep(ready, terminal)
     else:
-        report_submission(submit_ready(ready[0]), terminal, does_follow=does_follow)
+        from ftkit.launch.jobs import submit
+
+        report_submission(submit(ready[0]), terminal, does_follow=does_follow)
 
 
 @dataclass(frozen=True)
@@ -154,27 +157,7 @@ class SubmitRequest:
     does_import: bool = field(default=False, kw_only=True)
 
 
-@dataclass(frozen=True)
-class ReadyRun:
-    """A checked run, ready to be submitted.
-
-    Attributes:
-        script: script of the training job.
-        manifest: content of its manifest.json.
-        environment: environment variables of its jobs.
-        preparation: script of the preparation job; None without one.
-        files: additional files of the run's folder, by their path in it.
-    """
-
-    plan: RunPlan
-    script: str
-    manifest: dict[str, Any]
-    environment: Mapping[str, str]
-    preparation: str | None
-    files: Mapping[str, str | bytes]
-
-
-def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> ReadyRun:
+def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Job[RunPlan]:
     """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
 
     Raises:
@@ -184,6 +167,7 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.code import files_of
     from ftkit.launch.inputs import needs_preparation, prepare_here
+    from ftkit.launch.jobs import Job
     from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.render import render_job, render_preparation
@@ -209,16 +193,7 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     if changes:
         files[plan.layout.code_changes.name] = changes
     script = render_job(plan, project, prepares=where == "with-training")
-    return ReadyRun(plan, script, manifest, environment, preparation, files)
-
-
-def submit_ready(ready: ReadyRun) -> SubmittedRun:
-    """Submit a checked run. Raises as `ftkit.launch.jobs.submit` does."""
-    from ftkit.launch.jobs import submit
-
-    return submit(
-        ready.plan, ready.script, ready.manifest, ready.environment, preparation=ready.preparation, files=ready.files
-    )
+    return Job(plan, script, manifest, environment, preparation, files)
 
 
 def report_submission(

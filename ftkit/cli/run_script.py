@@ -162,7 +162,7 @@ def run_script(
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.code import files_of
-    from ftkit.launch.jobs import submit
+    from ftkit.launch.jobs import Job, submit
     from ftkit.launch.preflight import run_script_checks
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve_image_link
@@ -187,4 +187,4 @@ def run_script(
     files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
     parts = {OVERRIDDEN_PARTS: find_overrides(ctx.project)}
     manifest = build_manifest(plan, request.command, ctx.project) | image_facts | parts
-    return submit(plan, render_job(plan, ctx.project), manifest, request.environment, files=files)
+    return submit(Job(plan, render_job(plan, ctx.project), manifest, request.environment, files=files))

@@ -7,8 +7,8 @@ import shlex
 import shutil
 import socket
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
@@ -33,7 +33,7 @@ from ftkit.runs.states import Cause, RunState
 from ftkit.runs.submission import Submission, SubmittedRun, read_submission, write_submission
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence  # noqa: TC004 - no pydantic reads this dataclass
     from pathlib import Path
 
     from ftkit.launch.resume import ResumedPlan
@@ -41,58 +41,66 @@ if TYPE_CHECKING:
     from ftkit.runs.states import Observation
 
 
-def submit(
-    plan: RunPlan | ScriptPlan,
-    script: str,
-    manifest: dict[str, Any],
-    environment: Mapping[str, str],
-    *,
-    preparation: str | None = None,
-    files: Mapping[str, str | bytes] | None = None,
-) -> SubmittedRun:
-    """Create the run's folder and submit its script.
+PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
-    Args:
+
+@dataclass(frozen=True)
+class Job(Generic[PlanT]):
+    """The job of a new run, ready to be submitted.
+
+    Attributes:
         plan: plan of the run.
         script: script of the training job.
         manifest: content of the run's manifest.json.
         environment: environment variables of the jobs.
         preparation: script of a job that prepares the run, on which the training job depends.
-        files: more files of the folder, by their path in it.
+        files: more files of the run's folder, by their path in it.
+    """
+
+    plan: PlanT
+    script: str
+    manifest: dict[str, Any]
+    environment: Mapping[str, str]
+    preparation: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+
+def submit(job: Job[Any]) -> SubmittedRun:
+    """Create the run's folder and submit its scripts.
 
     Raises:
         SubmitError: the scheduler refused it, and the run's folder was removed; or its answer was unclear.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    contents: dict[str, str | bytes] = {plan.layout.script.name: script, **(files or {})}
-    if preparation is not None:
-        contents[plan.layout.preparation_script.name] = preparation
-    _create_folder(plan, manifest, contents)
+    _create_folder(job)
     try:
-        return _submit(plan, environment, has_preparation=preparation is not None)
+        return _submit(job.plan, job.environment, has_preparation=job.preparation is not None)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
-            shutil.rmtree(plan.layout.root, ignore_errors=True)
+            shutil.rmtree(job.plan.layout.root, ignore_errors=True)
         raise
 
 
-def _create_folder(plan: RunPlan | ScriptPlan, manifest: dict[str, Any], contents: Mapping[str, str | bytes]) -> None:
+def _create_folder(job: Job[Any]) -> None:
     """Write plan, manifest and other files under a temporary name, then give the folder its own.
 
     Raises:
         PrerequisiteError: the workspace can't be written to.
     """
-    final = plan.layout.root
+    final = job.plan.layout.root
     try:
-        with atomic_folder(final, final.with_name(f".unfinished-{plan.id}")) as root:
+        with atomic_folder(final, final.with_name(f".unfinished-{job.plan.id}")) as root:
             unfinished = RunLayout(root)
+            contents: dict[str, str | bytes] = {unfinished.script.name: job.script, **job.files}
+            if job.preparation is not None:
+                contents[unfinished.preparation_script.name] = job.preparation
             unfinished.logs.mkdir()
-            unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
+            unfinished.plan.write_text(plan_to_json(job.plan), encoding="utf-8")
             for name, content in contents.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
-            write_json(unfinished.manifest, manifest)
+            write_json(unfinished.manifest, job.manifest)
     except OSError as error:
         raise PrerequisiteError(
             f"can't create the run's folder: {error}",
