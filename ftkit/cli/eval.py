@@ -214,7 +214,7 @@ def _run_harness(  # noqa: PLR0913 - one for each option
 
 def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
     from ftkit.cli.run_script import say_overridden
-    from ftkit.launch.side_jobs import plan_evaluation, submit_evaluation
+    from ftkit.launch.side_jobs import plan_evaluation, submit
     from ftkit.planning.plan import read_plan
 
     terminal, folder = Terminal(), get_run(reference)
@@ -227,7 +227,7 @@ def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit
     if dry_run:
         terminal.data(job.script)
         return
-    job_id = submit_evaluation(plan, job, os.environ)
+    job_id = submit(job, os.environ)
     until = f" until job {job.training_job} ends" if job.training_job else ""
     terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id}{until}")
     facts: list[tuple[str, Cell]] = [

@@ -27,7 +27,7 @@ _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
 
 @dataclass(frozen=True)
-class SideJob:
+class SideJobOptions:
     """Slurm options of a job that accompanies a run.
 
     Attributes:
@@ -213,17 +213,19 @@ def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
     return _render("prepare.sbatch.j2", replace(plan, placement=placement), project)
 
 
-def render_side_job(template: str, plan: RunPlan, job: SideJob, project: Path | None = None, **values: object) -> str:
+def render_side_job(
+    template: str, plan: RunPlan, options: SideJobOptions, project: Path | None = None, **values: object
+) -> str:
     """Render the script of a job that accompanies a run, on GPUs of one node. Raises as `render_job` does.
 
     Args:
         template: name of the template.
         plan: plan of the run.
-        job: Slurm options of the job.
+        options: Slurm options of the job.
         project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
         values: additional values of the template.
     """
-    cluster, num_gpus = plan.cluster, job.num_gpus
+    cluster, num_gpus = plan.cluster, options.num_gpus
     cpus = cluster.cpus_per_node
     threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
     placement = replace(plan.placement, num_nodes=1, processes_per_node=num_gpus, threads_per_process=threads)
@@ -231,15 +233,15 @@ def render_side_job(template: str, plan: RunPlan, job: SideJob, project: Path | 
         template,
         replace(plan, placement=placement),
         project,
-        job.mounts,
+        options.mounts,
         container_environment=sorted(
-            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *job.environment}
+            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *options.environment}
         ),
-        job_name=f"{plan.name}-{job.name}",
-        job_log=job.log,
+        job_name=f"{plan.name}-{options.name}",
+        job_log=options.log,
         num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
         takes_node=cluster.exclusive and num_gpus == cluster.gpus_per_node,
-        time_limit=cluster.limit_time(job.time_limit),
+        time_limit=cluster.limit_time(options.time_limit),
         **values,
     )
 
