@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ftkit.config.context import Context
     from ftkit.health.findings import Finding, Status
     from ftkit.health.site import Site
-    from ftkit.launch.doctor import NodeResult
     from ftkit.launch.resolve import Place
+    from ftkit.launch.side_jobs import NodeResult
 
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
 
@@ -121,9 +121,10 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
     """
     import sys
 
+    from ftkit.cli.run_script import say_overridden
     from ftkit.errors import ConfigError, PrerequisiteError, Problem
-    from ftkit.launch.doctor import check_nodes, checks_folder, idle_nodes
     from ftkit.launch.render import NodeChecks
+    from ftkit.launch.side_jobs import check_nodes, checks_folder, idle_nodes
     from ftkit.planning.plan import PlacementPlan
     from ftkit.planning.planner import container_image
 
@@ -152,7 +153,9 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),
             folder,
+            ctx.project,
         )
+        say_overridden(terminal, ctx.project)
         return check_nodes(checks, hosts, os.environ)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import get_run, json_option
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.commands import ForwardedCommand, current_context
 from ftkit.cli.model_arguments import (
     MODEL_HELP,
     engine_option,
@@ -214,18 +214,21 @@ def _run_harness(  # noqa: PLR0913 - one for each option
 
 
 def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
-    from ftkit.launch.side_jobs import plan_evaluation, submit_evaluation
+    from ftkit.cli.run_script import say_overridden
+    from ftkit.launch.side_jobs import plan_evaluation, submit
     from ftkit.planning.plan import read_plan
 
     terminal, folder = Terminal(), get_run(reference)
     plan = read_plan(folder.layout)
     names = ("metrics", "limit", "max_new_tokens", "batch_size", "file")
     file = Path(settings[-1]) if settings[-1] else None
-    job = plan_evaluation(plan, json.dumps(dict(zip(names, settings, strict=True))), num_gpus, time_limit, file)
+    values, project = json.dumps(dict(zip(names, settings, strict=True))), current_context().project
+    job = plan_evaluation(plan, values, num_gpus, time_limit, file, project)
+    say_overridden(terminal, project)
     if dry_run:
         terminal.data(job.script)
         return
-    job_id = submit_evaluation(plan, job, os.environ)
+    job_id = submit(job, os.environ)
     until = f" until job {job.training_job} ends" if job.training_job else ""
     terminal.say(f"job {job_id} evaluates the checkpoints of {folder.id}{until}")
     facts: list[tuple[str, Cell]] = [

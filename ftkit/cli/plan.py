@@ -33,7 +33,7 @@ def command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     from ftkit.cli.image_check import missing_image
     from ftkit.cli.sweep import show_plans
     from ftkit.cli.terminal.plan_view import plan_facts, show_findings
-    from ftkit.launch.first_rows import count_documents
+    from ftkit.launch.inputs import count_documents
     from ftkit.launch.preflight import run_checks
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep

@@ -89,11 +89,12 @@ def command(  # noqa: PLR0913 - one for each option
     follow: bool,
 ) -> None:
     """Repeat a run."""
-    from ftkit.cli.run import SubmitRequest, make_ready, report_submission, submit_ready
+    from ftkit.cli.run import SubmitRequest, make_ready, report_submission
     from ftkit.cli.run_script import say_overridden
     from ftkit.cli.terminal.plan_view import plan_facts
     from ftkit.launch.code import copies_of_run
-    from ftkit.launch.first_rows import count_documents
+    from ftkit.launch.inputs import count_documents
+    from ftkit.launch.jobs import submit
     from ftkit.launch.render import render_job
     from ftkit.launch.rerun import RerunArgs, plan_rerun, repetition_record
     from ftkit.planning.layout import RunLayout
@@ -114,10 +115,10 @@ def command(  # noqa: PLR0913 - one for each option
     copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
     (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
+    say_overridden(terminal, ctx.project)
     if dry_run:
         _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
-        say_overridden(terminal, ctx.project)
-        terminal.data(render_job(plan))
+        terminal.data(render_job(plan, ctx.project))
         return
     environment = job_environment(hf_token_file)
     ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
@@ -127,7 +128,7 @@ def command(  # noqa: PLR0913 - one for each option
         manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
         files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
-    run = submit_ready(ready)
+    run = submit(ready)
     report_submission(run, terminal, does_follow=follow)
     if follow:
         report_verdict(run.layout, terminal)

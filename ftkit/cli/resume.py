@@ -81,6 +81,7 @@ def command(  # noqa: PLR0913 - one for each option
     """Submit a run again."""
     from ftkit.cli.image_check import require_same_image
     from ftkit.cli.run import report_submission
+    from ftkit.cli.run_script import say_overridden
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.jobs import read_resumable_plan, resume
     from ftkit.launch.preflight import check_trackers, run_checks
@@ -111,13 +112,15 @@ def command(  # noqa: PLR0913 - one for each option
         changed = renew_code(changed) if "code" in args.allowed else changed
     elif not layout.script.is_file():  # the run was copied here, without the other machine's job script
         changed = ResumedPlan(plan)
+    project = current_context().project
     if changed:
+        say_overridden(terminal, project)
         show_findings(run_checks(changed.plan, environment), terminal)
     else:
         for warning in check_trackers(plan, environment):
             terminal.warn(warning)
     image_facts = require_same_image(changed.plan if changed else plan, terminal)
-    run = resume(plan, environment, ["ftkit", *typed], changed, image_facts)
+    run = resume(plan, environment, ["ftkit", *typed], changed, image_facts, project)
     report_submission(run, terminal, does_follow=follow, tail=tail)
 
 
@@ -130,6 +133,7 @@ def _resume_script(
         ConfigError: a different plan is requested.
     """
     from ftkit.cli.image_check import require_same_image
+    from ftkit.cli.run_script import say_overridden
     from ftkit.launch.jobs import resume
     from ftkit.launch.resume import ResumedPlan, renew_code
     from ftkit.runs.failure import original_command
@@ -137,8 +141,11 @@ def _resume_script(
     if replace(args, allowed=()).asks_for_changes or not set(args.allowed) <= {"code"}:
         fix = f"Start it as a new run: {original_command(plan.layout)}"
         raise ConfigError([Problem("command line", "", "of a script, only the code can change.", fix)])
-    changed = renew_code(ResumedPlan(plan)) if args.allowed else None
-    return resume(plan, environment, typed, changed, image_facts=require_same_image(plan, terminal))
+    changed, project = None, current_context().project
+    if args.allowed:
+        changed = renew_code(ResumedPlan(plan))
+        say_overridden(terminal, project)
+    return resume(plan, environment, typed, changed, require_same_image(plan, terminal), project)
 
 
 def _fetch(address: str, terminal: Terminal) -> None:

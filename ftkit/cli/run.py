@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.code import CodeCopy  # noqa: TC004
+    from ftkit.launch.jobs import NewJob
     from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan  # noqa: TC004
+    from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import StopSignal
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
@@ -109,7 +110,7 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     from ftkit.cli.sweep import check_can_follow, show_plans, submit_sweep
     from ftkit.cli.terminal.plan_view import plan_facts
-    from ftkit.launch.first_rows import count_documents
+    from ftkit.launch.inputs import count_documents
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve
     from ftkit.launch.sweep import expand, plan_sweep
@@ -118,21 +119,23 @@ def run_trainer(args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dr
     trials = expand(args, ctx)
     is_sweep = len(trials) > 1
     plans = count_documents(plan_sweep(trials, ctx) if is_sweep else [resolve(args, ctx)], request.environment)
-    scripts = [render_job(plan, prepares=request.where == "with-training") for plan in plans]
+    scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
     if is_sweep:
         show_plans(plans, terminal, is_data=False)
         check_can_follow(plans, follow=does_follow or dry_run)
     else:
         terminal.facts(plan_facts(plans[0]), is_data=False)
+    say_overridden(terminal, ctx.project)
     if dry_run:
-        say_overridden(terminal, ctx.project)
         terminal.data("".join(scripts))
         return
     ready = [make_ready(plan, request, terminal) for plan in plans]
     if is_sweep:
         submit_sweep(ready, terminal)
     else:
-        report_submission(submit_ready(ready[0]), terminal, does_follow=does_follow)
+        from ftkit.launch.jobs import submit
+
+        report_submission(submit(ready[0]), terminal, does_follow=does_follow)
 
 
 @dataclass(frozen=True)
@@ -154,27 +157,7 @@ class SubmitRequest:
     does_import: bool = field(default=False, kw_only=True)
 
 
-@dataclass(frozen=True)
-class ReadyRun:
-    """A checked run, ready to be submitted.
-
-    Attributes:
-        script: script of the training job.
-        manifest: content of its manifest.json.
-        environment: environment variables of its jobs.
-        preparation: script of the preparation job; None without one.
-        files: additional files of the run's folder, by their path in it.
-    """
-
-    plan: RunPlan
-    script: str
-    manifest: dict[str, Any]
-    environment: Mapping[str, str]
-    preparation: str | None
-    files: Mapping[str, str | bytes]
-
-
-def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> ReadyRun:
+def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> NewJob[RunPlan]:
     """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
 
     Raises:
@@ -183,11 +166,13 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.code import files_of
+    from ftkit.launch.inputs import needs_preparation, prepare_here
+    from ftkit.launch.jobs import NewJob
     from ftkit.launch.model import pin_revision
     from ftkit.launch.preflight import run_checks
-    from ftkit.launch.preparation import needs_preparation, prepare_here
     from ftkit.launch.render import render_job, render_preparation
     from ftkit.launch.resolve import resolve_image_link
+    from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     environment, where = request.environment, request.where
@@ -195,27 +180,20 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> Rea
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
-    manifest = build_manifest(plan, request.command, current_context().project) | image_facts
+    project = current_context().project
+    parts = {OVERRIDDEN_PARTS: find_overrides(project)}
+    manifest = build_manifest(plan, request.command, project) | image_facts | parts
     preparation = None
     if where == "here":
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
-        preparation = render_preparation(plan)
+        preparation = render_preparation(plan, project)
     changes = uncommitted_changes()
     files = files_of(request.copies)
     if changes:
         files[plan.layout.code_changes.name] = changes
-    script = render_job(plan, prepares=where == "with-training")
-    return ReadyRun(plan, script, manifest, environment, preparation, files)
-
-
-def submit_ready(ready: ReadyRun) -> SubmittedRun:
-    """Submit a checked run. Raises as `ftkit.launch.jobs.submit` does."""
-    from ftkit.launch.jobs import submit
-
-    return submit(
-        ready.plan, ready.script, ready.manifest, ready.environment, preparation=ready.preparation, files=ready.files
-    )
+    script = render_job(plan, project, prepares=where == "with-training")
+    return NewJob(plan, script, manifest, environment, preparation, files)
 
 
 def report_submission(

@@ -136,8 +136,8 @@ def _stop(plan: ScriptPlan) -> str:
 
 
 def say_overridden(terminal: Terminal, project: Path) -> None:
-    """Name the parts of job scripts that the project overrides."""
-    from ftkit.launch.script_parts import find_overrides
+    """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
+    from ftkit.launch.templates import find_overrides
 
     for name in find_overrides(project):
         terminal.say(f"sbatch/{name} of this project overrides the shipped part")
@@ -162,19 +162,20 @@ def run_script(
     from ftkit.cli.image_check import check_image
     from ftkit.cli.terminal.plan_view import show_findings
     from ftkit.launch.code import files_of
-    from ftkit.launch.jobs import submit
+    from ftkit.launch.jobs import NewJob, submit
     from ftkit.launch.preflight import run_script_checks
     from ftkit.launch.render import render_job
     from ftkit.launch.resolve import resolve_image_link
     from ftkit.launch.script import accelerate_json, resolve_script
+    from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     ctx = current_context()
     plan, copies = resolve_script(script, run, request.copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
+    say_overridden(terminal, ctx.project)
     if dry_run:
-        say_overridden(terminal, ctx.project)
-        terminal.data(render_job(plan))
+        terminal.data(render_job(plan, ctx.project))
         return None
     show_findings(run_script_checks(plan, request.environment), terminal)
     image_facts = check_image(plan, terminal, does_import=request.does_import)
@@ -184,5 +185,6 @@ def run_script(
         plan.layout.accelerate_config.name: accelerate_json(plan),
     }
     files = {**files_of(copies), **{name: text for name, text in texts.items() if text}}
-    manifest = build_manifest(plan, request.command, ctx.project) | image_facts
-    return submit(plan, render_job(plan), manifest, request.environment, files=files)
+    parts = {OVERRIDDEN_PARTS: find_overrides(ctx.project)}
+    manifest = build_manifest(plan, request.command, ctx.project) | image_facts | parts
+    return submit(NewJob(plan, render_job(plan, ctx.project), manifest, request.environment, files=files))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.evaluate.source import Target
-    from ftkit.launch.side_jobs import ServingJob
+    from ftkit.launch.side_jobs import SideJob
 
 _EXPORT_SECONDS = 6 * 3600
 
@@ -61,10 +61,11 @@ def command(  # noqa: PLR0913 - one for each option
     port: int | None, time_limit: str | None, dry_run: bool, follow: bool,
 ) -> None:  # fmt: skip
     """Serve a model."""
+    from ftkit.cli.run_script import say_overridden
     from ftkit.config.image_reference import parse_image
     from ftkit.config.load import load_cluster
     from ftkit.evaluate.source import find_target
-    from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit_serving
+    from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit
 
     terminal, ctx = Terminal(), current_context()
     target = find_target(reference, current_workspace())
@@ -75,10 +76,11 @@ def command(  # noqa: PLR0913 - one for each option
     args = ServeArgs(num_gpus, port, time_limit, words)
     folder = _export(target, terminal, dry_run=dry_run)
     job = plan_serving(target.plan, place, chosen, folder, args, ctx)
+    say_overridden(terminal, ctx.project)
     if dry_run:
         terminal.data(job.script)
         return
-    job_id = submit_serving(job, os.environ)
+    job_id = submit(job, os.environ)
     terminal.say(f"job {job_id} serves {target.plan.id}")
     if follow:
         _follow(job, job_id, terminal)
@@ -106,7 +108,7 @@ def _export(target: Target, terminal: Terminal, *, dry_run: bool) -> Path:
     return made.folder
 
 
-def _follow(job: ServingJob, job_id: str, terminal: Terminal) -> None:
+def _follow(job: SideJob, job_id: str, terminal: Terminal) -> None:
     from ftkit.launch.side_jobs import wait_for_server
 
     try:
@@ -118,7 +120,7 @@ def _follow(job: ServingJob, job_id: str, terminal: Terminal) -> None:
     terminal.data(f"{address}/v1\n")
 
 
-def _show(job_id: str, job: ServingJob, address: str | None, terminal: Terminal) -> None:
+def _show(job_id: str, job: SideJob, address: str | None, terminal: Terminal) -> None:
     from ftkit.launch.side_jobs import tunnel
 
     facts: list[tuple[str, Cell]] = [("model", job.plan.name)]

@@ -12,7 +12,7 @@ from ftkit.launch.sweep import find_other_documents
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.cli.run import ReadyRun
+    from ftkit.launch.jobs import NewJob
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.job import SubmittedRun
 
@@ -73,7 +73,7 @@ def check_can_follow(plans: Sequence[RunPlan], *, follow: bool) -> None:
         )  # fmt: skip
 
 
-def submit_sweep(ready: Sequence[ReadyRun], terminal: Terminal) -> None:
+def submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
     """Submit the runs of a sweep, and follow those on this machine, one after another.
 
     Raises:
@@ -81,12 +81,12 @@ def submit_sweep(ready: Sequence[ReadyRun], terminal: Terminal) -> None:
         RunFailedError: one on this machine failed; later ones were not started.
     """
     from ftkit.cli.follow import follow
-    from ftkit.cli.run import submit_ready
+    from ftkit.launch.jobs import submit
 
     submitted: list[SubmittedRun] = []
     for each in ready:
         try:
-            run = submit_ready(each)
+            run = submit(each)
         except FtkitError as error:
             raise _refused(each, submitted, error) from error
         submitted.append(run)
@@ -101,7 +101,7 @@ def submit_sweep(ready: Sequence[ReadyRun], terminal: Terminal) -> None:
     terminal.data("".join(f"{run.id}\n" for run in submitted))
 
 
-def _refused(ready: ReadyRun, submitted: Sequence[SubmittedRun], error: FtkitError) -> FtkitError:
+def _refused(ready: NewJob[RunPlan], submitted: Sequence[SubmittedRun], error: FtkitError) -> FtkitError:
     if not submitted:
         return error
     commands = "; ".join(f"ftkit cancel {run.id}" for run in submitted)

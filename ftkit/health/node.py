@@ -1,23 +1,21 @@
-"""All checks of one node, together with the other nodes of its job. `python -m ftkit.health` runs them.
-
-First every node checks itself. Then they rendezvous at the first node that responds and exchange their findings, and
-the healthy ones measure collectives: all together, and in pairs, which shows whose network is slow. The others wait at
-most `wait_seconds` for a missing or unhealthy node.
-"""
+"""Checks of one node by itself: its disks, its shared folder, its driver, the state and the speed of its GPUs."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import errno
+import os
+import re
+import secrets
+import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from ftkit import process
 from ftkit.config.cluster import GpuModel
+from ftkit.errors import FtkitError, one_line
 from ftkit.health.findings import Finding, Status, failures
-from ftkit.health.machine import Expectation, check_machine
 from ftkit.health.measure import (
     CollectiveRates,
     DeviceProcesses,
@@ -26,25 +24,27 @@ from ftkit.health.measure import (
     MeasuredDevice,
     MeasureError,
     free_port,
-    is_outlier,
     least_link_bandwidth,
     least_matmul,
     least_memory_bandwidth,
-    least_network_bandwidth,
 )
-from ftkit.health.nvml import open_nvml
+from ftkit.health.nvml import FAULTY_REASONS, Nvml, open_nvml
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ftkit.health.nvml import GpuHealth
 
-_GROUP_SECONDS: Final = 40.0
-_PAIR_ROUNDS: Final = 3
-"""Rounds of pairs: a slow node is slow with all of its partners, while they are slow only with it."""
-_FAST_NETWORK_GBPS: Final = 100
-_CLOCK_SECONDS: Final = 5.0
-_POLL_SECONDS: Final = 0.1
+_MIB: Final = 2**20
+_DCGM_SECONDS: Final = 40.0
+_LEAST_FREE_GIB: Final = 2
+"""Free space on the local disk for compiled kernels and temporary files of one run."""
+_SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
+"""Minimum MB/s of one writer: at less, loading weights and writing checkpoints take hours."""
+
+
+GROUP_SECONDS: Final = 40.0
 
 
 @dataclass(frozen=True)
@@ -108,23 +108,179 @@ class NodeReport:
         return failures(self.findings)
 
 
-def check_node(job: NodeJob, environment: Mapping[str, str]) -> NodeReport:
-    """Run all checks of this node."""
-    start = time.monotonic()
-    processes = DeviceProcesses(job.device, job.num_devices)
+@dataclass(frozen=True)
+class Expectation:
+    """Expected properties of a node.
+
+    Attributes:
+        local_dir: folder on its own disk.
+        shared_file: a file that the submitting machine wrote to the shared file system; None without one.
+        num_gpus: number of GPUs; 0 for training on CPUs.
+        device_name: the driver's name for the GPUs; empty if unknown.
+    """
+
+    local_dir: Path
+    shared_file: Path | None
+    num_gpus: int
+    device_name: str
+
+
+def check_machine(
+    expected: Expectation, nvml: Nvml | str, environment: Mapping[str, str], mib: int, *, is_short: bool = False
+) -> list[Finding]:
+    """Check this node.
+
+    Args:
+        expected: its expected properties.
+        nvml: its GPUs, or why NVML is unavailable.
+        environment: environment of the container.
+        mib: amount to write to each disk, in MiB.
+        is_short: skip NVIDIA's diagnostics, which take about ten seconds.
+    """
+    findings = [_check_disk("local disk", expected.local_dir, mib)]
+    if expected.shared_file is not None:
+        findings.append(_check_shared(expected.shared_file, mib))
+    if isinstance(nvml, str):
+        if expected.num_gpus:
+            findings.append(Finding("driver", "unknown", nvml))
+        return findings
+    findings += _check_driver(nvml, environment)
+    findings += _check_gpus(nvml.health(), expected)
+    return findings if is_short else findings + _check_dcgm()
+
+
+# --- Disks ---------------------------------------------------------------------------------------
+
+
+def _check_shared(marker: Path, mib: int) -> Finding:
+    if not marker.is_file():
+        fix = "mount the file system on this node, or set 'workspace:' to one that all nodes have"
+        return Finding(
+            "shared disk", "failed", f"{marker.parent} is not the same folder as on the submitting machine", fix
+        )
+    return _check_disk("shared disk", marker.parent, mib)
+
+
+def _check_disk(name: str, folder: Path, mib: int) -> Finding:
+    """Write a file, sync it, and remove it."""
+    path = folder / f".ftkit-doctor-{secrets.token_hex(4)}"
+    block = os.urandom(_MIB)
     try:
-        report = _check_alone(job, environment, processes)
-        if len(job.hosts) > 1:
-            report = _check_together(job, processes, report)
+        folder.mkdir(parents=True, exist_ok=True)
+        free_gib = shutil.disk_usage(folder).free / 2**30
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(mib):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        speed = mib * _MIB / (time.perf_counter() - start) / 1e6
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free up space" if is_full else "mount it, or set another folder in the profile"
+        return Finding(name, "failed", f"{folder}: {one_line(error)}", fix)
     finally:
-        processes.close()
-    return replace(report, seconds=time.monotonic() - start)
+        path.unlink(missing_ok=True)
+    value = f"{folder}: {speed:,.0f} MB/s, {free_gib:,.0f} GiB free"
+    if name == "local disk" and free_gib < _LEAST_FREE_GIB:
+        return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "free up space")
+    if speed < _SLOW_MB[name]:
+        return Finding(name, "warning", f"{value}: slow", "check whether other jobs write to it")
+    return Finding(name, "ok", value)
 
 
-# --- Alone ---------------------------------------------------------------------------------------
+# --- The driver and its GPUs ---------------------------------------------------------------------
 
 
-def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses) -> NodeReport:
+def _check_driver(nvml: Nvml, environment: Mapping[str, str]) -> list[Finding]:
+    """Compare the driver with the image's CUDA: minor versions of the same major version are compatible."""
+    needed = image_cuda(environment)
+    value = f"{nvml.driver}" + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
+    if nvml.cuda and needed and nvml.cuda[0] < needed[0]:
+        fix = f"install a driver for CUDA {needed[0]}, or use an image with CUDA {nvml.cuda[0]}"
+        return [Finding("driver", "failed", f"{value}; the image has CUDA {needed[0]}.{needed[1]}", fix)]
+    return [Finding("driver", "ok", value)]
+
+
+def image_cuda(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return this container's CUDA version: CUDA_VERSION, which NVIDIA's images set, else that of the torch package."""
+    text = environment.get("CUDA_VERSION", "")
+    if not text:
+        try:
+            from torch.version import cuda  # noqa: PLC0415
+        except ImportError:
+            return None
+        text = cuda or ""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _check_gpus(gpus: list[GpuHealth], expected: Expectation) -> list[Finding]:
+    names = ", ".join(sorted({gpu.name for gpu in gpus})) or "none"
+    value = f"{len(gpus)} x {names}"
+    if len(gpus) < expected.num_gpus:
+        fix = "check the kernel log for Xid errors, and reboot the node"
+        return [Finding("GPUs", "failed", f"{value}; {expected.num_gpus} expected", fix)]
+    is_other = bool(expected.device_name) and any(expected.device_name not in gpu.name for gpu in gpus)
+    fix = "set 'gpu:' in the cluster's profile" if is_other else ""
+    shown = f"{value}; the profile says {expected.device_name}" if is_other else value
+    return [
+        Finding("GPUs", "warning" if is_other else "ok", shown, fix),
+        *(finding for gpu in gpus for finding in check_gpu(gpu, has_peers=len(gpus) > 1)),
+    ]
+
+
+def _check_dcgm() -> list[Finding]:
+    """Run the short diagnostics of NVIDIA's DCGM if the program is installed and permitted."""
+    program = shutil.which("dcgmi")
+    if program is None:
+        return []
+    try:
+        done = process.run([program, "diag", "-r", "1"], timeout_seconds=_DCGM_SECONDS)
+    except FtkitError as error:
+        return [Finding("DCGM", "unknown", error.what)]
+    failed = re.findall(r"\|\s*([^|]+?)\s*\|\s*Fail", done.stdout)
+    if failed:
+        return [Finding("DCGM", "failed", ", ".join(failed), "run 'dcgmi diag -r 1' on that node")]
+    if done.returncode != 0:
+        return [Finding("DCGM", "unknown", one_line(done.stderr or done.stdout))]
+    return [Finding("DCGM", "ok", "diagnostics of level 1 pass")]
+
+
+def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
+    """Yield the faults of a GPU; without peers, inactive links are normal (a single GPU in a virtual machine)."""
+    index = gpu.index
+    if gpu.uncorrected_errors:
+        yield Finding("ECC", "failed", f"{gpu.uncorrected_errors} uncorrected errors", "reset the GPU or reboot", index)
+    if gpu.is_remap_failed:
+        yield Finding("row remap", "failed", "a memory row could not be replaced", "have the GPU replaced", index)
+    elif gpu.is_remap_pending:
+        yield Finding("row remap", "warning", "a memory row waits to be replaced", "reset the GPU or reboot", index)
+    if gpu.retired_pages:
+        yield Finding(
+            "retired pages", "warning", str(gpu.retired_pages), "monitor it: at 60, the GPU must be replaced", index
+        )
+    faults = [reason for reason in gpu.throttle if reason in FAULTY_REASONS]
+    if faults:
+        fix = "check power supply and cooling of the node"
+        yield Finding("clocks", "failed", f"throttled: {', '.join(faults)}", fix, index)
+    if gpu.power_limit and gpu.default_power_limit and gpu.power_limit < 0.95 * gpu.default_power_limit:
+        value = f"{gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
+        yield Finding("power limit", "warning", value, "nvidia-smi --power-limit sets it", index)
+    generation, width, most_generation, most_width = gpu.pcie
+    if width and most_width and width < most_width:  # unlike the width, the generation drops when a GPU is idle
+        value = f"x{width} of x{most_width} (generation {generation} of {most_generation})"
+        yield Finding("PCIe", "failed", value, "reseat the GPU, or its riser", index)
+    if has_peers and gpu.active_links < gpu.num_links:
+        fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
+        yield Finding("NVLink", "failed", f"{gpu.active_links} of {gpu.num_links} links are active", fix, index)
+
+
+# --- All checks of one node ------------------------------------------------------------------------
+
+
+def check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses) -> NodeReport:
+    """Check a node without the others."""
     on_gpu = job.device == "cuda"
     name = GPUS[job.gpu].device_name.removeprefix("NVIDIA ") if job.gpu else ""
     expected = Expectation(job.local_dir, job.shared_file, job.num_devices if on_gpu else 0, name)
@@ -139,10 +295,10 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
     findings += _judge_devices(job, devices)
     within = None
     if job.num_devices > 1:
-        group = Group("127.0.0.1", free_port(), 0, job.num_devices, 2**30 if on_gpu else 2**20, _GROUP_SECONDS)
+        group = Group("127.0.0.1", free_port(), 0, job.num_devices, 2**30 if on_gpu else 2**20, GROUP_SECONDS)
         try:
             within = processes.collectives(group)
-            findings.append(_judge_collectives(job, "within node", within, least_link_bandwidth(job.gpu)))
+            findings.append(judge_collectives(job, "within node", within, least_link_bandwidth(job.gpu)))
         except MeasureError as error:
             fix = "check 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
             findings.append(Finding("within node", "failed", str(error), fix))
@@ -155,7 +311,7 @@ def _check_alone(job: NodeJob, environment: Mapping[str, str], processes: Device
     return NodeReport(job.host, tuple(findings), tuple(devices), within)
 
 
-def _below_peak(job: NodeJob) -> Status:
+def below_peak(job: NodeJob) -> Status:
     """Return the status of a rate below the expected one: before training, a warning; only slower than others fails.
 
     A site may limit the power of all its GPUs, or a profile may overstate the network, without a fault of the node.
@@ -170,193 +326,18 @@ def _judge_devices(job: NodeJob, devices: list[DeviceRates]) -> Iterator[Finding
     yield Finding("matrix products", "ok", f"{rates} TFLOP/s")
     for index in slow:
         value = f"{devices[index].matmul:,.0f} TFLOP/s, at least {least:,.0f} expected"
-        yield Finding("matrix products", _below_peak(job), value, "check its clocks, power limit and cooling", index)
+        yield Finding("matrix products", below_peak(job), value, "check its clocks, power limit and cooling", index)
     for index, each in enumerate(devices):
         if least_memory is not None and each.memory < least_memory:
             value = f"{each.memory:,.0f} GB/s, at least {least_memory:,.0f} expected"
-            yield Finding("GPU memory", _below_peak(job), value, "have the GPU replaced", index)
+            yield Finding("GPU memory", below_peak(job), value, "have the GPU replaced", index)
 
 
-def _judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: float | None) -> Finding:
+def judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: float | None) -> Finding:
+    """Compare measured collectives with the least expected rate, in GB/s."""
     value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
     value += f" by {rates.transport}" if rates.transport else ""
     if least is not None and rates.all_reduce < least:
         fix = "compare the pairs; check the network's links and NCCL's plug-in"
-        return Finding(name, _below_peak(job), f"{value}; at least {least:,.0f} GB/s expected", fix)
+        return Finding(name, below_peak(job), f"{value}; at least {least:,.0f} GB/s expected", fix)
     return Finding(name, "ok", value)
-
-
-# --- Together ------------------------------------------------------------------------------------
-
-
-class _Rendezvous:
-    """The rendezvous of a job's nodes, which exchange findings through a torch store on the first responding node."""
-
-    def __init__(self, job: NodeJob) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - it is exported by name only
-
-        self._job = job
-        self._store = None
-        for host in job.hosts:
-            if self._is_absent(host):
-                continue
-            with contextlib.suppress(Exception):  # raised by torch if there is no listener
-                wait = timedelta(seconds=job.wait_seconds)
-                self._store = TCPStore(host, job.port, is_master=host == job.host, wait_for_workers=False, timeout=wait)
-                break
-        self.is_host = self._store is not None and host == job.host
-
-    def share(self, topic: str, value: Any, hosts: tuple[str, ...]) -> dict[str, Any]:
-        """Exchange a value with the other nodes; hosts without a value in time are missing from the result."""
-        if self._store is None:
-            return {self._job.host: value}
-        self._store.set(f"{topic}/{self._job.host}", json.dumps(value))
-        deadline = time.monotonic() + self._job.wait_seconds
-        found: dict[str, Any] = {}
-        for host in hosts:
-            while not self._store.check([f"{topic}/{host}"]):
-                if time.monotonic() > deadline or self._is_absent(host):
-                    break
-                time.sleep(_POLL_SECONDS)
-            else:
-                found[host] = json.loads(self._store.get(f"{topic}/{host}"))
-        return found
-
-    def _is_absent(self, host: str) -> bool:
-        folder = self._job.absent_dir
-        return folder is not None and (folder / f"{host}.absent").exists()
-
-    def decide(self, topic: str, value: Any) -> Any:
-        """Return the value of the store's host, because nodes may have different values."""
-        if self._store is None or self.is_host:
-            if self._store is not None:
-                self._store.set(topic, json.dumps(value))
-            return value
-        try:
-            self._store.wait([topic], timedelta(seconds=2 * self._job.wait_seconds))
-            return json.loads(self._store.get(topic))
-        except Exception:  # noqa: BLE001 - torch's errors if the host is gone
-            return value
-
-
-def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport) -> NodeReport:
-    """Return the report of a node's own checks, extended by the checks with the other nodes."""
-    rendezvous = _Rendezvous(job)
-    good = rendezvous.share("alone", not alone.failed, job.hosts)
-    now = time.time()
-    members = tuple(rendezvous.decide("members", [host for host in job.hosts if good.get(host)]))
-    missing = [host for host in job.hosts if host not in good]
-    findings = list(alone.findings)
-    if missing:
-        findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
-    between, pairs = None, dict[str, float]()
-    if job.host in members and len(members) > 1:
-        between, judged = _measure_between(job, processes, members)
-        findings += judged
-        succeeded = rendezvous.share("between", between is not None, members)
-        if not job.is_short or not all(succeeded.values()):
-            pairs = _measure_pairs(job, processes, members)
-    numbers = {
-        "matmul": [each.matmul for each in alone.devices],
-        "pair": max(pairs.values(), default=None),
-        "time": now,
-        "driver": next((each.value for each in findings if each.check == "driver"), None),
-    }
-    shared = rendezvous.share("numbers", numbers, tuple(good))
-    findings += compare_with_others(job.host, job.device, shared)
-    rendezvous.share(
-        "end", value=True, hosts=tuple(shared) if rendezvous.is_host else ()
-    )  # until then, others read its store
-    return replace(alone, findings=tuple(findings), between=between, pairs=pairs, time=now)
-
-
-def _measure_between(
-    job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]
-) -> tuple[CollectiveRates | None, list[Finding]]:
-    """Return the rates among all nodes, None if they failed, and the findings about them."""
-    position = members.index(job.host)
-    num_bytes = 2**30 if job.device == "cuda" else 2**20
-    group = Group(
-        members[0], job.port + 1, position * job.num_devices, len(members) * job.num_devices, num_bytes, _GROUP_SECONDS
-    )
-    try:
-        rates = processes.collectives(group)
-    except MeasureError as error:
-        return None, [Finding("between nodes", "warning", f"all nodes together: {error}")]
-    findings = [_judge_collectives(job, "between nodes", rates, least_network_bandwidth(job.network_gbps))]
-    uses_sockets = "Socket" in rates.transport
-    if uses_sockets and (job.network_gbps or 0) >= _FAST_NETWORK_GBPS:
-        fix = "NCCL's plug-in was not loaded: compare 'nccl:' in the profile with the site's instructions"
-        findings.append(Finding("NCCL network", _below_peak(job), "NCCL uses TCP sockets", fix))
-    return rates, findings
-
-
-def _measure_pairs(job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]) -> dict[str, float]:
-    """Return the bus bandwidth with each partner, in GB/s; 0 if it failed."""
-    rates: dict[str, float] = {}
-    for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
-        partner = partners.get(job.host)
-        if partner is None:
-            continue
-        first = min(job.host, partner, key=members.index)
-        group = Group(
-            first,
-            job.port + 2 + number,
-            0 if first == job.host else job.num_devices,
-            2 * job.num_devices,
-            2**28 if job.device == "cuda" else 2**18,
-            _GROUP_SECONDS / 2,
-        )
-        try:
-            rates[partner] = processes.collectives(group).all_reduce
-        except MeasureError:
-            rates[partner] = 0.0
-    return rates
-
-
-def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return rounds in which each node has a different partner: the circle method of round-robin tournaments."""
-    ring: list[str | None] = list(members) if len(members) % 2 == 0 else [*members, None]
-    rounds = []
-    for _ in range(len(ring) - 1):
-        half = len(ring) // 2
-        pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a and b]
-        rounds.append({a: b for pair in pairs for a, b in (pair, pair[::-1])})
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-    return rounds
-
-
-def compare_with_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Compare a node with the others: one that differs from most is faulty, even without reference values.
-
-    Args:
-        host: the node.
-        device: the measured device.
-        numbers: measurements of all nodes, by name: `matmul` of each device in TFLOP/s, `pair` with the best partner in
-            GB/s, `time` in seconds, `driver`.
-    """
-    findings, own = [], numbers[host]
-    every = [rate for each in numbers.values() for rate in each["matmul"]]
-    for index, rate in enumerate(own["matmul"]):
-        if is_outlier(rate, every, device):
-            value = f"{rate:,.3g} TFLOP/s, others {max(every):,.3g}"
-            fix = "check its clocks, power limit and cooling"
-            findings.append(Finding("matrix products", "failed", value, fix, index if device == "cuda" else None))
-    pairs = [each["pair"] for each in numbers.values() if each["pair"] is not None]
-    if own["pair"] is not None and (own["pair"] == 0 or is_outlier(own["pair"], pairs, device)):
-        value = f"{own['pair']:,.3g} GB/s with its best partner, others {max(pairs):,.3g}"
-        findings.append(Finding("pairs", "failed", value, "check the node's network adapters, cables and switch ports"))
-    times = sorted(each["time"] for each in numbers.values() if each["time"])
-    if times and abs(own["time"] - times[len(times) // 2]) > _CLOCK_SECONDS:
-        value = f"differs by {own['time'] - times[len(times) // 2]:.0f} s from most nodes"
-        findings.append(Finding("clock", "warning", value, "synchronize the clocks with NTP"))
-    drivers = [each["driver"] for each in numbers.values() if each["driver"]]
-    usual = max(drivers, key=drivers.count, default=None)
-    if own["driver"] and drivers.count(own["driver"]) < drivers.count(usual):
-        findings.append(Finding("driver", "warning", f"{own['driver']}; most nodes have {usual}", "install that one"))
-    return findings
-
-
-def as_json(report: NodeReport) -> dict[str, Any]:
-    """Return a report as plain values."""
-    return {**asdict(report), "is_healthy": not report.failed}

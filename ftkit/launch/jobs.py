@@ -7,17 +7,18 @@ import shlex
 import shutil
 import socket
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftkit.errors import FtkitError, PrerequisiteError, SubmitError, one_line
 from ftkit.files import atomic_folder, write_file, write_json
 from ftkit.launch.code import files_of
+from ftkit.launch.inputs import needs_preparation
 from ftkit.launch.job_states import LOST, observe
-from ftkit.launch.preparation import needs_preparation
 from ftkit.launch.render import render_job, render_preparation
-from ftkit.launch.scheduler import scheduler_for
-from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError, find_job
+from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError, scheduler_for
+from ftkit.launch.slurm import find_job
+from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
 from ftkit.planning.script import ScriptPlan, read_job_plan
@@ -31,7 +32,7 @@ from ftkit.runs.metrics_file import read_last_record
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence  # noqa: TC004 - no pydantic reads this dataclass
     from pathlib import Path
 
     from ftkit.launch.resume import ResumedPlan
@@ -39,58 +40,66 @@ if TYPE_CHECKING:
     from ftkit.runs.job import Job
 
 
-def submit(
-    plan: RunPlan | ScriptPlan,
-    script: str,
-    manifest: dict[str, Any],
-    environment: Mapping[str, str],
-    *,
-    preparation: str | None = None,
-    files: Mapping[str, str | bytes] | None = None,
-) -> SubmittedRun:
-    """Create the run's folder and submit its script.
+PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
-    Args:
+
+@dataclass(frozen=True)
+class NewJob(Generic[PlanT]):
+    """The job of a new run, ready to be submitted.
+
+    Attributes:
         plan: plan of the run.
         script: script of the training job.
         manifest: content of the run's manifest.json.
         environment: environment variables of the jobs.
         preparation: script of a job that prepares the run, on which the training job depends.
-        files: more files of the folder, by their path in it.
+        files: more files of the run's folder, by their path in it.
+    """
+
+    plan: PlanT
+    script: str
+    manifest: dict[str, Any]
+    environment: Mapping[str, str]
+    preparation: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+
+
+def submit(job: NewJob[Any]) -> SubmittedRun:
+    """Create the run's folder and submit its scripts.
 
     Raises:
         SubmitError: the scheduler refused it, and the run's folder was removed; or its answer was unclear.
         PrerequisiteError: the workspace or the scheduler can't be used.
     """
-    contents: dict[str, str | bytes] = {plan.layout.script.name: script, **(files or {})}
-    if preparation is not None:
-        contents[plan.layout.preparation_script.name] = preparation
-    _create_folder(plan, manifest, contents)
+    _create_folder(job)
     try:
-        return _submit(plan, environment, has_preparation=preparation is not None)
+        return _submit(job.plan, job.environment, has_preparation=job.preparation is not None)
     except (SubmitError, PrerequisiteError) as error:
         if not isinstance(error, UncertainSubmitError):
-            shutil.rmtree(plan.layout.root, ignore_errors=True)
+            shutil.rmtree(job.plan.layout.root, ignore_errors=True)
         raise
 
 
-def _create_folder(plan: RunPlan | ScriptPlan, manifest: dict[str, Any], contents: Mapping[str, str | bytes]) -> None:
+def _create_folder(job: NewJob[Any]) -> None:
     """Write plan, manifest and other files under a temporary name, then give the folder its own.
 
     Raises:
         PrerequisiteError: the workspace can't be written to.
     """
-    final = plan.layout.root
+    final = job.plan.layout.root
     try:
-        with atomic_folder(final, final.with_name(f".unfinished-{plan.id}")) as root:
+        with atomic_folder(final, final.with_name(f".unfinished-{job.plan.id}")) as root:
             unfinished = RunLayout(root)
+            contents: dict[str, str | bytes] = {unfinished.script.name: job.script, **job.files}
+            if job.preparation is not None:
+                contents[unfinished.preparation_script.name] = job.preparation
             unfinished.logs.mkdir()
-            unfinished.plan.write_text(plan_to_json(plan), encoding="utf-8")
+            unfinished.plan.write_text(plan_to_json(job.plan), encoding="utf-8")
             for name, content in contents.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
-            write_json(unfinished.manifest, manifest)
+            write_json(unfinished.manifest, job.manifest)
     except OSError as error:
         raise PrerequisiteError(
             f"can't create the run's folder: {error}",
@@ -128,6 +137,7 @@ def resume(
     command: Sequence[str] = (),
     changed: ResumedPlan[Any] | None = None,
     image_facts: Mapping[str, str] | None = None,
+    project: Path | None = None,
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
 
@@ -137,6 +147,7 @@ def resume(
         command: the typed command line, for the manifest.
         changed: a new plan, which replaces the run's plan and script; they are submitted unchanged if null.
         image_facts: digests of the image, for the manifest.
+        project: folder whose `sbatch/` overrides parts of new scripts; only shipped parts if null.
 
     Raises:
         SubmitError: the run has not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its
@@ -155,17 +166,16 @@ def resume(
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
-    script = render_job(new, prepares=False) if changed else None
+    script = render_job(new, project, prepares=False) if changed else None
     needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
     has_script = not changed and layout.preparation_script.is_file()
-    preparation = render_preparation(new) if isinstance(new, RunPlan) and needs_work and not has_script else None
-    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
-    ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
-    if submission:
-        job_id = submission.job_id
-        ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
-    for path in ended:
-        path.unlink(missing_ok=True)
+    preparation = None
+    if isinstance(new, RunPlan) and needs_work and not has_script:
+        preparation = render_preparation(new, project)
+    facts: dict[str, Any] = dict(image_facts or {})
+    if project is not None and (script, preparation) != (None, None):
+        facts[OVERRIDDEN_PARTS] = find_overrides(project)
+    _forget_job(layout, submission)
     if end:
         note_end(layout, end)
     files = {layout.root / path: content for path, content in files_of(changed.copies if changed else ()).items()}
@@ -182,9 +192,20 @@ def resume(
         if preparation is not None:
             write_file(layout.preparation_script, preparation.encode())
         changes = {each.key: (each.before, each.after) for each in (changed.changes if changed else ())}
-        add_submission(new, command, changes, image_facts or {})
+        add_submission(new, command, changes, facts)
         has_preparation = needs_work and layout.preparation_script.is_file()
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+
+
+def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
+    """Remove what a run's former job left about its end: state, exit code, requests."""
+    revoke(layout)  # no process trains anymore, so the next job need not wait for the lease to expire
+    ended = [layout.canceled, layout.disk_full, layout.stop_request, layout.state]
+    if submission:
+        job_id = submission.job_id
+        ended += [layout.job_exit_code(job_id), layout.job_stop_request(job_id), layout.job_no_restart(job_id)]
+    for path in ended:
+        path.unlink(missing_ok=True)
 
 
 def adopt_job(layout: RunLayout) -> Submission | None:

@@ -31,8 +31,7 @@ from ftkit.errors import (
 )
 from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.client import TOKENIZER_FILE, find_tokenizer
-from ftkit.launch.first_rows import read_available, with_formats
-from ftkit.launch.preparation import data_files, local_paths, stat_path
+from ftkit.launch.inputs import data_files, local_paths, read_available, stat_path, with_formats
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.planning.layout import Workspace
@@ -94,7 +93,7 @@ def run_script_checks(plan: ScriptPlan, environment: Mapping[str, str]) -> Findi
 def _warn_of_sbatch_variables(plan: JobPlan, environment: Mapping[str, str]) -> list[str]:
     if plan.cluster.scheduler != "slurm":
         return []
-    from ftkit.launch.slurm import warn_of_variables  # noqa: PLC0415 - a dry run needs no scheduler
+    from ftkit.launch.scheduler import warn_of_variables  # noqa: PLC0415 - a dry run needs no scheduler
 
     return warn_of_variables(environment)
 

@@ -1,37 +1,23 @@
 """Render the job script of a plan.
 
-`render_job` is pure, apart from reading templates and caching their compiled code. Every value in a script passes
-through one of the filters below: Jinja refuses a value without a filter. A file in the `sbatch/` folder of the current
-project replaces the shipped template of the same name (`ftkit.launch.script_parts`).
+`render_job` is pure, apart from reading templates and caching their compiled code. A file in a project's `sbatch/`
+folder replaces the shipped template of the same name (`ftkit.launch.templates`).
 """
 
 from __future__ import annotations
 
-import os
-import shlex
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import BytecodeCache, StrictUndefined
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from ftkit import assets, files
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
-from ftkit.config.context import Context, cache_folder
 from ftkit.config.image_reference import image_file
-from ftkit.errors import ConfigError, Problem, one_line
-from ftkit.launch.script_parts import PartLoader, find_overrides
+from ftkit.launch.templates import as_bash, fill
 from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import PlacementPlan, RunPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from jinja2.bccache import Bucket
 
     from ftkit.config.cluster import NcclSpec
     from ftkit.planning.script import ScriptPlan
@@ -40,7 +26,7 @@ _TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
 
 
 @dataclass(frozen=True)
-class SideJob:
+class SideJobOptions:
     """Slurm options of a job that accompanies a run.
 
     Attributes:
@@ -81,11 +67,12 @@ _PREFLIGHT_SECONDS: Final = 600
 _CHECK_SECONDS: Final = 300
 
 
-def render_job(plan: RunPlan | ScriptPlan, *, prepares: bool = True) -> str:
+def render_job(plan: RunPlan | ScriptPlan, project: Path | None = None, *, prepares: bool = True) -> str:
     """Render the script of a run.
 
     Args:
         plan: plan of the run.
+        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
         prepares: whether a Slurm job prepares missing data when it starts, while its GPUs are idle.
 
     Raises:
@@ -94,10 +81,12 @@ def render_job(plan: RunPlan | ScriptPlan, *, prepares: bool = True) -> str:
     template, checks = _TEMPLATES[plan.cluster.scheduler], plan.has_preflight
     values: dict[str, object] = {"prepares": prepares, "preflight": checks, "check_seconds": _PREFLIGHT_SECONDS}
     values |= _image_to_start(is_staged=plan.cluster.stage == "local" and plan.image_file is not None)
-    return _render(template, plan, _script_folders(plan), **values)
+    return _render(template, plan, project, _script_folders(plan), **values)
 
 
-def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = (), **values: object) -> str:
+def _render(
+    template: str, plan: RunPlan | ScriptPlan, project: Path | None, mounted: Sequence[str] = (), **values: object
+) -> str:
     nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
     num_nodes = plan.placement.num_nodes
     named = (
@@ -105,8 +94,9 @@ def _render(template: str, plan: RunPlan | ScriptPlan, mounted: Sequence[str] = 
         if isinstance(plan, RunPlan)
         else site_folders(plan.cluster, plan.workspace, num_nodes)
     )
-    return _fill(
+    return fill(
         template,
+        project,
         plan=plan,
         profile=plan.cluster,
         placement=plan.placement,
@@ -181,6 +171,7 @@ class NodeChecks:
         python: Python interpreter: this one on a cluster without containers, else the image's.
         container_image: image in the runtime's notation; None without containers.
         folder: folder for the results.
+        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
     """
 
     cluster: ClusterProfile
@@ -189,14 +180,16 @@ class NodeChecks:
     python: str
     container_image: str | None
     folder: Path
+    project: Path | None = None
 
 
 def render_checks(checks: NodeChecks) -> str:
     """Render the script that salloc runs on the machine where `ftkit doctor` was typed. Raises as `render_job`."""
     cluster, num_nodes = checks.cluster, checks.placement.num_nodes
     nccl = nccl_for(cluster, num_nodes)
-    return _fill(
+    return fill(
         "doctor.sh.j2",
+        checks.project,
         plan=checks,
         profile=cluster,
         placement=checks.placement,
@@ -212,44 +205,48 @@ def render_checks(checks: NodeChecks) -> str:
     )  # fmt: skip
 
 
-def render_preparation(plan: RunPlan) -> str:
-    """Render the script of the job that prepares a run on Slurm, without GPUs. Raises as `render_job` does."""
+def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
+    """Render the script of the job that prepares a run on Slurm, without GPUs. As `render_job` does."""
     cpus = plan.cluster.preparation.cpus
     placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
-    return _render("prepare.sbatch.j2", replace(plan, placement=placement))
+    return _render("prepare.sbatch.j2", replace(plan, placement=placement), project)
 
 
-def render_side_job(template: str, plan: RunPlan, job: SideJob, **values: object) -> str:
+def render_side_job(
+    template: str, plan: RunPlan, options: SideJobOptions, project: Path | None = None, **values: object
+) -> str:
     """Render the script of a job that accompanies a run, on GPUs of one node. Raises as `render_job` does.
 
     Args:
         template: name of the template.
         plan: plan of the run.
-        job: Slurm options of the job.
+        options: Slurm options of the job.
+        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
         values: additional values of the template.
     """
-    cluster, num_gpus = plan.cluster, job.num_gpus
+    cluster, num_gpus = plan.cluster, options.num_gpus
     cpus = cluster.cpus_per_node
     threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
     placement = replace(plan.placement, num_nodes=1, processes_per_node=num_gpus, threads_per_process=threads)
     return _render(
         template,
         replace(plan, placement=placement),
-        job.mounts,
+        project,
+        options.mounts,
         container_environment=sorted(
-            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *job.environment}
+            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *options.environment}
         ),
-        job_name=f"{plan.name}-{job.name}",
-        job_log=job.log,
+        job_name=f"{plan.name}-{options.name}",
+        job_log=options.log,
         num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
         takes_node=cluster.exclusive and num_gpus == cluster.gpus_per_node,
-        time_limit=cluster.limit_time(job.time_limit),
+        time_limit=cluster.limit_time(options.time_limit),
         **values,
     )
 
 
 def _in_container(cluster: ClusterProfile) -> str:
-    return _Safe('"${container_start[@]}" ' if cluster.runtime in ("docker", "apptainer") else "")
+    return as_bash('"${container_start[@]}" ' if cluster.runtime in ("docker", "apptainer") else "")
 
 
 def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None, *, has_code: bool = False) -> list[str]:
@@ -278,119 +275,3 @@ def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:
         if rest in ([], [source]):
             mounted.append(inside)
     return mounts
-
-
-# --- Filters -------------------------------------------------------------------------------------
-
-
-class _Safe(str):
-    """Text that passed through a filter."""
-
-    __slots__ = ()
-
-
-def quote_word(value: object) -> str:
-    """Quote any value as one word of bash."""
-    text = str(value)
-    if "\0" in text:
-        raise ConfigError([Problem("", "", f"scripts and variables can't contain a NUL byte: {text!r}.")])
-    return _Safe(shlex.quote(text))
-
-
-def quote_directive(value: object) -> str:
-    """Quote a value for an #SBATCH line, which sbatch parses by its own rules.
-
-    Old and new releases agree on double quotes, in which a backslash makes the next character an ordinary one;
-    `#` would begin a comment even there.
-    """
-    text = str(value)
-    if any(ord(character) < ord(" ") or character == "\x7f" for character in text):
-        raise ConfigError([Problem("", "", f"an #SBATCH line can't contain control characters: {text!r}.")])
-    if text and shlex.quote(text) == text:
-        return _Safe(text)
-    escaped = "".join("\\" + character if character in '\\"#' else character for character in text)
-    return _Safe(f'"{escaped}"')
-
-
-def quote_log_path(value: object) -> str:
-    """Quote a path for `#SBATCH --output`, in which `%` begins a pattern."""
-    text = str(value)
-    if "\\" in text:
-        fix = "Use another workspace folder."
-        raise ConfigError([Problem("", "", f"Slurm can't write a log to a path with a backslash: {text}.", fix)])
-    return quote_directive(text.replace("%", "%%"))
-
-
-def show_in_comment(value: object) -> str:
-    """Reduce a value to one line, for a comment."""
-    return _Safe(" ".join(str(value).split()))
-
-
-def pass_verbatim(value: object) -> str:
-    """Pass lines of bash from the site's profile unchanged."""
-    return _Safe(value)
-
-
-def _refuse_unfiltered(value: object) -> str:
-    if not isinstance(value, _Safe):
-        raise TypeError(f"a template prints {value!r} without a filter")
-    return value
-
-
-class _CompiledTemplates(BytecodeCache):
-    """Caches the bytecode of templates in the user's cache folder, because compiling takes a tenth of a second.
-
-    Jinja compares the digest of a template's source, and compiles the template again if it differs. Without a writable
-    folder, templates are compiled each time.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        """Read a template's bytecode, if it is cached."""
-        with suppress(OSError):
-            bucket.bytecode_from_string((self._folder / bucket.key).read_bytes())
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        """Write a template's bytecode."""
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files.write_file(self._folder / bucket.key, bucket.bytecode_to_string())
-
-
-def _fill(template: str, **values: object) -> str:
-    """Fill in a template. Raises ConfigError for an error in a project's own part; errors in shipped ones are bugs."""
-    project = Context.here().project
-    try:
-        return _environment(project).get_template(template).render(values)
-    except (TemplateError, TypeError) as error:
-        if not (overrides := find_overrides(project)):
-            raise
-        line = getattr(error, "lineno", None)
-        where = f"{getattr(error, 'name', None) or ', '.join(overrides)}{f', line {line}' if line else ''}"
-        what = "uses what templates may not" if isinstance(error, SecurityError) else "can't be filled in"
-        fix = f"Compare it with the shipped part in {assets.JOB_TEMPLATES}, or remove it."
-        raise ConfigError([Problem("", f"sbatch/{where}", f"{what}: {one_line(error)}.", fix)]) from error
-
-
-@cache
-def _environment(project: Path) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        loader=PartLoader(project),
-        bytecode_cache=_CompiledTemplates(cache_folder(os.environ) / "templates"),
-        undefined=StrictUndefined,
-        finalize=_refuse_unfiltered,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "sh": quote_word,
-        "sbatch": quote_directive,
-        "sbatch_path": quote_log_path,
-        "comment": show_in_comment,
-        "verbatim": pass_verbatim,
-    }
-    return environment

@@ -18,8 +18,8 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
+from ftkit.launch.inputs import data_stamp
 from ftkit.launch.model import resolve_model
-from ftkit.launch.preparation import data_stamp
 from ftkit.planning.checks import find_data_problems
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import DataLayout, Workspace

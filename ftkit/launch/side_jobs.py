@@ -1,22 +1,36 @@
-"""Jobs on Slurm that accompany a run: serve its model with vLLM, or evaluate its checkpoints as it trains."""
+"""Jobs on Slurm besides training: serve a run's model with vLLM, evaluate its checkpoints, check nodes in an image."""
 
 from __future__ import annotations
 
 import json
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
+from ftkit import process
 from ftkit.config.image_reference import ImageFile, NamedImage
 from ftkit.config.load import load_image
-from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Problem, RunFailedError, plural
-from ftkit.files import read_json_if_valid, read_small, write_file
+from ftkit.errors import (
+    ConfigError,
+    NotFoundError,
+    PrerequisiteError,
+    Problem,
+    RunFailedError,
+    UnfitMachineError,
+    one_line,
+    plural,
+)
+from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, read_small, write_file
 from ftkit.launch.job_states import observe
-from ftkit.launch.render import SideJob, render_side_job
+from ftkit.launch.render import NodeChecks, SideJobOptions, render_checks, render_side_job
 from ftkit.launch.resolve import resolve_image_link
-from ftkit.launch.slurm import SlurmScheduler, submit_script
+from ftkit.launch.scheduler import explain_refusal, submit_script
+from ftkit.launch.slurm import clean_stderr
+from ftkit.launch.slurm import observe as observe_jobs
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan
@@ -24,7 +38,7 @@ from ftkit.planning.training_setup import GPUS
 from ftkit.runs.job import Submission, SubmittedRun, read_submission
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
@@ -34,20 +48,31 @@ SERVING_IMAGE: Final = "vllm:0.33"
 _MAX_WEIGHTS = 0.5
 """Maximum fraction of a GPU's memory for weights; the rest is for the KV cache."""
 _POLL_SECONDS = 3.0
+_ADDRESS: Final = "serving"
 
 
 @dataclass(frozen=True)
-class ServingJob:
-    """The script of a serving job.
+class SideJob:
+    """A job that accompanies a run, ready to be submitted.
 
     Attributes:
-        address_file: prefix of the file to which the job writes its address once it answers; `-JOB_ID` follows.
+        plan: plan of the run, on the job's cluster and in its image.
+        path: where the script is written.
+        script: the script.
+        log: file of its output.
+        training_job: the Slurm job that it ends after; None if it depends on none.
     """
 
     plan: RunPlan
+    path: Path
     script: str
     log: Path
-    address_file: Path
+    training_job: str | None = None
+
+    @property
+    def address_file(self) -> Path:
+        """Prefix of the file to which a serving job writes its address once it answers; `-JOB_ID` follows."""
+        return self.plan.layout.root / _ADDRESS
 
 
 @dataclass(frozen=True)
@@ -62,7 +87,7 @@ class ServeArgs:
 
 def plan_serving(
     plan: RunPlan, cluster: ClusterProfile, image: AnyImage | None, folder: Path, args: ServeArgs, ctx: Context
-) -> ServingJob:
+) -> SideJob:
     """Render the script of the job that serves an export of a run.
 
     Args:
@@ -79,7 +104,7 @@ def plan_serving(
         NotFoundError: the image is not defined, or not imported.
     """
     plan = replace(plan, cluster=cluster)
-    check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
+    _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
     if cluster.runtime != "none":
         plan = replace(plan, **_image(plan, image or NamedImage(SERVING_IMAGE), ctx))
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
@@ -91,10 +116,11 @@ def plan_serving(
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
         raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
     words = [*serve_command(folder, plan, num_gpus), *args.words]
-    log, address_file = plan.layout.logs / "serving.log", plan.layout.root / "serving"
-    job = SideJob("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
-    script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=args.port, address_file=address_file)
-    return ServingJob(plan, script, log, address_file)
+    log = plan.layout.logs / "serving.log"
+    options = SideJobOptions("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
+    values = {"words": words, "port": args.port, "address_file": plan.layout.root / _ADDRESS}
+    script = render_side_job("serve.sbatch.j2", plan, options, ctx.project, **values)
+    return SideJob(plan, plan.layout.serving_script, script, log)
 
 
 def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
@@ -155,12 +181,7 @@ def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
     ]  # fmt: skip
 
 
-def submit_serving(job: ServingJob, environment: Mapping[str, str]) -> str:
-    """Submit the job; return its id. Raises as `submit_evaluation`."""
-    return write_and_submit(job.plan, job.plan.layout.serving_script, job.script, environment)
-
-
-def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None]) -> str:
+def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) -> str:
     """Wait until the server answers; return its address.
 
     Raises:
@@ -176,7 +197,7 @@ def wait_for_server(job: ServingJob, job_id: str, report: Callable[[str], None])
             return read_small(file).decode().strip()
         except OSError:
             pass
-        seen = SlurmScheduler().observe([run]).get(run.id)
+        seen = observe_jobs([run]).get(run.id)
         if seen is not None and seen.is_final:
             raise RunFailedError(
                 f"job {job_id} ended before the server answered: {seen}",
@@ -203,22 +224,14 @@ def tunnel(address: str, login: str, user: str) -> str:
     return f"ssh -L {port}:{host}:{port} {user}@{login}"
 
 
-@dataclass(frozen=True)
-class EvaluationJob:
-    """The script of an evaluation job.
-
-    Attributes:
-        training_job: the Slurm job that it ends after; None if the run is over.
-    """
-
-    script: str
-    log: Path
-    training_job: str | None
-
-
 def plan_evaluation(
-    plan: RunPlan, settings: str, num_gpus: int, time_limit: str | None = None, file: Path | None = None
-) -> EvaluationJob:
+    plan: RunPlan,
+    settings: str,
+    num_gpus: int,
+    time_limit: str | None = None,
+    file: Path | None = None,
+    project: Path | None = None,
+) -> SideJob:
     """Render the script of the job that evaluates a run's checkpoints.
 
     Args:
@@ -227,33 +240,25 @@ def plan_evaluation(
         num_gpus: GPUs of one node; on CPUs, processes.
         time_limit: Slurm's time limit; the profile's if null.
         file: rows to evaluate on; the validation split if null.
+        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
 
     Raises:
         PrerequisiteError: the run is not on a Slurm cluster.
         ConfigError: a value can't be expressed for Slurm, pyxis or bash.
     """
-    check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")
+    _check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")
     submission = read_submission(plan.layout)
     is_over = submission is None or observe(SubmittedRun(plan.layout, submission)).is_final
     log = plan.layout.logs / "evaluation.log"
     mounts = () if file is None else (str(file.parent),)
-    job = SideJob("evaluate", num_gpus, log, time_limit, mounts)
+    options = SideJobOptions("evaluate", num_gpus, log, time_limit, mounts)
     training_job = None if submission is None or is_over else submission.job_id
-    script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
-    return EvaluationJob(script, log, training_job)
+    values = {"training_job": training_job, "settings": settings}
+    script = render_side_job("evaluate.sbatch.j2", plan, options, project, **values)
+    return SideJob(plan, plan.layout.evaluation_script, script, log, training_job)
 
 
-def submit_evaluation(plan: RunPlan, job: EvaluationJob, environment: Mapping[str, str]) -> str:
-    """Submit the job; return its id.
-
-    Raises:
-        SubmitError: Slurm refused it.
-        PrerequisiteError: the run's folder or Slurm can't be used.
-    """
-    return write_and_submit(plan, plan.layout.evaluation_script, job.script, environment)
-
-
-def check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
+def _check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
     """Check that a run is on a Slurm cluster.
 
     Raises:
@@ -267,15 +272,129 @@ def check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
         )
 
 
-def write_and_submit(plan: RunPlan, path: Path, script: str, environment: Mapping[str, str]) -> str:
-    """Write a script into the run's folder and submit it; return the job's id. Raises as `submit_evaluation`."""
+def submit(job: SideJob, environment: Mapping[str, str]) -> str:
+    """Write the script into the run's folder and submit it; return the job's id.
+
+    Raises:
+        SubmitError: Slurm refused it.
+        PrerequisiteError: the run's folder or Slurm can't be used.
+    """
     try:
-        plan.layout.logs.mkdir(exist_ok=True)
-        write_file(path, script.encode())
+        job.plan.layout.logs.mkdir(exist_ok=True)
+        write_file(job.path, job.script.encode())
     except OSError as error:
         raise PrerequisiteError(
-            f"can't write {path}: {error.strerror}",
+            f"can't write {job.path}: {error.strerror}",
             meaning="the run is somebody else's, or its file system is full or read-only",
             fix="use one of your own runs",
         ) from error
-    return submit_script(plan.layout, path.name, environment)
+    return submit_script(job.plan.layout, job.path.name, environment)
+
+
+# --- Checks of nodes: one job from salloc, with a step for each node --------------------------------
+
+_QUEUE_SECONDS: Final = 24 * 3600.0
+_JOB_MINUTES: Final = 10
+_REPORT: Final = "ftkit-report "
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """The result of one node: its report (`ftkit.health.node`), and why it can't be used; empty if it can."""
+
+    host: str
+    report: dict[str, Any] | None
+    problem: str
+
+
+def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[str, str]) -> list[NodeResult]:
+    """Wait for these nodes, or for any if `hosts` is empty; run the checks on them, and read the results.
+
+    Raises:
+        SubmitError: Slurm refused the job.
+        PrerequisiteError: salloc is not on this machine.
+        UnfitMachineError: the script itself failed.
+    """
+    script = checks.folder / "checks.sh"
+    script.write_text(render_checks(checks), encoding="utf-8")
+    (checks.folder / "marker").touch()
+    done = process.run_stoppable(
+        [*salloc_command(checks, hosts), "bash", str(script)],
+        timeout_seconds=_QUEUE_SECONDS,
+        environment=process.slurm_environment(environment),
+    )
+    verdicts = checks.folder / "bad-nodes"
+    if not verdicts.is_file():
+        if "Granted job allocation" not in done.stderr:
+            raise explain_refusal(done.stderr)
+        raise UnfitMachineError(f"the checks did not run: {one_line(clean_stderr(done.stderr)[-200:])}")
+    problems = dict(line.split("\t", 1) for line in verdicts.read_text(encoding="utf-8").splitlines())
+    return [
+        NodeResult(path.stem, _report(path), problems.get(path.stem, ""))
+        for path in sorted(checks.folder.glob("*.out"))
+    ]
+
+
+def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
+    """Return the command that allocates nodes as the profile's jobs do."""
+    cluster, place = checks.cluster, checks.placement
+    command = ["salloc", "--job-name=ftkit-doctor", f"--nodes={place.num_nodes}", "--ntasks-per-node=1"]
+    command.append(f"--time={_JOB_MINUTES}")
+    gpus = {"gpus-per-node": "--gpus-per-node=", "gres": "--gres=gpu:"}.get(cluster.gpu_request)
+    if gpus:
+        command.append(f"{gpus}{place.processes_per_node}")
+    if cluster.cpus_per_node:
+        command.append(f"--cpus-per-task={cluster.cpus_per_node}")
+    if cluster.exclusive:
+        command += ["--exclusive", "--mem=0"]
+    if hosts:
+        command.append(f"--nodelist={','.join(hosts)}")
+    for option in ("partition", "account", "qos", "reservation"):
+        value = getattr(cluster, option)
+        if value:
+            command.append(f"--{option}={value}")
+    return command
+
+
+def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
+    """Return the idle nodes of the profile's partition, and how many others there are.
+
+    Raises:
+        PrerequisiteError: Slurm can't be queried.
+    """
+    partition = [f"--partition={cluster.partition}"] if cluster.partition else []
+    done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
+    if done.returncode != 0:
+        raise PrerequisiteError(f"Slurm can't be queried for nodes: {clean_stderr(done.stderr)}")
+    states = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    idle = [host for host, state in states.items() if state.strip() == "idle"]
+    return idle, len(states) - len(idle)
+
+
+def _report(path: Path) -> dict[str, Any] | None:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(_REPORT):
+            try:
+                return parse_json(line.removeprefix(_REPORT).encode(), dict[str, Any])
+            except InvalidJsonError:
+                return None
+    return None
+
+
+@contextmanager
+def checks_folder(workspace: Path) -> Iterator[Path]:
+    """Yield a temporary folder in the workspace, which the nodes share.
+
+    Raises:
+        PrerequisiteError: the workspace can't be written to.
+    """
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix=".ftkit-doctor-", dir=workspace, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise PrerequisiteError(
+            f"can't write to the workspace {workspace}: {one_line(error)}",
+            fix="set 'workspace:' in ftkit.yaml to a folder that you can write to",
+        ) from error
+    with folder as path:
+        yield Path(path)

@@ -1,166 +1,38 @@
-"""Jobs on a Slurm cluster, through its command-line programs.
+"""Slurm's command-line programs, and the states of jobs as squeue and sacct print them.
 
 Their JSON output is not used, because its structure differs between releases (22.05 to 26.05).
+Both programs also print each job's folder: job ids start again at 1 when a cluster is reinstalled, and another cluster
+on the same file system has its own. A job in another folder than the run's is not the run's.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
-import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ftkit import process
-from ftkit.errors import FtkitError, NoAnswerError, PrerequisiteError, SubmitError, one_line
-from ftkit.launch.slurm_states import SACCT_FIELDS, SQUEUE_FORMAT, read_sacct, read_squeue
-from ftkit.runs.job import Submission, SubmittedRun
-from ftkit.runs.lease import current_holder
+from ftkit.errors import NoAnswerError, PrerequisiteError
+from ftkit.runs.job import Job, RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import Job
+    from ftkit.runs.job import Submission, SubmittedRun
 
 _IDS_IN_A_QUERY = 400
 
 
-class SlurmScheduler:
-    """Submits with sbatch; queries squeue for pending and running jobs, and sacct for the others."""
-
-    poll_seconds: ClassVar[float] = 4.0
-
-    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Submit the script with sbatch in the run's folder, after the preparation job if there is one."""
-        preparation_job_id = None
-        after = []
-        if has_preparation:
-            preparation_job_id, _ = _sbatch([layout.preparation_script.name], layout, environment)
-            after = [f"--dependency=afterok:{preparation_job_id}", "--kill-on-invalid-dep=yes"]
-        requeue = ["--requeue=expedite"] if _expedites_requeues(environment) else []
-        try:
-            job_id, stderr = _sbatch_or_find([*after, *requeue, layout.script.name], layout, environment)
-        except BaseException:
-            if preparation_job_id:
-                _ask(["scancel", preparation_job_id], environment)
-            raise
-        return Submission(
-            scheduler="slurm",
-            job_id=job_id,
-            submitted=time.time(),
-            host=socket.gethostname(),
-            messages=clean_stderr(stderr),
-            preparation_job_id=preparation_job_id,
-        )
-
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Query squeue first: it lists a requeued job, while sacct may report it as ended."""
-        states: dict[str, Job] = {}
-        for first in range(0, len(runs), _IDS_IN_A_QUERY):
-            some = runs[first : first + _IDS_IN_A_QUERY]
-            states |= _observe_by_squeue(some)
-            rest = [run for run in some if run.id not in states]
-            if rest:
-                states |= _observe_by_sacct(rest)
-        return states
-
-    def cancel(self, run: SubmittedRun) -> None:
-        """Cancel its jobs with scancel, which accepts those that have ended; also one that was submitted by hand."""
-        holder = current_holder(run.layout)
-        job_ids = (run.job_id, run.submission.preparation_job_id, holder.job_id if holder else None)
-        jobs = dict.fromkeys(job_id for job_id in job_ids if job_id)
-        answer = _ask(["scancel", *jobs], os.environ)
-        if answer.returncode != 0:
-            raise SubmitError(
-                f"scancel could not cancel job {run.job_id}: {clean_stderr(answer.stderr)}",
-                meaning="the job belongs to another user, or Slurm can't be reached",
-                fix=f"check with: squeue -j {run.job_id}",
-            )
-
-
-def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the job id, and sbatch's other output. If Slurm's answer is lost, look for the job."""
-    try:
-        return _sbatch(args, layout, environment)
-    except (UncertainSubmitError, process.ProgramTimeoutError) as error:
-        job_id = None
-        with suppress(FtkitError):
-            job_id = find_job(layout, environment)
-        if job_id is None:
-            raise
-        return job_id, f"{error.what}; but Slurm has accepted the job"
-
-
-def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
-    """Return this user's pending or running job of a run's script; None if there is none.
+def ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
+    """Run a program of Slurm.
 
     Raises:
-        FtkitError: Slurm did not respond.
+        PrerequisiteError: it is not on this machine.
+        ProgramTimeoutError: it did not respond in time.
     """
-    states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
-    words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
-    answer = _ask(words, environment)
-    if answer.returncode != 0:
-        raise _no_states(answer.stderr)
-    jobs = [line.partition("|")[::2] for line in answer.stdout.splitlines()]
-    suffix = f"/{layout.root.name}/{layout.script.name}"
-    return max(
-        (job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)), key=int, default=None
-    )
-
-
-def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) -> str:
-    """Submit another script of a run's folder; return the job's id.
-
-    Raises:
-        SubmitError: Slurm refused it, or gave no clear answer.
-    """
-    return _sbatch([name], layout, environment)[0]
-
-
-def _sbatch(args: list[str], layout: RunLayout, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the job id, and sbatch's other output."""
-    answer = _ask(["sbatch", "--parsable", *args], environment, cwd=layout.root)
-    lines = answer.stdout.split()
-    job_id = lines[-1].partition(";")[0] if lines else ""
-    if answer.returncode != 0:
-        raise explain_refusal(answer.stderr or answer.stdout)
-    if not job_id.isdigit():
-        said = one_line(f"{answer.stdout} {clean_stderr(answer.stderr)}".strip() or "nothing")
-        raise UncertainSubmitError(
-            f"sbatch succeeded, but printed no job id: {said}", meaning="a wrapper of the site changes its output"
-        )
-    return job_id, answer.stderr
-
-
-def _expedites_requeues(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm restarts jobs that lose a node before all others: from Slurm 25.11 on, if enabled."""
-    try:
-        configuration = _ask(["scontrol", "show", "config"], environment).stdout
-    except FtkitError:  # sbatch has the last word
-        return False
-    return re.search(r"^SlurmctldParameters *=.*\benable_expedited_requeue\b", configuration, re.MULTILINE) is not None
-
-
-def warn_of_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return warnings about SBATCH_* variables: they override the script's #SBATCH lines, or are ignored."""
-    warnings = []
-    for key, value in sorted(environment.items()):
-        if not key.startswith("SBATCH_") or not value:
-            continue
-        effect = "overrides the job script"
-        if key in process.IGNORED_SBATCH_VARIABLES:
-            effect = "is ignored: ftkit sets this itself"
-        elif key == "SBATCH_EXPORT" and "ALL" not in value.split(","):
-            effect += ": the job gets no other variables of this shell or of .env, such as HF_TOKEN"
-        warnings.append(f"{key}={value} in your environment {effect}")
-    return warnings
-
-
-def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = None) -> process.ProgramOutput:
     try:
         return process.run(args, cwd=cwd, environment=process.slurm_environment(environment))
     except PrerequisiteError as error:
@@ -171,9 +43,49 @@ def _ask(args: list[str], environment: Mapping[str, str], *, cwd: Path | None = 
         ) from error
 
 
+def clean_stderr(stderr: str) -> str:
+    """Return the output of a Slurm program without the `program:` prefix of each line."""
+    lines = [re.sub(r"^\w+: (error: |fatal: |lua: )?", "", line).strip() for line in stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line))
+
+
+def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
+    """Return the states of runs. squeue is queried first: it lists a requeued job, while sacct may report it as ended.
+
+    Raises:
+        NoAnswerError: squeue does not respond.
+    """
+    states: dict[str, Job] = {}
+    for first in range(0, len(runs), _IDS_IN_A_QUERY):
+        some = runs[first : first + _IDS_IN_A_QUERY]
+        states |= _observe_by_squeue(some)
+        rest = [run for run in some if run.id not in states]
+        if rest:
+            states |= _observe_by_sacct(rest)
+    return states
+
+
+def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
+    """Return this user's pending or running job of a run's script; None if there is none.
+
+    Raises:
+        FtkitError: Slurm did not respond.
+    """
+    states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
+    words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
+    answer = ask(words, environment)
+    if answer.returncode != 0:
+        raise _no_states(answer.stderr)
+    jobs = [line.partition("|")[::2] for line in answer.stdout.splitlines()]
+    suffix = f"/{layout.root.name}/{layout.script.name}"
+    return max(
+        (job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)), key=int, default=None
+    )
+
+
 def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     jobs = ",".join(run.job_id for run in runs)
-    answer = _ask(["squeue", "--noheader", "--states=all", f"--format={SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
+    answer = ask(["squeue", "--noheader", "--states=all", f"--format={_SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
     if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
         raise _no_states(answer.stderr)
     return read_squeue(answer.stdout, runs)
@@ -191,108 +103,176 @@ def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Query sacct. It fails on clusters without accounting; then the runs' own files decide."""
     jobs = ",".join(run.job_id for run in runs)
     try:
-        answer = _ask(["sacct", "-P", "-X", "-n", f"--format={SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
+        answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
     except (PrerequisiteError, process.ProgramTimeoutError):
         return {}
     return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}
 
 
-# --- Why sbatch refuses a job -------------------------------------------------------------------
+# --- Their output -----------------------------------------------------------------------------
 
-_REFUSALS: tuple[tuple[str, str, str], ...] = (
-    (
-        "accounting/qos policy|submit.*limit|maxsubmit",
-        "a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
-        "wait until other jobs end, or ask the cluster's administrators",
-    ),
-    (
-        "invalid partition",
-        "the cluster has no partition of that name",
-        "list them with 'sinfo -s' and set 'partition:' in the cluster's profile",
-    ),
-    (
-        "partition not available",
-        "the partition is closed, or takes no new jobs at present",
-        "see 'sinfo -s'; try again later, or set 'partition:' in the cluster's profile",
-    ),
-    (
-        "invalid account",
-        "the account is unknown, is not yours, or may not use this partition",
-        "list yours with 'sacctmgr show associations user=$USER' and set 'account:' in the cluster's profile",
-    ),
-    (
-        "invalid qos",
-        "the quality of service is unknown, or not allowed for your account or partition",
-        "set 'qos:' in the cluster's profile",
-    ),
-    (
-        "reservation",
-        "the reservation has ended, has not begun, or does not include you",
-        "see 'scontrol show reservation' and set 'reservation:' in the cluster's profile",
-    ),
-    (
-        "time limit",
-        "the time limit is longer than the partition allows",
-        "see 'sinfo -o \"%P %l\"' and set resources.time_limit",
-    ),
-    (
-        "generic resource|gres",
-        "the cluster's GPUs have other GRES names than the profile requests",
-        "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
-    ),
-    (
-        "node configuration is not available",
-        "no node has the GPUs, CPUs or memory that the job needs per node",
-        "see 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile",
-    ),
-    (
-        "node count|partition configuration|more processors",
-        "more nodes than the partition has or allows",
-        "see 'sinfo -s' and use fewer --nodes",
-    ),
-    (
-        "group not permitted|access.*denied|permission denied",
-        "you may not use this partition or account",
-        "ask the cluster's administrators",
-    ),
-    (
-        "unrecognized option|invalid option",
-        "this Slurm does not know an option that the job script uses",
-        "print the script with --dry-run; remove the option from the cluster's profile",
-    ),
-)
+# The folder comes last, because only it may contain the separator.
+_SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
+_SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 
-_NO_ANSWER = (
-    "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
-    "message (?:send|receive) failure|socket error|connection reset|broken pipe"
-)
-"""Messages after which a job may exist: Slurm's protocol failed, or its answer was lost."""
-
-
-class UncertainSubmitError(NoAnswerError):
-    """Slurm's answer is unclear: the job may have been submitted."""
+_ACTIVE = {
+    "COMPLETING": RunState.RUNNING,
+    "CONFIGURING": RunState.PENDING,
+    "EXPEDITING": RunState.PENDING,
+    "PENDING": RunState.PENDING,
+    "POWER_UP_NODE": RunState.PENDING,
+    "REQUEUED": RunState.PENDING,
+    "REQUEUE_FED": RunState.PENDING,
+    "REQUEUE_HOLD": RunState.PENDING,
+    "RESIZING": RunState.RUNNING,
+    "RESV_DEL_HOLD": RunState.PENDING,
+    "RUNNING": RunState.RUNNING,
+    "SIGNALING": RunState.RUNNING,
+    "SPECIAL_EXIT": RunState.PENDING,
+    "STAGE_OUT": RunState.RUNNING,
+    "STOPPED": RunState.RUNNING,
+    "SUSPENDED": RunState.RUNNING,
+}
+_FINAL = {
+    "BOOT_FAIL": RunState.NODE_FAILURE,
+    "CANCELLED": RunState.CANCELED,
+    "COMPLETED": RunState.COMPLETED,
+    "DEADLINE": RunState.TIMED_OUT,
+    "FAILED": RunState.FAILED,
+    "LAUNCH_FAILED": RunState.FAILED,
+    "NODE_FAIL": RunState.NODE_FAILURE,
+    "OUT_OF_MEMORY": RunState.OUT_OF_MEMORY,
+    "PREEMPTED": RunState.PREEMPTED,
+    "RECONFIG_FAIL": RunState.NODE_FAILURE,
+    "REVOKED": RunState.CANCELED,
+    "TIMEOUT": RunState.TIMED_OUT,
+}
+_REASONS = {
+    "BadConstraints": "no node has what it requests: it will never start",
+    "BeginTime": "its start is delayed; after a requeue Slurm waits about two minutes",
+    "Cleaning": "its former nodes still end what it ran",
+    "InvalidAccount": "its account may no longer be used: it will never start",
+    "InvalidQOS": "its quality of service may no longer be used: it will never start",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "it is held; to release it: scontrol release {job}",
+    "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",
+    "Licenses": "it waits for a license",
+    "NodeDown": "a node that it needs is down",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
+        "its nodes are down or reserved"
+    ),
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition starts no jobs at present",
+    "PartitionNodeLimit": "more nodes than the partition allows: it will never start",
+    "PartitionTimeLimit": "a longer time limit than the partition allows: it will never start",
+    "Priority": "other jobs are ahead of it",
+    "Prolog": "its nodes run the site's preparations",
+    "ReqNodeNotAvail": "its nodes are down or reserved",
+    "Reservation": "its reservation has not begun, or is full",
+    "ReservationDeleted": "its reservation no longer exists: it will never start",
+    "Resources": "it waits for free nodes",
+    "job_requeued_in_held_state": "it was requeued and is held; to release it: scontrol release {job}",
+    "launch_failed_requeued_held": (
+        "a node could not start it, and Slurm holds it; to let it start again: scontrol release {job}"
+    ),
+}
+_LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
+"""Reasons like QOSMaxGRESPerUser and AssocGrpCpuLimit, of which Slurm has more than a hundred."""
+_OVER_LIMIT = "a limit of your account or its quality of service"
 
 
-class InterruptedSubmitError(UncertainSubmitError):
-    """The user interrupted sbatch."""
+def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
+    """Parse squeue's output: the state of each run.
 
-    exit_code = 130
-
-
-def explain_refusal(stderr: str) -> SubmitError:
-    """Convert sbatch's message to an error with its usual meaning."""
-    message = clean_stderr(stderr) or "sbatch printed no error"
-    if re.search(_NO_ANSWER, message, re.IGNORECASE):
-        return UncertainSubmitError(
-            f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"
-        )
-    for pattern, meaning, fix in _REFUSALS:
-        if re.search(pattern, message, re.IGNORECASE):
-            return SubmitError(f"Slurm refused the job: {message}", meaning=meaning, fix=fix)
-    return SubmitError(f"Slurm refused the job: {message}", fix="print the script with --dry-run")
+    A job that is listed exists, also in a state of a newer Slurm that is unknown here.
+    """
+    states = {}
+    for run, (state, reason, start, end, nodes) in _rows(text, 7, runs):
+        seen = _read_job(run, state, start, end, nodes)
+        if seen is None and _word(state):
+            seen = Job(run.job_id, RunState.RUNNING, reason=f"Slurm reports the state {_word(state)}")
+        if seen:
+            states[run.id] = replace(seen, reason=seen.reason or _explain(state, reason, run.submission))
+    return states
 
 
-def clean_stderr(stderr: str) -> str:
-    """Return the output of a Slurm program without the `program:` prefix of each line."""
-    lines = [re.sub(r"^\w+: (error: |fatal: |lua: )?", "", line).strip() for line in stderr.splitlines()]
-    return "; ".join(dict.fromkeys(line for line in lines if line))
+def read_sacct(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
+    """Parse sacct's output: the final state of each run.
+
+    A job that sacct lists as active but squeue does not list is lost. sacct's reason is not used: it is why the job was
+    once pending.
+    """
+    states = {}
+    for run, (state, start, end, nodes, exit_code) in _rows(text, 7, runs):
+        seen = _read_job(run, state, start, end, nodes)
+        if seen and seen.is_final:
+            states[run.id] = replace(seen, exit_code=_exit_code(exit_code))
+    return states
+
+
+def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[tuple[SubmittedRun, list[str]]]:
+    by_job = {run.job_id: run for run in runs}
+    for line in text.splitlines():
+        job_id, *values = line.split("|", num_fields - 1)
+        run = by_job.get(job_id)
+        if run and len(values) == num_fields - 1 and values.pop().rstrip("/").endswith(f"/{run.id}"):
+            yield run, values
+
+
+def _read_job(run: SubmittedRun, state: str, start: str, end: str, nodes: str) -> Job | None:
+    word = _word(state)
+    known = _ACTIVE.get(word) or _FINAL.get(word)
+    if known is None:
+        return None
+    is_final = word in _FINAL
+    return Job(
+        run.job_id,
+        known,
+        is_final=is_final,
+        nodes="" if nodes in ("None assigned", "(null)") else nodes,
+        started=_time(start),
+        ended=_time(end) if is_final else None,
+    )
+
+
+def _word(state: str) -> str:
+    return state.split(maxsplit=1)[0].rstrip("+") if state else ""  # "CANCELLED by 1000"
+
+
+def _explain(state: str, reason: str, submission: Submission) -> str:
+    """Return squeue's reason with its meaning. It prints some reasons in words, others with details after a comma."""
+    word = _word(state)
+    if word in ("CONFIGURING", "POWER_UP_NODE"):
+        return "its nodes are starting"
+    if word == "EXPEDITING":
+        return "Slurm restarts it before all other jobs"
+    if word in ("SUSPENDED", "STOPPED"):
+        return "Slurm has suspended it"
+    printed = reason.strip("()")
+    code = printed if printed.replace(" ", "_") in _REASONS else printed.partition(",")[0]
+    code = code.replace(" ", "_")
+    if code in ("", "None", "null", "NonZeroExitCode") or word == "CANCELLED":  # then it is why the job was pending
+        return ""
+    meaning = _waits_for(code, submission) or _REASONS.get(code, _OVER_LIMIT if _LIMIT.match(code) else None)
+    if meaning is None:
+        return printed
+    return meaning.format(job=submission.job_id) if "," in code else f"{code}: {meaning.format(job=submission.job_id)}"
+
+
+def _waits_for(code: str, submission: Submission) -> str | None:
+    job = "the job that prepares its data and weights" if submission.preparation_job_id else "a job that it waits for"
+    if code == "Dependency":
+        return f"it waits for {job if submission.preparation_job_id else 'another job'}"
+    return f"{job} failed: it will never start" if code == "DependencyNeverSatisfied" else None
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdigit() else None
+
+
+def _exit_code(text: str) -> int | None:
+    """Convert Slurm's `code:signal` to the exit code that a shell reports."""
+    code, _, signal_number = text.partition(":")
+    if not code.isdigit():
+        return None
+    return 128 + int(signal_number) if signal_number.isdigit() and int(signal_number) else int(code)

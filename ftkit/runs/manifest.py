@@ -54,7 +54,7 @@ def add_submission(
     plan: RunPlan | ScriptPlan,
     command: Sequence[str],
     changes: Mapping[str, tuple[Any, Any]],
-    image_facts: Mapping[str, str],
+    facts: Mapping[str, Any],
 ) -> None:
     """Add a submission of a run to its manifest, which then has the values of the newest plan.
 
@@ -64,7 +64,7 @@ def add_submission(
         plan: the new plan.
         command: the command line.
         changes: values that differ from the previous plan, each before and after.
-        image_facts: digests of the image, whose file depends on the cluster's format.
+        facts: more values, such as digests of the image, whose file depends on the cluster's format.
 
     Raises:
         OSError: it can't be written.
@@ -74,9 +74,7 @@ def add_submission(
     if values is None or not isinstance(earlier, list):
         return
     submission = _describe_submission(plan, command, changes)
-    write_json(
-        plan.layout.manifest, {**values, **_describe_plan(plan), **image_facts, "submissions": [*earlier, submission]}
-    )
+    write_json(plan.layout.manifest, {**values, **_describe_plan(plan), **facts, "submissions": [*earlier, submission]})
 
 
 def _describe_submission(

@@ -47,7 +47,7 @@ def test_no_error_borrows_the_exit_code_of_an_unrelated_one() -> None:
     borrowed.pop("ftkit/errors.py")
     assert borrowed == {
         "ftkit/files.py": ["    exit_code = PrerequisiteError.exit_code"],  # a permission is missing
-        "ftkit/launch/slurm.py": ["    exit_code = 130"],  # sbatch was interrupted
+        "ftkit/launch/scheduler.py": ["    exit_code = 130"],  # sbatch was interrupted
         "ftkit/process.py": ["    exit_code = NoAnswerError.exit_code"],
     }
 

@@ -30,7 +30,7 @@ def command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path 
 
     Prints the folder of the prepared data. Needs no GPU. Does nothing if the data is already prepared.
     """
-    from ftkit.launch.preparation import prepare_here
+    from ftkit.launch.inputs import prepare_here
     from ftkit.launch.resolve import resolve
 
     terminal = Terminal()

@@ -217,7 +217,7 @@ def _data(plan: RunPlan) -> str:
         state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.is_data_prepared else ", not run yet")
     if not isinstance(data.format, AutoFormat):
         return f"{describe_format(data.format)}; {state}"
-    from ftkit.launch.first_rows import describe_detected
+    from ftkit.launch.inputs import describe_detected
 
     return f"{describe_detected(data)}; {state}"
 

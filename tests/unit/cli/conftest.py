@@ -66,4 +66,4 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll runs more often than a scheduler would tolerate."""
     monkeypatch.setattr("ftkit.cli.follow._READ_SECONDS", 0.01)
     monkeypatch.setattr("ftkit.launch.scheduler.LocalScheduler.poll_seconds", 0.02)
-    monkeypatch.setattr("ftkit.launch.slurm.SlurmScheduler.poll_seconds", 0.02)
+    monkeypatch.setattr("ftkit.launch.scheduler.SlurmScheduler.poll_seconds", 0.02)

@@ -71,8 +71,8 @@ main(sys.argv[1:])
 HEAVY = {
     "rich", "pydantic", "ruamel.yaml", "jinja2", "urllib.request", "huggingface_hub", "docker", "torch",
     "ftkit.config.load", "ftkit.planning.plan", "ftkit.planning.planner", "ftkit.launch.render",
-    "ftkit.launch.preflight", "ftkit.launch.slurm", "ftkit.runs.records", "ftkit.images.docker_engine",
-    "ftkit.hub.access", "ftkit.remote.login",
+    "ftkit.launch.preflight", "ftkit.launch.scheduler", "ftkit.launch.slurm", "ftkit.runs.records",
+    "ftkit.images.docker_engine", "ftkit.hub.access", "ftkit.remote.login",
 }  # fmt: skip
 DRY_RUN = ("run", "--image", "olmo3:25.02", "--nodes", "2", "--cluster", "a4-highgpu-8g", "--dry-run")
 PLANNING = {"pydantic", "ruamel.yaml", "ftkit.config.load", "ftkit.planning.plan", "ftkit.planning.planner"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import re
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from conftest import FakePrograms, Result
 
     from ftkit.planning.layout import Workspace
-    from ftkit.planning.plan import RunPlan
 
 PACKAGE = Path(ftkit.__file__).parent
 
@@ -38,7 +38,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Replace the script of every run."""
 
     def use(script: str) -> None:
-        def render(_: RunPlan, **__: object) -> str:
+        def render(*_: object, **__: object) -> str:
             return script
 
         monkeypatch.setattr("ftkit.launch.render.render_job", render)
@@ -71,7 +71,7 @@ def test_a_dry_run_prints_only_the_script_and_writes_nothing(
 ) -> None:
     scripts = []
     monkeypatch.setattr(
-        "ftkit.launch.render.render_job", lambda plan, **how: scripts.append(render_job(plan, **how)) or scripts[-1]
+        "ftkit.launch.render.render_job", lambda *args, **how: scripts.append(render_job(*args, **how)) or scripts[-1]
     )
     batch = ("training.micro_batch_size=8", "training.global_batch_size=32", "training.sequence_length=256")
     result = ftkit("run", "demo", "--dry-run", *batch)
@@ -94,6 +94,19 @@ def test_a_dry_run_names_each_part_of_the_script_that_the_project_overrides(ftki
     assert "other.sbatch" not in result.err
     part.write_text("{{ plan.name }}\n")
     assert ftkit("run", "demo", "--dry-run").code == ConfigError.exit_code
+
+
+def test_the_manifest_has_the_digest_of_each_overridden_part(
+    ftkit: Callable[..., Result], job: Callable[[str], None], workspace: Workspace
+) -> None:
+    part = Path("sbatch/parts/cache.sh.j2")
+    part.parent.mkdir(parents=True)
+    part.write_text((assets.JOB_TEMPLATES / "parts/cache.sh.j2").read_text())
+    job("echo 0 >exit-code-$$")
+    assert str(part) in ftkit("run", "demo", "--no-follow").err
+    (folder,) = workspace.runs.iterdir()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["overridden_parts"] == {"parts/cache.sh.j2": hashlib.sha256(part.read_bytes()).hexdigest()}
 
 
 def test_a_dry_run_of_a_sweep_prints_its_scripts_and_shows_its_plans(ftkit: Callable[..., Result]) -> None:

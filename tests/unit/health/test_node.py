@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftkit.health.__main__ import compare_with_others, pair_rounds
 from ftkit.health.findings import failures
-from ftkit.health.machine import Expectation, check_machine
 from ftkit.health.measure import all_gather_bus_bandwidth, all_reduce_bus_bandwidth, find_transport, least_matmul
-from ftkit.health.node import compare_with_others, pair_rounds
+from ftkit.health.node import Expectation, check_machine
 from ftkit.health.nvml import Nvml, visible_indices
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.files import write_json
 from ftkit.launch.job_states import observe
-from ftkit.launch.jobs import cancel, resume, submit
-from ftkit.launch.slurm import InterruptedSubmitError, UncertainSubmitError
+from ftkit.launch.jobs import NewJob, cancel, resume, submit
+from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
 from ftkit.runs.job import Cause, RunState, read_submission
 from ftkit.runs.lease import Holder
@@ -35,7 +35,7 @@ def slurm_plan(plan: RunPlan) -> RunPlan:
 
 def test_a_submitted_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePrograms) -> None:
     programs.answer("sbatch", "123\n")
-    run = submit(slurm_plan, "#!/bin/bash\n", {"run": "x"}, os.environ)
+    run = submit(NewJob(slurm_plan, "#!/bin/bash\n", {"run": "x"}, os.environ))
     layout = slurm_plan.layout
     assert run.submission.job_id == "123"
     assert read_submission(layout) == run.submission
@@ -50,7 +50,7 @@ def test_a_rejected_run_leaves_nothing_behind(
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
     with pytest.raises(SubmitError, match="invalid partition"):
-        submit(slurm_plan, "", {}, os.environ)
+        submit(NewJob(slurm_plan, "", {}, os.environ))
     assert list(workspace.runs.iterdir()) == []
 
 
@@ -58,7 +58,7 @@ def test_without_slurm_nothing_is_left_behind(
     slurm_plan: RunPlan, programs: FakePrograms, workspace: Workspace
 ) -> None:
     with pytest.raises(PrerequisiteError):
-        submit(slurm_plan, "", {}, os.environ)
+        submit(NewJob(slurm_plan, "", {}, os.environ))
     assert list(workspace.runs.iterdir()) == []
     assert programs.calls() == []
 
@@ -68,7 +68,7 @@ def test_a_run_that_slurm_may_have_accepted_stays_and_can_be_resubmitted(
 ) -> None:
     programs.answer("sbatch", stderr="sbatch: error: Batch job submission failed: Socket timed out\n", code=1)
     with pytest.raises(UncertainSubmitError, match="Socket timed out") as caught:
-        submit(slurm_plan, "", {}, os.environ)
+        submit(NewJob(slurm_plan, "", {}, os.environ))
     assert f"ftkit resume {slurm_plan.id}" in caught.value.fix
     programs.answer("sbatch", "5\n")
     programs.answer("squeue")
@@ -89,7 +89,7 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_found(
         "sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "sbatch: error: Socket timed out" >&2; exit 1;; esac'
     )
     programs.answer("squeue", accepted)
-    run = submit(slurm_plan, "", {}, os.environ, preparation="#!/bin/sh\n")
+    run = submit(NewJob(slurm_plan, "", {}, os.environ, preparation="#!/bin/sh\n"))
     assert (run.submission.job_id, run.submission.preparation_job_id) == ("8", "7")
     assert "Slurm has accepted the job" in run.submission.messages
     assert not programs.calls("scancel")
@@ -101,7 +101,7 @@ def test_a_run_whose_job_slurm_accepted_while_it_did_not_respond_is_not_submitte
     programs.answer("sbatch", stderr="sbatch: error: Socket timed out\n", code=1)
     programs.answer("squeue", stderr="slurm_load_jobs error: Socket timed out\n", code=1)
     with pytest.raises(UncertainSubmitError):
-        submit(slurm_plan, "", {}, os.environ)
+        submit(NewJob(slurm_plan, "", {}, os.environ))
     running = f"8|RUNNING|None|1767323100|1767326700|n1|{slurm_plan.layout.root}"
     programs.add("squeue", f'case "$*" in *--user*) echo "{accepted}";; *) echo "{running}";; esac')
     with pytest.raises(SubmitError, match="is running"):
@@ -123,7 +123,7 @@ def test_an_interrupted_submission_cancels_the_preparation_and_says_what_to_do(
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun leaves its own in a process
     try:
         with pytest.raises(InterruptedSubmitError) as caught:
-            submit(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n")
+            submit(NewJob(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n"))
     finally:
         signal.signal(signal.SIGINT, handler)
     assert caught.value.exit_code == 130
@@ -138,7 +138,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled
     slurm_plan: RunPlan, programs: FakePrograms, squeue_line: Callable[..., str]
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
-    run = submit(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n")
+    run = submit(NewJob(slurm_plan, "#!/bin/bash\n", {}, os.environ, preparation="#!/bin/sh\n"))
     assert slurm_plan.layout.preparation_script.read_text() == "#!/bin/sh\n"
     assert programs.calls("sbatch") == [
         "sbatch --parsable prepare.sbatch",
@@ -158,7 +158,7 @@ def test_a_preparation_job_is_canceled_if_the_training_job_is_rejected(
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo "invalid partition" >&2; exit 1;; esac')
     programs.answer("scancel")
     with pytest.raises(SubmitError, match="invalid partition"):
-        submit(slurm_plan, "", {}, os.environ, preparation="")
+        submit(NewJob(slurm_plan, "", {}, os.environ, preparation=""))
     assert programs.calls("scancel") == ["scancel 7"]
     assert list(workspace.runs.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_a_run_whose_preparation_failed_has_failed_and_not_been_canceled(
     slurm_plan: RunPlan, programs: FakePrograms, sacct_line: Callable[..., str], left: str | None
 ) -> None:
     programs.add("sbatch", 'case "$*" in *prepare*) echo 7;; *) echo 8;; esac')
-    run = submit(slurm_plan, "", {}, os.environ, preparation="")
+    run = submit(NewJob(slurm_plan, "", {}, os.environ, preparation=""))
     if left:
         run.layout.job_exit_code("7").write_text(left)
     programs.answer("squeue")
@@ -181,7 +181,7 @@ def test_a_run_whose_preparation_failed_has_failed_and_not_been_canceled(
 def test_a_read_only_workspace_is_reported(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
     with pytest.raises(PrerequisiteError, match="can't create the run's folder"):
-        submit(slurm_plan, "", {}, os.environ)
+        submit(NewJob(slurm_plan, "", {}, os.environ))
 
 
 def test_a_resumed_run_clears_its_end_state_and_keeps_its_job_ids(

@@ -19,8 +19,8 @@ from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.metrics import METRICS
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
+from ftkit.launch.inputs import data_stamp
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
-from ftkit.launch.preparation import data_stamp
 from ftkit.launch.resolve import detect_hardware
 from ftkit.runs.manifest import build_manifest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ftkit import assets
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
 from ftkit.launch.jobs import resume
@@ -158,13 +160,19 @@ def test_a_rejected_submission_does_not_change_plan_script_and_manifest(
     files = (layout.plan, layout.script, layout.manifest)
     before = [path.read_bytes() for path in files]
     changed = replan(plan, ResumeArgs(gpus_per_node=4), ctx)
+    part = ctx.project / "sbatch/parts/cache.sh.j2"
+    part.parent.mkdir(parents=True)
+    part.write_text((assets.JOB_TEMPLATES / "parts/cache.sh.j2").read_text() + "echo overridden\n")
     programs.answer("squeue")
     programs.answer("sbatch", stderr="sbatch: error: invalid partition specified: x\n", code=1)
     with pytest.raises(SubmitError, match="invalid partition"):
-        resume(plan, os.environ, ["ftkit", "resume"], changed)
+        resume(plan, os.environ, ["ftkit", "resume"], changed, project=ctx.project)
     assert [path.read_bytes() for path in files] == before
     programs.answer("sbatch", "2\n")
-    resume(plan, os.environ, ["ftkit", "resume"], changed)
+    resume(plan, os.environ, ["ftkit", "resume"], changed, project=ctx.project)
+    assert "echo overridden" in layout.script.read_text()
+    digest = hashlib.sha256(part.read_bytes()).hexdigest()
+    assert json.loads(layout.manifest.read_text())["overridden_parts"] == {"parts/cache.sh.j2": digest}
     assert read_plan(layout) == changed.plan
     first, second = json.loads(layout.manifest.read_text())["submissions"]
     assert (first["processes_per_node"], second["processes_per_node"]) == (plan.placement.processes_per_node, 4)

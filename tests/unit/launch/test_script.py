@@ -13,7 +13,7 @@ from ftkit.cli.page.report import read_report
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
 from ftkit.launch.code import files_of
-from ftkit.launch.jobs import resume, submit
+from ftkit.launch.jobs import NewJob, resume, submit
 from ftkit.launch.render import render_job
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.resume import ResumedPlan, renew_code
@@ -107,7 +107,7 @@ def failed(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> ScriptPlan:
     plan, copies = resolve_script(ScriptArgs(Path("my train.py")), RunArgs(), [], ctx)
     submission = Submission("local", "4194305", 0.0, socket.gethostname())  # above the largest pid of Linux
     monkeypatch.setattr(LocalScheduler, "submit", lambda *_, **__: submission)
-    submit(plan, render_job(plan), build_manifest(plan, [], ctx.project), {}, files=files_of(copies))
+    submit(NewJob(plan, render_job(plan), build_manifest(plan, [], ctx.project), {}, files=files_of(copies)))
     plan.layout.job_exit_code(submission.job_id).write_text("1")
     (ctx.project / "my train.py").write_text("print('corrected')")
     return plan

@@ -8,13 +8,13 @@ import pytest
 
 from ftkit import process
 from ftkit.errors import PrerequisiteError, SubmitError
-from ftkit.launch.slurm import (
+from ftkit.launch.scheduler import (
     SlurmScheduler,
     UncertainSubmitError,
     explain_refusal,
     warn_of_variables,
 )
-from ftkit.launch.slurm_states import read_sacct, read_squeue
+from ftkit.launch.slurm import read_sacct, read_squeue
 from ftkit.runs.job import RunState
 
 if TYPE_CHECKING:

@@ -16,7 +16,14 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_job, render_preparation, render_side_job
+from ftkit.launch.render import (
+    NodeChecks,
+    SideJobOptions,
+    render_checks,
+    render_job,
+    render_preparation,
+    render_side_job,
+)
 from ftkit.launch.side_jobs import serve_command
 from ftkit.planning.plan import CodePlan, JobPlan
 from ftkit.planning.script import Script, ScriptPlan, accelerate_config
@@ -84,7 +91,7 @@ def test_the_preparation_script_matches_the_golden_file_and_requests_no_gpu(clus
 @pytest.mark.parametrize("cluster", SIDE_JOBS)
 def test_the_evaluation_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
-    job = SideJob("evaluate", 2, plan.layout.logs / "evaluation.log", "2:00:00", ("/data of mine",))
+    job = SideJobOptions("evaluate", 2, plan.layout.logs / "evaluation.log", "2:00:00", ("/data of mine",))
     settings = '{"metrics": ["calls"], "file": "/data of mine/rows.jsonl"}'
     training_job = None if cluster == "apptainer" else "4711"
     script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
@@ -99,7 +106,7 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
     if plan.container_image:
         plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
-    job = SideJob("serve", 2, plan.layout.logs / "serving.log", environment=("VLLM_API_KEY",))
+    job = SideJobOptions("serve", 2, plan.layout.logs / "serving.log", environment=("VLLM_API_KEY",))
     words = serve_command(plan.layout.export, plan, 2)
     port = 8000 if cluster == "dev" else None
     address_file = plan.layout.root / "serving"

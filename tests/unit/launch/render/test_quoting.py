@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
 
 from ftkit.errors import ConfigError
-from ftkit.launch import render
-from ftkit.launch.render import quote_directive, quote_log_path, quote_word, render_job
+from ftkit.launch import templates
+from ftkit.launch.render import render_job
+from ftkit.launch.templates import quote_directive, quote_log_path, quote_word
 
 if TYPE_CHECKING:
     from conftest import Machine, PlanMaker
@@ -99,12 +100,12 @@ def test_a_backslash_in_a_log_path_is_rejected_because_slurm_drops_it() -> None:
 
 
 def test_a_template_without_the_quoting_filter_is_rejected() -> None:
-    with pytest.raises(TypeError, match="without a filter"):
-        render._environment(Path("/nowhere")).from_string("{{ value }}").render(value="x")
+    with pytest.raises(TemplateError, match="without a filter"):
+        templates._environment(None).from_string("{{ value }}").render(value="x")
 
 
 def test_every_line_of_a_value_in_a_comment_stays_a_comment() -> None:
-    assert render.show_in_comment("a\nb\r\nc") == "a b c"
+    assert templates.show_in_comment("a\nb\r\nc") == "a b c"
 
 
 @pytest.mark.parametrize("cluster", ["slurm", "dev", "local"])

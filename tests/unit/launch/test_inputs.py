@@ -12,8 +12,8 @@ from ftkit.config.context import Context
 from ftkit.data.prepare import prepare
 from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.launch import first_rows
-from ftkit.launch.first_rows import count_documents
+from ftkit.launch import inputs
+from ftkit.launch.inputs import count_documents
 from ftkit.launch.resolve import RunArgs
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
 
@@ -100,7 +100,7 @@ def test_documents_are_not_counted_without_a_tokenizer_that_can_be_read(ctx: Con
 def test_long_documents_are_counted_only_up_to_a_limit(
     ctx: Context, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_rows, "MAX_CHARACTERS", 9000)
+    monkeypatch.setattr(inputs, "MAX_CHARACTERS", 9000)
     (plan, _) = count_documents(rungs(ctx, tokenizer, "training.sequence_length=8192,16384"), {})
     assert plan.documents is not None
     assert 0 < plan.documents.num_read < NUM_TRAIN
