@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ftkit.cli.arguments import image_argument, registry_option, required_registry
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
 from ftkit.cli.push import push_and_report
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path

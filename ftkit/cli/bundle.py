@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, run_argument
+from ftkit.cli.arguments import RUN_HELP, get_run, run_argument, signing_key, signing_options
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.signing_options import signing_key, signing_options
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 

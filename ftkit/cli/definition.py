@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from ftkit.cli.arguments import image_argument
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option
+from ftkit.cli.arguments import complete_cluster, complete_image, json_option
 from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.shell_completion import complete_cluster, complete_image
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.errors import plural
 

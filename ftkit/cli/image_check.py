@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
-from ftkit.cli.image_arguments import registry_of
+from ftkit.cli.arguments import registry_of
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option, load_all
+from ftkit.cli.arguments import image_store, json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib
 from ftkit.config.context import Context, list_images

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ftkit.cli.arguments import (
+    complete_cluster,
+    complete_image,
+    image_store,
+    registry_of,
+    registry_option,
+    require_signature_option,
+    signing_key,
+    signing_options,
+)
 from ftkit.cli.commands import ExamplesCommand, current_context
-from ftkit.cli.image_arguments import image_store, registry_of, registry_option
-from ftkit.cli.shell_completion import complete_cluster, complete_image
-from ftkit.cli.signing_options import require_signature_option, signing_key, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration, gib, short_path
 

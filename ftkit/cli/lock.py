@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ftkit.cli.arguments import image_argument
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_argument
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context

@@ -11,7 +11,7 @@ import click
 
 from ftkit.cli.arguments import RUN_HELP, get_run_or_sweep, get_submitted_run, run_argument
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.streams import log_output
+from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import NotFoundError

@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import platform
+import shlex
 import shutil
 import sys
 import textwrap
+import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,12 +20,11 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
-from ftkit.cli.output import in_color
-from ftkit.cli.streams import open_standard_streams, styled
+from ftkit.cli.output import in_color, open_standard_streams, styled
 from ftkit.cli.terminal.format import printable
 from ftkit.config.context import Context, set_home
 from ftkit.config.dotenv import load_dotenv
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact, redact_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,13 +224,28 @@ def _print_error(error: FtkitError) -> None:
 
 def _print_bug(error: Exception, words: list[str]) -> None:
     """Report a bug in ftkit, and keep the traceback for the bug report."""
-    from ftkit.cli.crash_report import write_crash_report
-
     _write(f"error: a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    report = write_crash_report("".join(traceback.format_exception(error)), words)
+    report = _write_crash_report("".join(traceback.format_exception(error)), words)
     if report:
         _write(f"please report it with the traceback in {report}", indent="  ")
     _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
+
+
+def _write_crash_report(text: str, words: list[str]) -> Path | None:
+    """Write a report to the XDG state folder and return its path; None if it can't be written."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
+    head = (
+        f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"command: ftkit {shlex.join(redact_command(words, os.environ))}",
+        f"interpreter: {sys.executable}",
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*head, "", redact(text, os.environ)]), encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return None
+    return path
 
 
 def _write(text: str, indent: str = "") -> None:

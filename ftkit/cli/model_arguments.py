@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import current_workspace
-from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.arguments import complete_run, current_workspace
 from ftkit.data.imports import import_transformers
 from ftkit.errors import PrerequisiteError
 

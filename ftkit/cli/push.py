@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ftkit.cli.arguments import image_argument, registry_option, required_registry, signing_key, signing_options
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_argument, registry_option, required_registry
-from ftkit.cli.signing_options import signing_key, signing_options
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import duration
 

@@ -10,6 +10,7 @@ import click
 
 from ftkit.cli.arguments import (
     check_run_name,
+    complete_run,
     current_settings,
     current_workspace,
     follow_option,
@@ -17,10 +18,9 @@ from ftkit.cli.arguments import (
     hf_token_option,
     job_environment,
     placement_options,
+    require_signature_option,
 )
 from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.shell_completion import complete_run
-from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.errors import NotRepeatedError
 from ftkit.paths import is_address

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, json_option
+from ftkit.cli.arguments import RUN_HELP, complete_run, current_workspace, get_run, image_store, json_option
 from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.image_arguments import image_store
-from ftkit.cli.shell_completion import complete_run
 from ftkit.cli.terminal.console import Cell, Column, Terminal
 from ftkit.cli.terminal.format import gib, short_path
 from ftkit.errors import plural

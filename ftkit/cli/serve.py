@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit import process
-from ftkit.cli.arguments import current_workspace
+from ftkit.cli.arguments import complete_cluster, complete_image, complete_run, current_workspace
 from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_run
 from ftkit.cli.terminal.console import Cell, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import NotFoundError, TrainingError

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import current_workspace, json_option
+from ftkit.cli.arguments import complete_image, current_workspace, image_store, json_option, require_signature_option
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_store
-from ftkit.cli.shell_completion import complete_image
-from ftkit.cli.signing_options import require_signature_option
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib, short_path
 

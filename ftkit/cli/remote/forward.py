@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.output import current_output
-from ftkit.cli.streams import log_output
+from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.remote.login import (

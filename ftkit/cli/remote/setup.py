@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ftkit.cli.arguments import complete_cluster
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.shell_completion import complete_cluster
 from ftkit.cli.terminal.console import Terminal
 from ftkit.config.context import Context
 

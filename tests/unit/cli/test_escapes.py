@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.markup import render
 from rich.progress import Progress
 
-from ftkit.cli.streams import log_output
+from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.follow_views import LiveView
 from ftkit.cli.terminal.format import printable
