@@ -102,7 +102,7 @@ def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
-    from ftkit.cli.import_ import run_import
+    from ftkit.cli.build import run_import
 
     request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
     run_import(request, plan.cluster.image_format, terminal)

@@ -124,7 +124,7 @@ def test_errors_and_what_libraries_print_are_escaped(
         raise FtkitError(NASTY, meaning=NASTY, fix=NASTY)
 
     del stdout
-    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    monkeypatch.setattr("ftkit.cli.config.list_names", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", _show_warning)
@@ -143,7 +143,7 @@ def test_a_bug_is_reported_escaped(ftkit: Callable[..., Result], monkeypatch: py
         raise ValueError(NASTY)
 
     del stdout
-    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    monkeypatch.setattr("ftkit.cli.config.list_names", fail)
     result = ftkit("config", "recipes")
     assert result.code == 1
     assert unsafe(result.out + result.err) == set()
