@@ -1,26 +1,67 @@
-"""Arguments and options that several commands share, and the workspace and runs that they select."""
+"""Arguments and options that several commands share, and the workspace, runs, and images that they select."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ftkit.cli.commands import current_context
-from ftkit.cli.shell_completion import complete_cluster, complete_image, complete_recipe, complete_run
-from ftkit.errors import FtkitError, NotFoundError
+from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
+from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
+from ftkit.planning.layout import Workspace
+from ftkit.runs.find import find_run, list_runs
+from ftkit.runs.signing import require_signing_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.request import Settings
+    from ftkit.images.store import ImageStore
     from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.layout import Workspace
     from ftkit.runs.find import RunFolder
     from ftkit.runs.job import SubmittedRun
+
+
+_NUM_RUNS = 50
+
+
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a recipe."""
+    del ctx, param
+    return _starting_with(incomplete, list_names("recipe", Context.here()))
+
+
+def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of a cluster profile."""
+    del ctx, param
+    return _starting_with(incomplete, list_names("cluster", Context.here()))
+
+
+def complete_image(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name of an image."""
+    del ctx, param
+    return _starting_with(incomplete, list_images(Context.here()))
+
+
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Complete the name or id of one of the newest runs."""
+    del ctx, param
+    with suppress(Exception):
+        here = Context.here()
+        workspace = Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
+        runs = list_runs(workspace)[:_NUM_RUNS]
+        return _starting_with(incomplete, ["last", *(run.name for run in runs), *(run.id for run in runs)])
+    return []
+
+
+def _starting_with(incomplete: str, words: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(word for word in words if word.startswith(incomplete)))
+
 
 SpecT = TypeVar("SpecT")
 
@@ -137,7 +178,6 @@ def current_settings() -> Settings:
 def current_workspace() -> Workspace:
     """Return the workspace from the settings."""
     from ftkit.config.request import load_settings
-    from ftkit.planning.layout import Workspace
 
     ctx = current_context()
     return Workspace(load_settings(ctx).workspace_folder(ctx))
@@ -145,8 +185,6 @@ def current_workspace() -> Workspace:
 
 def get_run(reference: str) -> RunFolder:
     """Return the run that `reference` selects."""
-    from ftkit.runs.find import find_run
-
     return find_run(reference, current_workspace())
 
 
@@ -227,3 +265,89 @@ def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Termi
         except FtkitError as error:
             terminal.warn(f"skipped {name}: {error}")
     return loaded
+
+
+image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
+registry_option = click.option(
+    "--registry",
+    metavar="HOST[/PATH]",
+    help="Registry to push to and import from; default: 'registry:' in ftkit.yaml. [env var: FTKIT_REGISTRY]",
+)
+
+
+def image_store(workspace: Workspace | None = None) -> ImageStore:
+    """Return the folder of imported images."""
+    from ftkit.images.store import ImageStore
+
+    return ImageStore((workspace or current_workspace()).images)
+
+
+def registry_of(option: str | None) -> str | None:
+    """Return the registry of the command line, else of the settings."""
+    from ftkit.config.request import load_settings
+
+    return option or load_settings(current_context()).settings.registry
+
+
+def required_registry(option: str | None, reference: str) -> str:
+    """Return the registry to push an image to.
+
+    Raises:
+        ConfigError: neither the command line nor a file sets one.
+    """
+    registry = registry_of(option)
+    if not registry:
+        user = current_context().user / "config.yaml"
+        raise ConfigError(
+            [Problem("", "registry", f"no registry is set to push {reference} to.",
+                     f"Give --registry HOST/PATH (such as ghcr.io/you), or set 'registry: HOST/PATH' in ftkit.yaml "
+                     f"or {user}. If the cluster's workspace is mounted on this machine, you need no registry: "
+                     f"ftkit import {reference}")]
+        )  # fmt: skip
+    return registry
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--sign` and `--key`; `what` completes the help of `--sign`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        key = click.option(
+            "--key",
+            metavar="FILE",
+            type=_FILE,
+            help="Private SSH key for --sign; or a public key whose private key the agent holds.",
+        )
+        sign = click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}")
+        return sign(key(function))
+
+    return decorate
+
+
+def require_signature_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--require-signature`, which refuses an unsigned `what`."""
+    return click.option(
+        "--require-signature",
+        "public_key",
+        metavar="KEY",
+        type=_FILE,
+        help=f"Refuse {what} that is not signed by this public SSH key, or by one of a file of allowed signers.",
+    )
+
+
+def signing_key(*, signs: bool, key: Path | None) -> Path | None:
+    """Return the key to sign with; None if nothing is to be signed.
+
+    Raises:
+        UsageError: the options contradict each other.
+        PrerequisiteError: it is no SSH key, or ssh-keygen is missing.
+    """
+    if signs and key is None:
+        raise click.UsageError("--sign requires --key FILE, the private key", click.get_current_context())
+    if not signs and key:
+        raise click.UsageError("--key requires --sign", click.get_current_context())
+    if key:
+        require_signing_key(key)
+    return key

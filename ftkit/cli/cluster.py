@@ -1,4 +1,4 @@
-"""`ftkit cluster create`, `status` and `destroy`: a cluster, or a VM with a GPU, by its provider's own tools."""
+"""`ftkit cluster`: list profiles, install ftkit on a login node, and create or remove clusters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,96 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import json_option
+from ftkit import process
+from ftkit.cli.arguments import complete_cluster, json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.terminal.console import Column, Terminal
+from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
-from ftkit.errors import plural
+from ftkit.config.context import Context, list_names
+from ftkit.config.load import load_cluster
+from ftkit.config.request import load_settings
+from ftkit.errors import ConfigError, Problem, plural
+from ftkit.provision.execute import create, destroy, is_there, plan_provision, used_by, users_of
+from ftkit.provision.spec import (
+    KINDS,
+    ProvisionState,
+    begin_or_continue,
+    clusters_folder,
+    read_spec,
+    read_state,
+    restore_spec,
+)
+from ftkit.provision.steps import placed
+from ftkit.remote.install import code_identity, install
+from ftkit.remote.login import login_of
 
 if TYPE_CHECKING:
     from ftkit.provision.steps import Provision
+
+
+@click.command(
+    "list",
+    cls=ExamplesCommand,
+    examples=("ftkit cluster list", "ftkit cluster list --json"),
+)
+@json_option
+def list_command(*, as_json: bool) -> None:
+    """List the cluster profiles of the project, of your configuration, and of ftkit."""
+    terminal, ctx = Terminal(), Context.here()
+    chosen = load_settings(ctx).settings.cluster
+    profiles = load_all(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
+    if as_json:
+        terminal.json(
+            [
+                {"name": name, "is_default": name == chosen, **profile.model_dump(mode="json")}
+                for name, profile in profiles
+            ]
+        )
+        return
+    terminal.table(
+        (
+            Column("NAME"),
+            Column("SCHEDULER"),
+            Column("GPUS/NODE", is_number=True),
+            Column("DESCRIPTION", can_shrink=True),
+        ),
+        [
+            (
+                Styled(f"{name} (default)", "bold") if name == chosen else name,
+                profile.scheduler,
+                "auto" if profile.device == "auto" else str(profile.gpus_per_node),
+                profile.description,
+            )
+            for name, profile in profiles
+        ],
+    )
+
+
+@click.command(
+    "connect",
+    cls=ExamplesCommand,
+    examples=("ftkit cluster connect mycluster", "ftkit cluster connect mycluster --extra train --extra report"),
+)
+@click.argument("cluster", metavar="CLUSTER", shell_complete=complete_cluster)
+@click.option(
+    "--extra", "extras", metavar="NAME", multiple=True, help="Also install this extra of ftkit: train, images, …"
+)
+def connect_command(cluster: str, *, extras: tuple[str, ...]) -> None:
+    """Install this ftkit, with exactly the code that runs here, on the login node of a cluster.
+
+    It is installed into a virtual environment in 'login_folder' there (~/ftkit by default), with uv, or with Python
+    3.11 or later. Repeat this after ftkit changes here: two different versions do not work together. A profile with
+    runtime 'none' needs --extra train.
+    """
+    terminal = Terminal()
+    login = login_of(load_cluster(cluster, Context.here()))
+    if login is None:
+        fix = "Add 'login: user@host' to the profile."
+        raise ConfigError([Problem("", "login", f"the profile '{cluster}' sets none, or sets this machine.", fix)])
+    terminal.say(f"installing ftkit {code_identity()} on {login.address}, in {login.folder}/venv …")
+    install(login, extras)
+    terminal.say(f"ready. Try: ftkit run demo --cluster {cluster}")
+
 
 _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4")
 
@@ -23,7 +105,6 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
 @click.command(
     "create",
     cls=ExamplesCommand,
-    short_help="Create a cluster, or a VM with a GPU.",
     examples=(
         "ftkit cluster create vm --kind gcp-vm-l4 project=p1 zone=us-east1-b --dry-run",
         "ftkit cluster create a4 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
@@ -48,9 +129,6 @@ def create_command(
     The provider's own tools create it: gcloud, Google's Cluster Toolkit, Terraform. Repeat the command after an
     interruption to continue.
     """
-    from ftkit.provision.execute import create, plan_provision
-    from ftkit.provision.spec import KINDS, ProvisionState, begin_or_continue, clusters_folder, read_spec
-
     terminal = Terminal()
     known = next(each for each in KINDS if each == kind)
     spec = read_spec(known, file, overrides)
@@ -81,7 +159,6 @@ def create_command(
 
 def _script(provision: Provision, folder: Path) -> str:
     """Return all files and commands as a shell script."""
-    from ftkit.provision.steps import placed
 
     def line(command: tuple[str, ...]) -> str:
         return shlex.join(placed(command, folder)) + "\n"
@@ -103,18 +180,12 @@ def _script(provision: Provision, folder: Path) -> str:
 @click.command(
     "status",
     cls=ExamplesCommand,
-    short_help="Show what was created.",
     examples=("ftkit cluster status train1", "ftkit cluster status train1 --json"),
 )
 @click.argument("name")
 @json_option
 def status_command(name: str, *, as_json: bool) -> None:
     """Show the completed steps of a cluster, and its current state at the provider."""
-    from ftkit import process
-    from ftkit.provision.execute import plan_provision
-    from ftkit.provision.spec import clusters_folder, read_state, restore_spec
-    from ftkit.provision.steps import placed
-
     terminal, folder = Terminal(), clusters_folder() / name
     state = read_state(folder)
     provision = plan_provision(name, state.kind, restore_spec(state.kind, state.settings))
@@ -148,7 +219,6 @@ def status_command(name: str, *, as_json: bool) -> None:
 @click.command(
     "destroy",
     cls=ExamplesCommand,
-    short_help="Remove what was created.",
     examples=("ftkit cluster destroy train1 --dry-run", "ftkit cluster destroy train1 --keep-image --yes"),
 )
 @click.argument("name")
@@ -164,10 +234,6 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
 
     Everything on the cluster's disks is lost: copy runs and exports elsewhere first.
     """
-    from ftkit.provision.execute import destroy, is_there, plan_provision, used_by, users_of
-    from ftkit.provision.spec import clusters_folder, read_state, restore_spec
-    from ftkit.provision.steps import placed
-
     terminal, folder = Terminal(), clusters_folder() / name
     state = read_state(folder)
     provision = plan_provision(name, state.kind, restore_spec(state.kind, state.settings))

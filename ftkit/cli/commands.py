@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from ftkit.cli.output import WithOutputOptions, current_output
+from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_TYPED = "ftkit.typed"
-"""Key of a context's `meta`: the words of the command line after the command's name."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,8 @@ class LazyCommand:
     name: str
     module: str
     help: str
-    attribute: str = "command"
+    attribute: str = ""
+    """Name of the command's function in the module; default: NAME_command."""
 
 
 class LazyGroup(WithOutputOptions, click.Group):
@@ -67,8 +66,15 @@ class LazyGroup(WithOutputOptions, click.Group):
         lazy = self._by_name.get(cmd_name)
         if lazy is None:
             return None
-        command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute)
+        command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute or f"{lazy.name}_command")
+        command.short_help = lazy.help
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of commands without importing them."""
+        names = [CompletionItem(name, help=lazy.help) for name, lazy in self._by_name.items()]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(item for item in names if item.value.startswith(incomplete)), *options]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -113,27 +119,6 @@ class ExamplesCommand(WithOutputOptions):
         """Write the examples."""
         del ctx
         _write_examples(self.examples, formatter)
-
-
-class ForwardedCommand(ExamplesCommand):
-    """A command that runs on the login node of its cluster or run if the profile has a `login`, else here."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the typed words, which are forwarded unchanged."""
-        ctx.meta[_TYPED] = list(args)
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command there or here."""
-        from ftkit.cli.remote.login_node import find_login_node
-
-        place = find_login_node(ctx.params)
-        if place is None:
-            return super().invoke(ctx)
-        from ftkit.cli.remote.forward import forward
-
-        path = ctx.command_path.split()[1:]
-        return ctx.exit(forward(place, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
 def current_context() -> Context:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_runs, json_option
-from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.arguments import RUN_HELP, complete_run, get_runs, json_option
+from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import finite, short_path
 
@@ -16,7 +15,6 @@ from ftkit.cli.terminal.format import finite, short_path
 @click.command(
     "compare",
     cls=ForwardedCommand,
-    short_help="Compare the settings and results of runs.",
     examples=(
         "ftkit compare demo other",
         "ftkit compare demo other --json | jq .results",

@@ -1,19 +1,33 @@
-"""`ftkit config`: show settings and where each one is set."""
+"""`ftkit config`: settings, recipes, JSON schemas for editors, and the completion script of shells."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from ftkit import assets
-from ftkit.cli.arguments import json_option
+from ftkit.cli.arguments import json_option, load_all
 from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import short_path
+from ftkit.cli.terminal.format import count, short_path
+from ftkit.config.cluster import ClusterProfile
+from ftkit.config.context import DOTENV, Context, list_names, read_dotenv
+from ftkit.config.image import ImageSpec
+from ftkit.config.load import load_recipe, shipped_config
+from ftkit.config.recipe import RecipeSpec
+from ftkit.config.request import load_settings
+from ftkit.errors import PrerequisiteError
+from ftkit.models.parameters import count_by_config, count_model
+from ftkit.models.spec import ArchitectureSpec
+from ftkit.spec import Spec
 
 if TYPE_CHECKING:
     from ftkit.config.request import LoadedSettings
+    from ftkit.models.spec import ModelSpec
+
 
 _DEFAULT = "default"
 
@@ -21,7 +35,6 @@ _DEFAULT = "default"
 @click.command(
     "show",
     cls=ExamplesCommand,
-    short_help="Show settings and where each one is set.",
     examples=(
         "ftkit config",
         "FTKIT_CLUSTER=mycluster ftkit config",
@@ -29,14 +42,11 @@ _DEFAULT = "default"
     ),
 )
 @json_option
-def command(*, as_json: bool) -> None:
+def show_command(*, as_json: bool) -> None:
     """Show the settings, where each one is set, and which files were read.
 
     Later sources override earlier ones: your config.yaml, the project's ftkit.yaml, FTKIT_* variables, options.
     """
-    from ftkit.config.context import DOTENV, read_dotenv
-    from ftkit.config.request import load_settings
-
     terminal, ctx = Terminal(), current_context()
     loaded, variables = load_settings(ctx), sorted(read_dotenv(ctx.project))
     values = loaded.settings.model_dump() | {"workspace": str(loaded.workspace_folder(ctx))}
@@ -61,3 +71,92 @@ def command(*, as_json: bool) -> None:
 
 def _origin(loaded: LoadedSettings, key: str) -> str:
     return loaded.layers.origins.get((key,), _DEFAULT)
+
+
+@click.command(
+    "recipes",
+    cls=ExamplesCommand,
+    examples=("ftkit config recipes", "ftkit config recipes --json"),
+)
+@json_option
+def recipes_command(*, as_json: bool) -> None:
+    """List the recipes of the project, of your configuration, and of ftkit."""
+    terminal, ctx = Terminal(), Context.here()
+    recipes = load_all(list_names("recipe", ctx), lambda name: load_recipe(name, ctx), terminal)
+    if as_json:
+        terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
+        return
+    terminal.table(
+        (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", can_shrink=True)),
+        [(name, _size(recipe.model), recipe.description) for name, recipe in recipes],
+    )
+
+
+def _size(model: ModelSpec) -> str:
+    """Return a model's parameter count; `?` if its shape is not known without the network."""
+    shape = model.architecture
+    if isinstance(shape, ArchitectureSpec):
+        return count(count_model(shape).total)
+    config = shipped_config(model.weights)
+    return "?" if config is None else count(count_by_config(config).total)
+
+
+@click.command(
+    "schema",
+    cls=ExamplesCommand,
+    examples=(
+        "ftkit config schema recipe > recipe.schema.json",
+        "# and at the top of a recipe, for editors with the YAML language server:",
+        "# yaml-language-server: $schema=recipe.schema.json",
+    ),
+)
+@click.argument("kind", type=click.Choice(["recipe", "cluster", "image"]))
+def schema_command(kind: str) -> None:
+    """Print the JSON schema of recipe, cluster or image files."""
+    for spec in _subclasses(Spec):
+        spec.model_rebuild()  # pydantic 2.12 writes a default only if the validator of its class is built
+    specs: dict[str, type[Spec]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
+    schema = _without_required(specs[kind].model_json_schema())
+    if kind != "image":
+        schema["properties"]["extends"] = {
+            "type": "string",
+            "description": f"Name of the {kind} that this one extends.",
+        }
+    if kind == "recipe":
+        shape = schema["$defs"]["ModelSpec"]["properties"]["architecture"]
+        shipped = sorted(path.stem for path in assets.ARCHITECTURES.glob("*.yaml"))
+        shape["anyOf"] = [{"enum": shipped}, {"$ref": shape.pop("$ref")}]
+    Terminal().json({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
+
+
+def _subclasses(spec: type[Spec]) -> list[type[Spec]]:
+    return [each for child in spec.__subclasses__() for each in (child, *_subclasses(child))]
+
+
+def _without_required(schema: Any) -> Any:
+    """Drop `required`: a file that extends another sets only some keys. ftkit validates the merged result."""
+    if isinstance(schema, dict):
+        return {
+            ("anyOf" if key == "oneOf" else key): _without_required(value)
+            for key, value in schema.items()
+            if key not in ("required", "discriminator") or not isinstance(value, list | dict)
+        }
+    return [_without_required(part) for part in schema] if isinstance(schema, list) else schema
+
+
+@click.command(
+    "completion",
+    cls=ExamplesCommand,
+    examples=(
+        'eval "$(ftkit config completion bash)"    # in ~/.bashrc',
+        'eval "$(ftkit config completion zsh)"     # in ~/.zshrc',
+        "ftkit config completion fish > ~/.config/fish/completions/ftkit.fish",
+    ),
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print the script that completes commands, recipes, clusters, images and runs after TAB."""
+    completion = get_completion_class(shell)
+    if completion is None:
+        raise PrerequisiteError(f"click has no completion for {shell}", fix="install another release of click")
+    Terminal().data(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source() + "\n")

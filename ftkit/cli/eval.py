@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import get_run, json_option
-from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.model_arguments import (
-    MODEL_HELP,
-    engine_option,
-    find_model,
-    load_into_engine,
-    load_model,
-    model_argument,
-)
+from ftkit.cli.chat import MODEL_HELP, engine_option, find_model, load_into_engine, load_model, model_argument
+from ftkit.cli.commands import current_context
+from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.submit import say_overridden
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.launch.side_jobs import plan_evaluation, submit
+from ftkit.planning.plan import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from ftkit.evaluate.source import Target
     from ftkit.evaluate.vllm import EngineName
 
+
 _MAX_SHOWN = 300
 """Maximum characters of a prompt or a completion in an example."""
 
@@ -38,7 +36,6 @@ _MAX_SHOWN = 300
 @click.command(
     "eval",
     cls=ForwardedCommand,
-    short_help="Evaluate a model before and after training.",
     examples=(
         "ftkit eval last --limit 3 --max-new-tokens 8",
         "ftkit eval last --data prompts.jsonl --metrics loss,repetition --json",
@@ -105,7 +102,7 @@ _MAX_SHOWN = 300
 @click.option("--time", "time_limit", metavar="LIMIT", help="Time limit for --as-job; default: the profile's.")
 @click.option("--dry-run", is_flag=True, help="Print the script of --as-job and submit nothing.")
 @json_option
-def command(  # noqa: PLR0913 - one for each option
+def eval_command(  # noqa: PLR0913 - one for each option
     reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
     max_new_tokens: int, batch_size: int, seed: int, harness: str, harness_tasks: Path | None, as_job: bool, gpus: int,
     engine: EngineName, time_limit: str | None, dry_run: bool, as_json: bool,
@@ -214,10 +211,6 @@ def _run_harness(  # noqa: PLR0913 - one for each option
 
 
 def _submit(reference: str, settings: tuple[Any, ...], num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
-    from ftkit.cli.run_script import say_overridden
-    from ftkit.launch.side_jobs import plan_evaluation, submit
-    from ftkit.planning.plan import read_plan
-
     terminal, folder = Terminal(), get_run(reference)
     plan = read_plan(folder.layout)
     names = ("metrics", "limit", "max_new_tokens", "batch_size", "file")

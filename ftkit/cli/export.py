@@ -1,27 +1,52 @@
-"""`ftkit export`: write a checkpoint's weights in Hugging Face's layout, and verify them."""
+"""`ftkit export` and `ftkit verify`: export a checkpoint; verify an export, or an imported image."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ftkit import process
-from ftkit.cli.arguments import RUN_HELP, current_workspace, get_run, run_argument
-from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.terminal.console import Terminal
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    complete_image,
+    current_workspace,
+    get_run,
+    image_store,
+    json_option,
+    require_signature_option,
+    run_argument,
+)
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import gib, short_path
+from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
+from ftkit.evaluate.formats import check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.evaluate.source import ModelFolder
+from ftkit.hub.push import check_hub_access, push_to_hub
+from ftkit.images.signatures import require_beside
+from ftkit.images.verify import require_intact, verify, verify_inside
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.paths import is_path
+from ftkit.planning.plan import read_plan
+from ftkit.runs.storage.store import Store
+from ftkit.runs.storage.sync import push
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.config.image_reference import AnyImage
+    from ftkit.evaluate.vllm import EngineName
     from ftkit.planning.layout import RunLayout
+
 
 _HUB = "hf://"
 _VERIFICATION_SECONDS = 24 * 3600.0
@@ -30,7 +55,6 @@ _VERIFICATION_SECONDS = 24 * 3600.0
 @click.command(
     "export",
     cls=ForwardedCommand,
-    short_help="Export a checkpoint for transformers, peft or vLLM.",
     examples=(
         "ftkit export last",
         "ftkit export demo --step best --dtype fp32",
@@ -73,7 +97,7 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     "--verify/--no-verify", "verifies", default=True,
     help="Verify the export (default). Where less than 4 bytes of memory per parameter are free, it takes longer.",
 )  # fmt: skip
-def command(  # noqa: PLR0913 - one for each option
+def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
     destination: str | None, form: Any,
 ) -> None:  # fmt: skip
@@ -97,16 +121,11 @@ def command(  # noqa: PLR0913 - one for each option
 
 
 def _check_format(form: Any, layout: RunLayout, *, merges: bool) -> None:
-    from ftkit.evaluate.formats import check_format
-    from ftkit.planning.plan import read_plan
-
     check_format(form, read_plan(layout), merges=merges)
 
 
 def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Terminal) -> None:
     """Convert an export, or check that vLLM loads it."""
-    from ftkit.evaluate.formats import read_precision, verify_vllm_lora, write_gguf
-
     if form == "vllm-lora":
         rank = verify_vllm_lora(exported)
         terminal.say(f"vLLM loads all of the adapters: vllm serve BASE --enable-lora --max-lora-rank {rank}")
@@ -124,9 +143,6 @@ def _check_destination(destination: str) -> None:
         UsageError: it is none of the forms of --push.
         FtkitError: it can't be written to.
     """
-    from ftkit.hub.push import check_hub_access
-    from ftkit.runs.storage.store import Store
-
     if destination.startswith(_HUB):
         check_hub_access(destination)
     elif destination.partition("://")[0] in ("s3", "gs") or is_path(destination):
@@ -140,10 +156,6 @@ def _check_destination(destination: str) -> None:
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
     """Copy an export; return its address."""
-    from ftkit.hub.push import push_to_hub
-    from ftkit.models.folder import EXPORT_RECORD
-    from ftkit.runs.storage.sync import push
-
     try:
         if destination.startswith(_HUB):
             return push_to_hub(exported, destination, terminal.say)
@@ -186,3 +198,98 @@ def _failed(what: str) -> FtkitError:
         f"the export did not match the trained model and was removed\n{what}",
         fix="if rounding causes the difference: --dtype fp32",
     )
+
+
+@click.command(
+    "verify",
+    cls=ExamplesCommand,
+    examples=("ftkit verify olmo3:25.02", "ftkit verify /shared/images/olmo3+25.02.sqsh --deep",
+              "ftkit verify ./my-model --engine transformers"),
+)  # fmt: skip
+@click.argument("wanted", metavar="NAME:TAG|FILE|URI|DIR", shell_complete=complete_image)
+@click.option("--deep", is_flag=True, help="An image: also run the self-check inside it.")
+@require_signature_option("a file")
+@click.option(
+    "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
+    help="An export: with vllm, also load it with vLLM's engine; auto, the default, does so on GPUs where it is "
+    "installed.",
+)  # fmt: skip
+@json_option
+def verify_command(wanted: str, *, deep: bool, public_key: Path | None, engine: EngineName, as_json: bool) -> None:
+    """Verify an imported image, or DIR, an export. Lists every difference.
+
+    Of an image, the digests are computed again and compared with its manifest (exit code 10). An export is loaded with
+    transformers (and peft), and compared with the record that 'ftkit export' wrote: its logits equal the trained
+    model's and differ from the base model's, generation stops at each end token, and the chat template renders as in
+    training (exit code 9).
+    """
+    if Path(wanted).is_dir():
+        _verify_export(Path(wanted).resolve(), engine, as_json=as_json)
+    else:
+        _verify_image(wanted, public_key, deep=deep, as_json=as_json)
+
+
+def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: bool) -> None:
+    from ftkit.cli.terminal.progress_view import ProgressView
+
+    terminal = Terminal()
+    image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI|DIR")
+    file = _image_file(image)
+    with ProgressView(terminal) as view:
+        if public_key:
+            require_beside(file, public_key)
+        result = verify(file, view.report, name="NAME:TAG" if isinstance(image, ImageFile) else wanted)
+        require_intact(result)
+        left = verify_inside(file, result.manifest, view.report) if deep else ""
+    manifest = result.manifest
+    facts = {
+        "file": str(file),
+        "image": f"{manifest.reference}, {manifest.image_id}",
+        "sha256": manifest.sha256,
+        "size": gib(manifest.size / 2**30),
+        "from": manifest.source,
+    }
+    if as_json:
+        terminal.json({**facts, "size": manifest.size, "signed_by": str(public_key) if public_key else None})
+    else:
+        terminal.facts(tuple(facts.items()), is_data=True)
+    terminal.say(Styled("the file matches its manifest", "green"))
+    if public_key:
+        terminal.say(Styled(f"the manifest is signed, by {short_path(public_key)}", "green"))
+    if left:
+        terminal.say(left)
+
+
+def _verify_export(folder: Path, engine: EngineName, *, as_json: bool) -> None:
+    os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
+
+    import_transformers()
+    from transformers.utils import logging
+
+    from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
+    from ftkit.evaluate.vllm import takes_vllm
+
+    logging.disable_progress_bar()
+    terminal = Terminal()
+    has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # report a missing vLLM before a model is loaded
+    checks = verify_export(folder, terminal.say)
+    if has_vllm:
+        from ftkit.evaluate.vllm import verify_with_vllm
+
+        terminal.say("loading the model with vLLM")
+        checks += verify_with_vllm(folder, read_record(folder))
+    if as_json:
+        terminal.json([asdict(check) for check in checks])
+    else:
+        facts = [(check.name, check.found if check.passed else Styled(check.found, "red")) for check in checks]
+        terminal.facts(facts, is_data=True)
+    require_passed(folder, checks)
+
+
+def _image_file(image: AnyImage) -> Path:
+    if isinstance(image, ImageFile):
+        return image.path
+    named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference)
+    store = image_store()
+    sqsh, sif = store.link(named.reference, "sqsh"), store.link(named.reference, "sif")
+    return sif if sif.exists() and not sqsh.exists() else sqsh

@@ -13,11 +13,11 @@ from ftkit.cli.commands import LazyCommand, LazyGroup
     default="list",
     sections={
         "Commands": (
-            LazyCommand("list", "ftkit.cli.runs", "List runs, newest first (the default)."),
-            LazyCommand("checkpoints", "ftkit.cli.checkpoints", "List the checkpoints of a run, and verify them."),
-            LazyCommand("top", "ftkit.cli.top", "Show the load of all GPUs of a run."),
-            LazyCommand("sync", "ftkit.cli.sync", "Copy a run to an object store or a folder."),
-            LazyCommand("bundle", "ftkit.cli.bundle", "Put a run's manifest, metrics, and report into one file."),
+            LazyCommand("list", "ftkit.cli.runs", "List runs, newest first (the default).", "command"),
+            LazyCommand("checkpoints", "ftkit.cli.run_files", "List the checkpoints of a run, and verify them."),
+            LazyCommand("top", "ftkit.cli.jobs", "Show the load of all GPUs of a run."),
+            LazyCommand("sync", "ftkit.cli.run_files", "Copy a run to an object store or a folder."),
+            LazyCommand("bundle", "ftkit.cli.run_files", "Put a run's manifest, metrics, and report into one file."),
         )
     },
     short_help="List runs; show their checkpoints and GPUs; copy them.",
@@ -34,8 +34,8 @@ def runs() -> None:
     sections={
         "Commands": (
             LazyCommand("list", "ftkit.cli.images", "List images and where each one is (the default)."),
-            LazyCommand("lock", "ftkit.cli.lock", "Pin an image's packages, with hashes."),
-            LazyCommand("definition", "ftkit.cli.definition", "Print an image's Singularity definition file."),
+            LazyCommand("lock", "ftkit.cli.images", "Pin an image's packages, with hashes."),
+            LazyCommand("definition", "ftkit.cli.images", "Print an image's Singularity definition file."),
         )
     },
     short_help="List images; pin their packages.",
@@ -50,10 +50,10 @@ def images() -> None:
     cls=LazyGroup,
     sections={
         "Commands": (
-            LazyCommand("show", "ftkit.cli.data.show", "Print samples as the trainer sees them."),
-            LazyCommand("stats", "ftkit.cli.data.stats", "Count tokens, lengths, duplicates and packs."),
-            LazyCommand("check", "ftkit.cli.data.check", "Check every row."),
-            LazyCommand("prepare", "ftkit.cli.data.prepare", "Tokenize and pack data, and download weights."),
+            LazyCommand("show", "ftkit.cli.data", "Print samples as the trainer sees them."),
+            LazyCommand("stats", "ftkit.cli.data", "Count tokens, lengths, duplicates and packs."),
+            LazyCommand("check", "ftkit.cli.data", "Check every row."),
+            LazyCommand("prepare", "ftkit.cli.data", "Tokenize and pack data, and download weights."),
         )
     },
     short_help="Inspect and check training data.",
@@ -73,9 +73,9 @@ def data() -> None:
     sections={
         "Commands": (
             LazyCommand("show", "ftkit.cli.config", "Show settings and where each one is set (the default)."),
-            LazyCommand("recipes", "ftkit.cli.recipes", "List recipes (model, data, training)."),
-            LazyCommand("schema", "ftkit.cli.schema", "Print a JSON schema for editors."),
-            LazyCommand("completion", "ftkit.cli.completion", "Print the shell completion script."),
+            LazyCommand("recipes", "ftkit.cli.config", "List recipes (model, data, training)."),
+            LazyCommand("schema", "ftkit.cli.config", "Print a JSON schema for editors."),
+            LazyCommand("completion", "ftkit.cli.config", "Print the shell completion script."),
         )
     },
     short_help="Show settings and recipes; set up editors and shells.",
@@ -91,13 +91,13 @@ def config() -> None:
     default="list",
     sections={
         "Profiles": (
-            LazyCommand("list", "ftkit.cli.clusters", "List cluster profiles (the default)."),
-            LazyCommand("connect", "ftkit.cli.remote.setup", "Install this ftkit on a cluster's login node."),
+            LazyCommand("list", "ftkit.cli.cluster", "List cluster profiles (the default)."),
+            LazyCommand("connect", "ftkit.cli.cluster", "Install this ftkit on a cluster's login node."),
         ),
         "Create": (
-            LazyCommand("create", "ftkit.cli.cluster", "Create a cluster, or a VM with a GPU.", "create_command"),
-            LazyCommand("status", "ftkit.cli.cluster", "Show what was created.", "status_command"),
-            LazyCommand("destroy", "ftkit.cli.cluster", "Remove what was created.", "destroy_command"),
+            LazyCommand("create", "ftkit.cli.cluster", "Create a cluster, or a VM with a GPU."),
+            LazyCommand("status", "ftkit.cli.cluster", "Show what was created."),
+            LazyCommand("destroy", "ftkit.cli.cluster", "Remove what was created."),
         ),
     },
     short_help="List, connect to, create, and remove clusters.",

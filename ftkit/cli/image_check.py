@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
-from ftkit.cli.image_arguments import registry_of
+from ftkit.cli.arguments import registry_of
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
@@ -102,7 +102,7 @@ def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
-    from ftkit.cli.import_ import run_import
+    from ftkit.cli.build import run_import
 
     request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
     run_import(request, plan.cluster.image_format, terminal)

@@ -1,18 +1,23 @@
-"""`ftkit images`: list training images and where each one is."""
+"""`ftkit images`: list images, pin their packages, and print definition files."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.arguments import json_option, load_all
+from ftkit.cli.arguments import image_argument, image_store, json_option, load_all
 from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.image_arguments import image_store
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import age, gib
+from ftkit.cli.terminal.format import age, gib, short_path
 from ftkit.config.context import Context, list_images
+from ftkit.config.load import find_image, load_image
+from ftkit.errors import plural
+from ftkit.images.lock import write_lock
+from ftkit.images.sif import definition_file, write_files
+from ftkit.images.status import image_statuses, is_unpinned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,21 +26,18 @@ if TYPE_CHECKING:
     from ftkit.images.status import ImageStatus, ImportedFile
     from ftkit.images.store import ImageStore
 
+
 _NO: Cell = "-"
 
 
 @click.command(
     "list",
     cls=ExamplesCommand,
-    short_help="List images and where each one is.",
     examples=("ftkit images", "ftkit images --json"),
 )
 @json_option
-def command(*, as_json: bool) -> None:
+def list_command(*, as_json: bool) -> None:
     """List images: the base, whether it is built, pushed and imported, its age and its size."""
-    from ftkit.config.load import load_image
-    from ftkit.images.status import image_statuses
-
     terminal, ctx, store = Terminal(), Context.here(), image_store()
     images = load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
     states, has_docker = image_statuses([reference for reference, _ in images], store)
@@ -61,8 +63,6 @@ def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) ->
 
 
 def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
-    from ftkit.images.status import is_unpinned
-
     if spec.base.digest is None:
         return Styled("unpinned", "yellow")
     return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
@@ -118,3 +118,42 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
         ],
         **spec.model_dump(mode="json"),
     }
+
+
+@click.command(
+    "definition",
+    cls=ExamplesCommand,
+    examples=("ftkit images definition olmo3:25.02 --files olmo3-files > olmo3.def",),
+)
+@image_argument
+@click.option(
+    "--files",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Also write the files that the definition copies to this folder.",
+)
+def definition_command(reference: str, *, files: Path | None) -> None:
+    """Print a definition file that builds NAME:TAG with Apptainer or Singularity, without docker."""
+    terminal, definition = Terminal(), find_image(reference, Context.here())
+    text = definition_file(definition, files)
+    if files:
+        write_files(definition, files)
+        terminal.say(f"wrote the files that the definition copies to {short_path(files.absolute())}")
+    terminal.data(text)
+
+
+@click.command(
+    "lock",
+    cls=ExamplesCommand,
+    examples=("ftkit images lock olmo3:25.02",),
+)
+@image_argument
+def lock_command(reference: str) -> None:
+    """Resolve the packages of NAME:TAG and write its lock, with hashes.
+
+    Packages of the base (torch, triton, numpy) are never in the lock. Images that extend one file share its lock.
+    """
+    definition = find_image(reference, Context.here())
+    pinned = write_lock(definition)
+    where = short_path(definition.lock_file)
+    Terminal().say(Styled(f"wrote {where}: {plural(len(pinned), 'package')}, each with hashes", "bold"))

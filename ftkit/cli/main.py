@@ -5,10 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import platform
+import shlex
 import shutil
 import sys
 import textwrap
+import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,11 +20,10 @@ from click.exceptions import NoArgsIsHelpError
 
 from ftkit import __version__, process
 from ftkit.cli.commands import LazyCommand, LazyGroup
-from ftkit.cli.output import in_color
-from ftkit.cli.streams import open_standard_streams, styled
+from ftkit.cli.output import in_color, open_standard_streams, styled
 from ftkit.cli.terminal.format import printable
 from ftkit.config.context import Context, load_dotenv, set_home
-from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact
+from ftkit.errors import EXIT_CODES, ConfigError, FtkitError, PrerequisiteError, as_user_error, redact, redact_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,38 +34,40 @@ INTERRUPTED = 130
 
 _SECTIONS = {
     "Start": (
-        LazyCommand("init", "ftkit.cli.init", "Set up a project on this cluster or machine."),
-        LazyCommand("plan", "ftkit.cli.plan", "Preview a run and check that it fits."),
+        LazyCommand("init", "ftkit.cli.machine", "Set up a project on this cluster or machine."),
+        LazyCommand("plan", "ftkit.cli.run", "Preview a run and check that it fits."),
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
-        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run.", "command"),
         LazyCommand("chat", "ftkit.cli.chat", "Chat with a trained model."),
         LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
     ),
     "Runs": (
         LazyCommand("runs", "ftkit.cli.groups", "List runs; show their checkpoints and GPUs; copy them.", "runs"),
-        LazyCommand("logs", "ftkit.cli.logs", "Print the log of a run."),
-        LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
-        LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs."),
+        LazyCommand("logs", "ftkit.cli.jobs", "Print the log of a run."),
+        LazyCommand(
+            "report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several.", "command"
+        ),
+        LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs.", "command"),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
-        LazyCommand("rerun", "ftkit.cli.rerun", "Repeat a run, and compare its losses with the original's."),
-        LazyCommand("cancel", "ftkit.cli.cancel", "Cancel a run, or all runs of a sweep."),
-        LazyCommand("rm", "ftkit.cli.rm", "Remove runs, or what nothing uses."),
+        LazyCommand("rerun", "ftkit.cli.resume", "Repeat a run, and compare its losses with the original's."),
+        LazyCommand("cancel", "ftkit.cli.jobs", "Cancel a run, or all runs of a sweep."),
+        LazyCommand("rm", "ftkit.cli.run_files", "Remove runs, or what nothing uses."),
     ),
     "Models and data": (
         LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data.", "data"),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
-        LazyCommand("generate", "ftkit.cli.generate", "Generate completions for prompts, as JSON Lines."),
-        LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model with vLLM, as a Slurm job."),
-        LazyCommand("verify", "ftkit.cli.verify", "Verify an imported image, or an export."),
+        LazyCommand("generate", "ftkit.cli.chat", "Generate completions for prompts, as JSON Lines."),
+        LazyCommand("serve", "ftkit.cli.chat", "Serve a trained model with vLLM, as a Slurm job."),
+        LazyCommand("verify", "ftkit.cli.export", "Verify an imported image, or an export."),
     ),
     "Images": (
         LazyCommand("images", "ftkit.cli.groups", "List images; pin their packages.", "images"),
         LazyCommand("build", "ftkit.cli.build", "Build an image."),
-        LazyCommand("push", "ftkit.cli.push", "Push an image to a registry."),
-        LazyCommand("import", "ftkit.cli.import_", "Import an image as one file for a cluster."),
+        LazyCommand("push", "ftkit.cli.build", "Push an image to a registry."),
+        LazyCommand("import", "ftkit.cli.build", "Import an image as one file for a cluster."),
     ),
     "Machines": (
-        LazyCommand("doctor", "ftkit.cli.doctor", "Check the login node, and GPUs and networks of nodes."),
+        LazyCommand("doctor", "ftkit.cli.machine", "Check the login node, and GPUs and networks of nodes."),
         LazyCommand("cluster", "ftkit.cli.groups", "List, connect to, create, and remove clusters.", "cluster"),
         LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells.", "config"),
     ),
@@ -220,13 +225,28 @@ def _print_error(error: FtkitError) -> None:
 
 def _print_bug(error: Exception, words: list[str]) -> None:
     """Report a bug in ftkit, and keep the traceback for the bug report."""
-    from ftkit.cli.crash_report import write_crash_report
-
     _write(f"error: a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    report = write_crash_report("".join(traceback.format_exception(error)), words)
+    report = _write_crash_report("".join(traceback.format_exception(error)), words)
     if report:
         _write(f"please report it with the traceback in {report}", indent="  ")
     _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
+
+
+def _write_crash_report(text: str, words: list[str]) -> Path | None:
+    """Write a report to the XDG state folder and return its path; None if it can't be written."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
+    head = (
+        f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"command: ftkit {shlex.join(redact_command(words, os.environ))}",
+        f"interpreter: {sys.executable}",
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([*head, "", redact(text, os.environ)]), encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return None
+    return path
 
 
 def _write(text: str, indent: str = "") -> None:

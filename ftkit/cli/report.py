@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_runs
-from ftkit.cli.commands import ForwardedCommand
-from ftkit.cli.shell_completion import complete_run
+from ftkit.cli.arguments import RUN_HELP, complete_run, get_runs
+from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.errors import PrerequisiteError, one_line
@@ -35,7 +34,6 @@ _SAMPLE_CHARACTERS = 3000
 @click.command(
     "report",
     cls=ForwardedCommand,
-    short_help="Write report.html for a run, or a comparison of several.",
     examples=(
         "ftkit report last",
         "ftkit report demo --output demo.html",

@@ -1,14 +1,17 @@
-"""`ftkit resume`: continue a run, as planned or on another cluster."""
+"""`ftkit resume` and `ftkit rerun`: continue a run, as planned or elsewhere; or repeat it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ftkit.cli.arguments import (
     RUN_HELP,
+    check_run_name,
+    complete_run,
     current_settings,
     current_workspace,
     follow_option,
@@ -16,26 +19,54 @@ from ftkit.cli.arguments import (
     hf_token_option,
     job_environment,
     placement_options,
+    require_signature_option,
     run_argument,
 )
-from ftkit.cli.commands import ForwardedCommand, current_context
-from ftkit.cli.terminal.console import Terminal
-from ftkit.errors import ConfigError, Problem, plural
+from ftkit.cli.commands import current_context
+from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.image_check import require_same_image
+from ftkit.cli.submit import SubmitRequest, make_ready, report_submission, say_overridden
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.plan_view import plan_facts, show_findings
+from ftkit.config.image_reference import parse_image
+from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
+from ftkit.launch.code import copies_of_run
+from ftkit.launch.inputs import count_documents
+from ftkit.launch.jobs import read_resumable_plan, resume, submit
+from ftkit.launch.preflight import check_trackers, run_checks
+from ftkit.launch.render import render_job
+from ftkit.launch.rerun import (
+    RerunArgs,
+    changed_inputs,
+    changes_between_starts,
+    check_inputs,
+    plan_rerun,
+    repetition_record,
+)
+from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
 from ftkit.paths import is_address
+from ftkit.planning.layout import RunLayout
+from ftkit.planning.script import ScriptPlan
+from ftkit.runs.bundle import SIGNED_AS
+from ftkit.runs.failure import original_command
+from ftkit.runs.manifest import build_manifest
+from ftkit.runs.metrics_file import RecordTail
+from ftkit.runs.repeat import judge, original_to_json, read_original
+from ftkit.runs.signing import verify_beside
+from ftkit.runs.storage.sync import fetch_run
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
-    from ftkit.launch.resume import ResumeArgs, ResumedPlan
     from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import ScriptPlan
     from ftkit.runs.job import SubmittedRun
+    from ftkit.runs.repeat import Original
 
 
 @click.command(
     "resume",
     cls=ForwardedCommand,
-    short_help="Continue a run from its newest checkpoint.",
     examples=(
         "ftkit resume last",
         "ftkit resume demo --no-follow",
@@ -63,7 +94,7 @@ if TYPE_CHECKING:
 @hf_token_option
 @follow_option
 @click.pass_obj
-def command(  # noqa: PLR0913 - one for each option
+def resume_command(  # noqa: PLR0913 - one for each option
     typed: list[str],
     /,
     reference: str,
@@ -79,16 +110,6 @@ def command(  # noqa: PLR0913 - one for each option
     follow: bool,
 ) -> None:
     """Submit a run again."""
-    from ftkit.cli.image_check import require_same_image
-    from ftkit.cli.run import report_submission
-    from ftkit.cli.run_script import say_overridden
-    from ftkit.cli.terminal.plan_view import show_findings
-    from ftkit.launch.jobs import read_resumable_plan, resume
-    from ftkit.launch.preflight import check_trackers, run_checks
-    from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code
-    from ftkit.planning.script import ScriptPlan
-    from ftkit.runs.metrics_file import RecordTail
-
     terminal, environment = Terminal(), job_environment(hf_token_file)
     if wrong := [word for word in overrides if "=" not in word]:
         raise click.UsageError(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'", click.get_current_context())
@@ -132,12 +153,6 @@ def _resume_script(
     Raises:
         ConfigError: a different plan is requested.
     """
-    from ftkit.cli.image_check import require_same_image
-    from ftkit.cli.run_script import say_overridden
-    from ftkit.launch.jobs import resume
-    from ftkit.launch.resume import ResumedPlan, renew_code
-    from ftkit.runs.failure import original_command
-
     if replace(args, allowed=()).asks_for_changes or not set(args.allowed) <= {"code"}:
         fix = f"Start it as a new run: {original_command(plan.layout)}"
         raise ConfigError([Problem("command line", "", "of a script, only the code can change.", fix)])
@@ -150,17 +165,12 @@ def _resume_script(
 
 def _fetch(address: str, terminal: Terminal) -> None:
     """Bring the copy of a run into this workspace."""
-    from ftkit.runs.storage.sync import fetch_run
-
     plan = fetch_run(address, current_workspace(), terminal.say)
     terminal.say(f"{plan.id} is in {plan.layout.root}")
 
 
 def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[RunPlan]:
     """Plan the run again, and list the differences."""
-    from ftkit.config.image_reference import parse_image
-    from ftkit.launch.resume import replan
-
     settings, ctx = current_settings(), current_context()
     image = parse_image(settings.image, ctx.project) if settings.image else None
     changed = replan(plan, args, ctx, image)
@@ -173,3 +183,122 @@ def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
     )
     terminal.facts([*facts, ("global batch", f"{plural(new.global_batch_size, 'pack')} ({batch})")], is_data=False)
     return changed
+
+
+@click.command(
+    "rerun",
+    cls=ForwardedCommand,
+    examples=(
+        "ftkit rerun demo",
+        "ftkit rerun demo --dry-run",
+    ),
+    help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
+    should be equal, bit for bit; on other devices a difference of up to 1% passes. Each difference is listed;
+    different data or a different image is refused. At the end, the losses are compared with the original's.
+
+    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit runs bundle', or
+    the address of a copy from 'ftkit runs sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name
+    here is used, not the one in the manifest.
+    """,
+)
+@click.argument("reference", metavar="RUN", shell_complete=complete_run)
+@placement_options
+@click.option(
+    "--name",
+    metavar="NAME",
+    callback=check_run_name,
+    help="Name of the new run; default: the recipe's name with -rerun.",
+)
+@click.option(
+    "--allow",
+    "allowed",
+    metavar="PART",
+    multiple=True,
+    help="Accept different data, a different image, or different code.",
+)
+@require_signature_option("a bundle")
+@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
+@click.option("--dry-run", is_flag=True, help="List the differences and print the job script; submit nothing.")
+@hf_token_option
+@follow_option
+@click.pass_obj
+def rerun_command(  # noqa: PLR0913 - one for each option
+    typed: list[str],
+    /,
+    reference: str,
+    *,
+    num_nodes: int | None,
+    gpus_per_node: int | None,
+    cluster: str | None,
+    name: str | None,
+    allowed: tuple[str, ...],
+    public_key: Path | None,
+    does_import: bool,
+    dry_run: bool,
+    hf_token_file: Path | None,
+    follow: bool,
+) -> None:
+    """Repeat a run."""
+    terminal, ctx, workspace = Terminal(), current_context(), current_workspace()
+    path = Path(reference)
+    is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
+    if public_key:
+        verify_beside(path, public_key, SIGNED_AS)
+    original = read_original(str(get_run(reference).layout.root) if is_own else reference)
+    args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
+    plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
+    folder = get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
+    copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
+    (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
+    terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
+    say_overridden(terminal, ctx.project)
+    if dry_run:
+        _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
+        terminal.data(render_job(plan, ctx.project))
+        return
+    environment = job_environment(hf_token_file)
+    ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
+    _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
+    ready = replace(
+        ready,
+        manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
+        files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
+    )
+    run = submit(ready)
+    report_submission(run, terminal, does_follow=follow)
+    if follow:
+        report_verdict(run.layout, terminal)
+
+
+def _list_changes(
+    original: Original, plan: RunPlan, manifest: Mapping[str, Any], allowed: Sequence[str], terminal: Terminal
+) -> None:
+    """List the differences between a planned run and its original.
+
+    Raises:
+        ConfigError: some of them are not allowed.
+    """
+    differences = changed_inputs(original, plan, manifest)
+    check_inputs(differences, allowed)
+    for each in differences:
+        before, after = each.values
+        terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
+    for text in changes_between_starts(original):
+        terminal.warn(text)
+
+
+def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
+    """Report whether a run reproduced the original.
+
+    Raises:
+        NotRepeatedError: it did not.
+    """
+    verdict = judge(layout)
+    if verdict is None:
+        return
+    terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"), is_data=True)
+    if verdict.beyond_step is not None:
+        raise NotRepeatedError(
+            f"{layout.root.name} did not reproduce {verdict.original}",
+            fix=f"compare them: ftkit compare {verdict.original} {layout.root.name}",
+        )

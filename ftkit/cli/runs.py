@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ftkit.cli.arguments import current_workspace, json_option
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.errors import NotFoundError

@@ -15,7 +15,7 @@ from ftkit.cli.arguments import (
     json_option,
     run_argument,
 )
-from ftkit.cli.commands import ForwardedCommand
+from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import FtkitError, NotFoundError
 
@@ -23,7 +23,6 @@ from ftkit.errors import FtkitError, NotFoundError
 @click.command(
     "status",
     cls=ForwardedCommand,
-    short_help="Show the state and results of a run.",
     examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
     help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.
 

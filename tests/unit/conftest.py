@@ -161,7 +161,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
 @pytest.fixture
 def squeue_line() -> Callable[..., str]:
     def line(run: SubmittedRun, state: str, reason: str = "None", nodes: str = "n[1-2]") -> str:
-        return f"{run.submission.job_id}|{state}|{reason}|1767323100|1767326700|{nodes}|{run.layout.root}\n"
+        return f"{run.job_id}|{state}|{reason}|1767323100|1767326700|{nodes}|{run.layout.root}\n"
 
     return line
 
@@ -169,7 +169,7 @@ def squeue_line() -> Callable[..., str]:
 @pytest.fixture
 def sacct_line() -> Callable[..., str]:
     def line(run: SubmittedRun, state: str, code: str = "0:0") -> str:
-        return f"{run.submission.job_id}|{state}|1767323100|1767326700|n[1-2]|{code}|{run.layout.root}\n"
+        return f"{run.job_id}|{state}|1767323100|1767326700|n[1-2]|{code}|{run.layout.root}\n"
 
     return line
 

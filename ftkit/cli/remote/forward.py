@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.output import current_output
-from ftkit.cli.streams import log_output
+from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.remote.login import (
@@ -33,7 +32,6 @@ from ftkit.remote.records import Records, printed_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
 
-    from ftkit.cli.remote.login_node import LoginNode
     from ftkit.config.context import Context
 
 SUBMITTING: Final = ("run", "resume", "rerun")
@@ -55,7 +53,7 @@ _MIB: Final = 2**20
 _MAX_WAIT_SECONDS: Final = 30
 
 
-def forward(place: LoginNode, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
+def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
     """Run a command on a login node, and return its exit status.
 
     Raises:
@@ -64,19 +62,19 @@ def forward(place: LoginNode, path: Sequence[str], typed: Sequence[str], params:
     from ftkit.remote.install import code_identity
     from ftkit.remote.sending import digest_of, project_files, project_name
 
-    files = project_files(place.ctx)
+    files = project_files(ctx)
     request = Request(
         "run",
         code_identity(),
-        project_name(place.ctx.project),
+        project_name(ctx.project),
         digest_of(files),
-        place.login.cluster,
+        login.cluster,
         (*path, *typed),
         {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ},
     )
-    forwarded = _Forwarded(place.login, request, files, Terminal())
+    forwarded = _Forwarded(login, request, files, Terminal())
     if path[0] in SUBMITTING:
-        return _submit(forwarded, place.ctx, path[0], typed, params)
+        return _submit(forwarded, ctx, path[0], typed, params)
     if params.get("follow"):
         return forwarded.follow((*path, *typed), copies_log=path[0] == "logs")
     return forwarded.run((*path, *typed))
@@ -193,7 +191,7 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
         ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
     """
     from ftkit.cli.arguments import run_args
-    from ftkit.cli.run_script import split_script_args
+    from ftkit.cli.submit import split_script_args
     from ftkit.launch.resolve import recipe_name
     from ftkit.launch.sweep import expand
     from ftkit.remote.sending import list_sent, pack_run, send_files
@@ -254,7 +252,7 @@ class _Code:
 
 def _pack_code(params: Mapping[str, Any]) -> _Code:
     from ftkit.cli.arguments import current_workspace
-    from ftkit.cli.run_script import copy_selected_code
+    from ftkit.cli.submit import copy_selected_code
     from ftkit.launch.code import pack_copies
     from ftkit.launch.script import copy_script
     from ftkit.planning.layout import SCRIPT_CODE

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit import process
+from ftkit.cli.forwarded import SERVED
 from ftkit.cli.main import main as ftkit
-from ftkit.cli.remote.login_node import SERVED
 from ftkit.files import copy_new, write_file
 from ftkit.launch.code import unpack_copies
 from ftkit.remote.install import code_identity

@@ -15,8 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from ftkit.cli.output import current_output, in_color
-from ftkit.cli.streams import styled
+from ftkit.cli.output import current_output, in_color, styled
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import redact
 

@@ -35,7 +35,7 @@ def save(run: SubmittedRun, step: int) -> Path:
 
 def complete(run: SubmittedRun, records: Any) -> None:
     records.write(run, records.end())
-    run.layout.job_exit_code(run.submission.job_id).write_text("0")
+    run.layout.job_exit_code(run.job_id).write_text("0")
 
 
 def test_equal_runs_are_reported_as_equal(ftkit: Callable[..., Result], make_run: RunMaker, records: Any) -> None:

@@ -124,7 +124,7 @@ def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..
     result = ftkit("resume", copied.name)
     assert result.code == 15
     assert f"is that of the run in {run.layout.root}" in result.err
-    assert run.layout.job_exit_code(run.submission.job_id).exists()
+    assert run.layout.job_exit_code(run.job_id).exists()
     assert ftkit("status", copied.name).code == 0
 
 

@@ -17,7 +17,7 @@ from rich.markup import render
 from rich.progress import Progress
 
 from ftkit.cli.follow import LiveView
-from ftkit.cli.streams import log_output
+from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import printable
 from ftkit.errors import FtkitError
@@ -124,7 +124,7 @@ def test_errors_and_what_libraries_print_are_escaped(
         raise FtkitError(NASTY, meaning=NASTY, fix=NASTY)
 
     del stdout
-    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    monkeypatch.setattr("ftkit.cli.config.list_names", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", _show_warning)
@@ -143,7 +143,7 @@ def test_a_bug_is_reported_escaped(ftkit: Callable[..., Result], monkeypatch: py
         raise ValueError(NASTY)
 
     del stdout
-    monkeypatch.setattr("ftkit.cli.recipes.list_names", fail)
+    monkeypatch.setattr("ftkit.cli.config.list_names", fail)
     result = ftkit("config", "recipes")
     assert result.code == 1
     assert unsafe(result.out + result.err) == set()
@@ -173,7 +173,7 @@ def nasty_run(make_run: RunMaker, records: Any) -> str:
     error = {"time": 2e9, "rank": 0, "host": NASTY, "type": NASTY, "message": NASTY, "traceback": NASTY, "step": 1}
     (layout.logs / "error-00000.json").write_text(json.dumps(error))
     layout.job_log.write_text(f"one\n{NASTY}\nError: {NASTY}\n")
-    layout.job_exit_code(run.submission.job_id).write_text("1\n")
+    layout.job_exit_code(run.job_id).write_text("1\n")
     return run.id
 
 

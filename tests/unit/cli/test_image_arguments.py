@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.cli.image_arguments import required_registry
+from ftkit.cli.arguments import required_registry
 from ftkit.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def finish(run: SubmittedRun, records: Any) -> None:
     records.write(run, records.step(1, 6.5), records.step(400, 0.5), records.end())
-    run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
+    run.layout.job_exit_code(run.job_id).write_text("0\n")
 
 
 def screen(width: int = 80) -> tuple[Terminal, StringIO]:
@@ -243,7 +243,7 @@ def test_a_failed_preflight_is_no_full_disk(
     run = make_run()
     run.layout.logs.mkdir(exist_ok=True)
     run.layout.job_log.write_text("ftkit: error: no node passes the preflight\n")
-    run.layout.job_exit_code(run.submission.job_id).write_text("12")
+    run.layout.job_exit_code(run.job_id).write_text("12")
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, "FAILED", "12:0"))
     followed = ftkit("status", "last", "--follow")

@@ -51,7 +51,7 @@ def test_a_run_that_completed_by_its_own_files_needs_no_scheduler(
 ) -> None:
     run = make_run()
     records.write(run, records.step(400), records.end())
-    run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
+    run.layout.job_exit_code(run.job_id).write_text("0\n")
     assert observe(run).state is RunState.COMPLETED
     assert observe(run).ended == records.end().time
     assert programs.calls() == []
@@ -97,7 +97,7 @@ def test_a_stopped_run_that_was_not_requeued_has_ended(
 ) -> None:
     run = make_run()
     records.write(run, records.end("stopped", 120))
-    run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
+    run.layout.job_exit_code(run.job_id).write_text("0\n")
     slurm_says(run, accounting="COMPLETED")
     seen = observe(run)
     assert (seen.state, seen.is_final) == (RunState.STOPPED, True)
@@ -141,7 +141,7 @@ def test_a_run_that_completed_just_before_it_was_canceled_is_completed(
     run = make_run()
     records.write(run, replace(records.end(), time=run.submission.submitted + 1))
     if has_exit_code:
-        run.layout.job_exit_code(run.submission.job_id).write_text("0\n")
+        run.layout.job_exit_code(run.job_id).write_text("0\n")
     run.layout.canceled.touch()
     slurm_says(run, accounting="CANCELLED by 0")
     assert observe(run).state is RunState.COMPLETED
@@ -166,7 +166,7 @@ def test_the_exit_code_decides_if_slurm_has_forgotten_the_job(
     run = make_run()
     run.layout.job_exit_code("999").write_text("3")  # of another, rejected job
     if exit_code:
-        run.layout.job_exit_code(run.submission.job_id).write_text(exit_code)
+        run.layout.job_exit_code(run.job_id).write_text(exit_code)
     slurm_says(run)
     seen = observe(run)
     assert seen.state is state
@@ -251,7 +251,7 @@ def test_processes_of_an_ended_job_may_remain_only_on_a_lost_node(
 ) -> None:
     run = make_run()
     slurm_says(run, accounting=accounting)
-    trains_in(run, run.submission.job_id)
+    trains_in(run, run.job_id)
     assert observe(run).state == expected
 
 

@@ -37,7 +37,7 @@ def test_a_submitted_run_has_all_its_files(slurm_plan: RunPlan, programs: FakePr
     programs.answer("sbatch", "123\n")
     run = submit(NewJob(slurm_plan, "#!/bin/bash\n", {"run": "x"}, os.environ))
     layout = slurm_plan.layout
-    assert run.submission.job_id == "123"
+    assert run.job_id == "123"
     assert read_submission(layout) == run.submission
     assert read_plan(layout) == slurm_plan
     assert layout.script.read_text() == "#!/bin/bash\n"
@@ -90,7 +90,7 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_found(
     )
     programs.answer("squeue", accepted)
     run = submit(NewJob(slurm_plan, "", {}, os.environ, preparation="#!/bin/sh\n"))
-    assert (run.submission.job_id, run.submission.preparation_job_id) == ("8", "7")
+    assert (run.job_id, run.submission.preparation_job_id) == ("8", "7")
     assert "Slurm has accepted the job" in run.submission.messages
     assert not programs.calls("scancel")
 
@@ -144,7 +144,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled
         "sbatch --parsable prepare.sbatch",
         "sbatch --parsable --dependency=afterok:7 --kill-on-invalid-dep=yes job.sbatch",
     ]
-    assert (run.submission.job_id, run.submission.preparation_job_id) == ("8", "7")
+    assert (run.job_id, run.submission.preparation_job_id) == ("8", "7")
     programs.answer("squeue", squeue_line(run, "PENDING", reason="Dependency"))
     assert "waits for the job that prepares" in observe(run).reason
     programs.answer("scancel")
@@ -239,7 +239,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
     run = make_run()
     records.write(run, records.end())
-    run.layout.job_exit_code(run.submission.job_id).write_text("0")
+    run.layout.job_exit_code(run.job_id).write_text("0")
     plan = read_plan(run.layout)
     with pytest.raises(SubmitError, match="nothing left to do") as caught:
         resume(plan, os.environ)
@@ -315,7 +315,7 @@ def test_the_job_log_tells_the_state_of_a_job_that_slurm_has_forgotten(
     run = make_run(job_id="1")
     run.layout.logs.mkdir(exist_ok=True)
     run.layout.job_log.write_text(f"2026-01-02T03:04:00Z ftkit: training\nslurmstepd-n1: error: {words}\n")
-    run.layout.job_exit_code(run.submission.job_id).write_text("0")  # the trainer stopped in time
+    run.layout.job_exit_code(run.job_id).write_text("0")  # the trainer stopped in time
     programs.answer("squeue")
     programs.answer("sacct", sacct_line(run, accounting, "137:0") if accounting else "")
     assert observe(run).state is state

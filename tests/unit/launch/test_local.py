@@ -46,14 +46,14 @@ def started(make_run: RunMaker) -> Iterator[Callable[[str], SubmittedRun]]:
 
     yield start
     for run in runs:
-        if process.group_members(int(run.submission.job_id)):
-            process.signal_group(int(run.submission.job_id), signal.SIGKILL)
+        if process.group_members(int(run.job_id)):
+            process.signal_group(int(run.job_id), signal.SIGKILL)
 
 
 def test_a_script_runs_in_its_folder_in_a_new_session(started: Callable[[str], SubmittedRun]) -> None:
     run = started("pwd; ps=$(cut -d' ' -f6 /proc/$$/stat); echo session $ps of $$; echo 0 >exit-code-$$")
     wait_until(lambda: observe(run).is_final)
-    pid = run.submission.job_id
+    pid = run.job_id
     assert run.layout.job_log.read_text().split("\n")[:2] == [str(run.layout.root), f"session {pid} of {pid}"]
     assert observe(run).state is RunState.COMPLETED
 
@@ -69,7 +69,7 @@ def test_a_script_is_running_until_it_ends(started: Callable[[str], SubmittedRun
 
 def test_a_killed_script_is_reported_as_failed(started: Callable[[str], SubmittedRun]) -> None:
     run = started("exec sleep 3600")
-    os.kill(int(run.submission.job_id), signal.SIGKILL)
+    os.kill(int(run.job_id), signal.SIGKILL)
     wait_until(lambda: observe(run).is_final)
     assert observe(run).state is RunState.FAILED
     assert observe(run).cause is Cause.KILLED
@@ -80,7 +80,7 @@ def test_a_run_that_a_restart_of_the_machine_ended_says_so(
     started: Callable[[str], SubmittedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = started("exec sleep 3600")
-    os.kill(int(run.submission.job_id), signal.SIGKILL)
+    os.kill(int(run.job_id), signal.SIGKILL)
     monkeypatch.setattr(process, "system_start", lambda: run.submission.submitted + 60)
     wait_until(lambda: observe(run).is_final)
     assert (observe(run).state, observe(run).cause) == (RunState.FAILED, Cause.REBOOT)
@@ -95,8 +95,8 @@ def test_the_start_of_this_system_is_before_that_of_this_process() -> None:
 def test_remaining_processes_of_a_killed_script_count_as_running(started: Callable[[str], SubmittedRun]) -> None:
     run = started("sleep 3600 & echo ready >ready; wait")
     wait_until((run.layout.root / "ready").exists)
-    os.kill(int(run.submission.job_id), signal.SIGKILL)
-    wait_until(lambda: process.start_time(int(run.submission.job_id)) is None)
+    os.kill(int(run.job_id), signal.SIGKILL)
+    wait_until(lambda: process.start_time(int(run.job_id)) is None)
     assert observe(run).state is RunState.RUNNING
     assert cancel(run) is None
     assert observe(run).state is RunState.CANCELED
@@ -108,7 +108,7 @@ def test_canceling_lets_the_script_shut_down(started: Callable[[str], SubmittedR
     assert cancel(run) is None
     assert observe(run).state is RunState.CANCELED
     assert "stopping" in run.layout.job_log.read_text()
-    assert process.group_members(int(run.submission.job_id)) == []
+    assert process.group_members(int(run.job_id)) == []
 
 
 def test_a_script_that_ignores_sigterm_is_killed(
@@ -149,4 +149,4 @@ def test_a_trainer_that_receives_no_signals_is_stopped_by_the_stop_file(make_run
     inside = Holder("container", "another process namespace", 7, "1", "", 0.0)
     (run.layout.leases / "000001.json").write_text(json.dumps(asdict(inside)))
     assert cancel(run) is None
-    assert run.layout.job_stop_request(run.submission.job_id).exists()
+    assert run.layout.job_stop_request(run.job_id).exists()

@@ -27,7 +27,7 @@ def use(run: SubmittedRun, fingerprint: str, *, exit_code: int | None, has_check
     plan["fingerprint"] = fingerprint
     run.layout.plan.write_text(json.dumps(plan))
     if exit_code is not None:
-        run.layout.job_exit_code(run.submission.job_id).write_text(f"{exit_code}\n")
+        run.layout.job_exit_code(run.job_id).write_text(f"{exit_code}\n")
     if has_checkpoint:
         run.layout.checkpoint(10).mkdir(parents=True)
 

@@ -62,7 +62,7 @@ def trained(run: SubmittedRun, records: Any, num_records: int = 80) -> None:
         EvaluationRecord(300.0, 79, "after", 0.5, 1.6, 1.0, (replace(sample, answer="SELECT 1", correct=True),)),
         records.end(),
     )
-    run.layout.job_exit_code(run.submission.job_id).write_text("0")
+    run.layout.job_exit_code(run.job_id).write_text("0")
 
 
 class _Checker(HTMLParser):

@@ -1,4 +1,4 @@
-"""Select the machine that a command runs on: this one, or the login node of its cluster or run.
+"""Commands that run on this machine, or on the login node of their cluster or run.
 
 Nearly every command calls this, and most profiles have no `login`: the modules for ssh are imported only if one has.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ftkit.cli.commands import current_context
+from ftkit.cli.arguments import get_run
+from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.output import current_output
 from ftkit.config.context import Context, read_settings_layers, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 
@@ -22,6 +24,27 @@ if TYPE_CHECKING:
 
 SERVED: Final = "FTKIT_FORWARDED"
 """Variable that is set where a forwarded command runs: it is not forwarded again."""
+_TYPED = "ftkit.typed"
+"""Key of a context's `meta`: the words of the command line after the command's name."""
+
+
+class ForwardedCommand(ExamplesCommand):
+    """A command that runs on the login node of its cluster or run if the profile has a `login`, else here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the typed words, which are forwarded unchanged."""
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command there or here."""
+        place = find_login_node(ctx.params)
+        if place is None:
+            return super().invoke(ctx)
+        from ftkit.cli.remote.forward import forward
+
+        path = ctx.command_path.split()[1:]
+        return ctx.exit(forward(place.login, place.ctx, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
 @dataclass(frozen=True)
@@ -86,8 +109,6 @@ def _login_of(name: str, ctx: Context) -> Login | None:
 
 def _has_newer_run(reference: str, run_id: str) -> bool:
     """Return whether the run is in this machine's workspace and newer than a remote one."""
-    from ftkit.cli.arguments import get_run
-
     try:
         return get_run(reference).created.strftime("%Y%m%dT%H%M%SZ") > run_id.rsplit("-", 2)[1]
     except FtkitError:

@@ -1,93 +1,108 @@
-"""`ftkit run --script`, and the options for the user's own code."""
+"""Check a planned run, submit it, and report it; or a run of the user's own script."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import click
-
+from ftkit.cli.commands import current_context
+from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import short_path
+from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime, show_findings
 from ftkit.errors import plural
+from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
+from ftkit.launch.jobs import NewJob, submit
+from ftkit.launch.render import render_job, render_preparation
+from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from ftkit.cli.run import SubmitRequest
-    from ftkit.cli.terminal.console import Cell, Terminal
-    from ftkit.launch.code import CodeCopy
+    from ftkit.cli.terminal.console import Cell
     from ftkit.launch.resolve import RunArgs
     from ftkit.launch.script import ScriptArgs
+    from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import ScriptPlan
     from ftkit.runs.job import SubmittedRun
-
-_CODE_OPTIONS = (
-    click.option(
-        "--dev",
-        "is_dev",
-        is_flag=True,
-        help="Run a copy of this ftkit, with its uncommitted changes, instead of the image's.",
-    ),
-    click.option(
-        "--with-code",
-        metavar="DIR",
-        multiple=True,
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Copy a package, or a folder of modules, into the run, and put it first on PYTHONPATH. Can be repeated.",
-    ),
-    click.option(
-        "--sent-code", metavar="DIR", hidden=True, type=click.Path(exists=True, file_okay=False, path_type=Path)
-    ),  # the copies of the two options above, sent from the machine where the command was typed
-)
-_SCRIPT_OPTIONS = (
-    click.option(
-        "--script",
-        metavar="FILE",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Run this script instead of ftkit's trainer; its arguments follow '--'.",
-    ),
-    click.option(
-        "--accelerate-config",
-        metavar="FILE",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="accelerate's configuration for the script; with a RECIPE, one is made from its plan.",
-    ),
-    click.option(
-        "--stop-signal",
-        type=click.Choice(["TERM", "USR1", "none"]),
-        default="TERM",
-        show_default=True,
-        help="Signal for the script's processes when the time limit is near or the run is canceled.",
-    ),
-    click.option(
-        "--requeue",
-        "can_restart",
-        is_flag=True,
-        help="Restart the script after a time limit, a preemption, a lost node or a crash. It must continue from its "
-        "own checkpoint.",
-    ),
-)
+    from ftkit.runs.metrics_file import RecordTail
 
 
-def code_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options about the user's code."""
-    for option in reversed(_CODE_OPTIONS):
-        function = option(function)
-    return function
+@dataclass(frozen=True)
+class SubmitRequest:
+    """How to submit a run.
+
+    Attributes:
+        command: the typed command line, for the manifest.
+        environment: environment variables of its jobs.
+        copies: copies of the user's code.
+        where: where data is prepared: job, here, or with-training.
+        does_import: whether to import a missing image.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    copies: Sequence[CodeCopy]
+    where: str = "job"
+    does_import: bool = field(default=False, kw_only=True)
 
 
-def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options about a script."""
-    for option in reversed(_SCRIPT_OPTIONS):
-        function = option(function)
-    return function
+def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> NewJob[RunPlan]:
+    """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
+
+    Raises:
+        FtkitError: the run would fail.
+    """
+    from ftkit.cli.image_check import check_image
+    from ftkit.launch.inputs import needs_preparation, prepare_here
+    from ftkit.launch.model import pin_revision
+    from ftkit.launch.preflight import run_checks
+    from ftkit.runs.manifest import build_manifest, uncommitted_changes
+
+    environment, where = request.environment, request.where
+    show_findings(run_checks(plan, environment), terminal)
+    plan = pin_revision(plan, environment)
+    image_facts = check_image(plan, terminal, does_import=request.does_import)
+    plan = resolve_image_link(plan)  # again, for an image that was just imported
+    project = current_context().project
+    parts = {OVERRIDDEN_PARTS: find_overrides(project)}
+    manifest = build_manifest(plan, request.command, project) | image_facts | parts
+    preparation = None
+    if where == "here":
+        prepare_here(plan, environment, terminal.say)
+    elif where == "job" and needs_preparation(plan, environment):
+        preparation = render_preparation(plan, project)
+    changes = uncommitted_changes()
+    files = files_of(request.copies)
+    if changes:
+        files[plan.layout.code_changes.name] = changes
+    script = render_job(plan, project, prepares=where == "with-training")
+    return NewJob(plan, script, manifest, environment, preparation, files)
+
+
+def report_submission(
+    run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
+) -> None:
+    """Report the submitted job; then follow it, or print the run's id for a script to use."""
+    job = "process" if run.submission.scheduler == "local" else "job"
+    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.job_id}", "bold"))
+    if run.submission.preparation_job_id:
+        terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
+    if run.submission.messages:
+        terminal.say(run.submission.messages)
+    if does_follow:
+        from ftkit.cli.follow import follow
+
+        follow(run, terminal, tail)
+    else:
+        terminal.data(f"{run.id}\n")
 
 
 def copy_selected_code(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
     """Copy the code that the options select. Raises as `ftkit.launch.code.copy_code` does."""
     if not with_code and not is_dev and sent is None:
         return []
-    from ftkit.launch.code import copy_own_package, copy_packages, read_unpacked
 
     if sent is not None:
         return read_unpacked(sent)
@@ -103,8 +118,6 @@ def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tup
 
 def script_facts(plan: ScriptPlan) -> list[tuple[str, Cell]]:
     """Return the rows of a script's plan, for the table."""
-    from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime
-
     script = plan.script
     facts: list[tuple[str, Cell]] = [
         ("run", plan.id),
@@ -137,8 +150,6 @@ def _stop(plan: ScriptPlan) -> str:
 
 def say_overridden(terminal: Terminal, project: Path) -> None:
     """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
-    from ftkit.launch.templates import find_overrides
-
     for name in find_overrides(project):
         terminal.say(f"sbatch/{name} of this project overrides the shipped part")
 
@@ -158,16 +169,9 @@ def run_script(
     Raises:
         FtkitError: the run would fail.
     """
-    from ftkit.cli.commands import current_context
     from ftkit.cli.image_check import check_image
-    from ftkit.cli.terminal.plan_view import show_findings
-    from ftkit.launch.code import files_of
-    from ftkit.launch.jobs import NewJob, submit
     from ftkit.launch.preflight import run_script_checks
-    from ftkit.launch.render import render_job
-    from ftkit.launch.resolve import resolve_image_link
     from ftkit.launch.script import accelerate_json, resolve_script
-    from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     ctx = current_context()

@@ -1,0 +1,291 @@
+"""`ftkit data`: inspect, check and prepare the data of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import get_run, hf_token_option, job_environment, json_option, run_args, run_options
+from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.cli.terminal.format import count, duration
+from ftkit.errors import DataError, PrerequisiteError, plural
+from ftkit.launch.inputs import prepare_here
+from ftkit.launch.resolve import read_settings, resolve, resolve_recipe
+from ftkit.planning.plan import read_plan_to_use
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.data.inspection import DataInspector, DataStats, Sample, Segment
+    from ftkit.launch.resolve import RunArgs
+    from ftkit.planning.plan import RunPlan
+
+
+def open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
+    """Resolve the recipe, read its first training rows and load its tokenizer. No cluster is needed.
+
+    Raises:
+        PrerequisiteError: a package that tokenizes is missing here.
+    """
+    missing = [name for name in ("transformers", "tokenizers", "numpy") if find_spec(name) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"'ftkit data' needs packages that are not installed: {', '.join(missing)}",
+            meaning="ftkit was installed without the packages for training",
+            fix="pip install 'ftkit[train]'",
+        )
+    from ftkit.data.inspection import DataInspector
+    from ftkit.data.prepare import open_encoder
+
+    recipe = resolve_recipe(args, current_context())
+    return DataInspector(recipe, open_encoder(recipe, terminal.say), terminal.say)
+
+
+@click.command(
+    "show",
+    cls=ExamplesCommand,
+    examples=(
+        "ftkit data show demo",
+        "ftkit data show demo -n 10 data.train_on=last",
+        "ftkit data show demo --json",
+        "ftkit data show --packs 3,17 last",
+    ),
+)
+@run_options
+@click.option(
+    "-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Number of rows (default 3)."
+)
+@click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
+@json_option
+def show_command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Any) -> None:
+    """Print samples as the trainer sees them: the text that the chat template renders, turn by turn.
+
+    Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed unchanged; ↵ is a line break.
+    """
+    terminal = Terminal()
+    if packs is not None:
+        _show_packs(words, packs, terminal, as_json=as_json)
+        return
+    inspector = open_data(terminal, run_args(words, **options))
+    samples = list(inspector.samples(num_rows))
+    if as_json:
+        terminal.json([asdict(sample) for sample in samples])
+        return
+    is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
+    terminal.say(f"trained: {_trained_parts('all' if is_text else inspector.recipe.data.train_on)}")
+    if any(sample.num_renderings > 1 for sample in samples):
+        terminal.say(
+            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn follows "
+            "the same text as in inference."
+        )
+    for sample in samples:
+        _show(sample, terminal)
+
+
+def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_json: bool) -> None:
+    """Print documents of a run's prepared data."""
+    from ftkit.data.inspection import samples_of_packs
+    from ftkit.data.store import PreparedData
+
+    ids = [word.strip() for word in packs.split(",")]
+    if len(words) != 1 or not all(word.isdigit() for word in ids):
+        raise click.UsageError("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
+    data = PreparedData(read_plan_to_use(get_run(words[0]).layout).data_directory)
+    samples = samples_of_packs(data, [int(word) for word in ids])
+    if as_json:
+        terminal.json([asdict(sample) for sample in samples])
+        return
+    for sample in samples:
+        _show(sample, terminal)
+
+
+def _trained_parts(train_on: str | list[Any]) -> str:
+    if isinstance(train_on, list):
+        return f"turns of {', '.join(train_on)}"
+    return {
+        "assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
+        "all": "all tokens",
+    }[train_on]  # fmt: skip
+
+
+def _show(sample: Sample, terminal: Terminal) -> None:
+    part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
+    title = f"{sample.where}{part}: {plural(sample.num_tokens, 'token')}, {sample.num_trained:,} trained"
+    terminal.text(Styled(title, "bold"), is_data=True)
+    if sample.fate:
+        terminal.text(Styled(sample.fate, "yellow"), is_data=True)
+    rows = []
+    for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
+        segments = list(turn)
+        rows.append((segments[0].role, [_shown(segment, is_last=segment is segments[-1]) for segment in segments]))
+    terminal.passages(rows)
+    terminal.text(is_data=True)
+
+
+def _shown(segment: Segment, *, is_last: bool) -> Styled:
+    text = segment.text.replace("\n", "↵\n")
+    text = text.removesuffix("\n") if is_last else text
+    return Styled(f"⟦{text}⟧", "green") if segment.is_trained else Styled(text, "")
+
+
+_BAR = 30
+
+
+@click.command(
+    "stats",
+    cls=ExamplesCommand,
+    examples=("ftkit data stats demo", "ftkit data stats demo --cluster slurm --json"),
+)
+@run_options
+@json_option
+def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+    """Count tokens, lengths, duplicates and packs of the training rows.
+
+    If a cluster is set, predict the duration of an epoch on it.
+    """
+    terminal, ctx, args = Terminal(), current_context(), run_args(words, **options)
+    plan = resolve(args, ctx) if read_settings(args, ctx).has_cluster else None
+    inspector = open_data(terminal, args)
+    stats, training = inspector.stats(), inspector.recipe.training
+    batch = training.global_batch_size
+    epoch = _epoch(stats, batch, plan)
+    if as_json:
+        terminal.json(asdict(stats) | {"epoch": epoch})
+        return
+    facts = [*_facts(stats, training.sequence_length), ("epoch", _describe(epoch, stats, batch, plan))]
+    terminal.facts(facts, is_data=True)
+    most = max((each.count for each in stats.histogram), default=0)
+    bars: list[tuple[str, Cell]] = [
+        (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
+        for each in stats.histogram
+    ]
+    terminal.text(is_data=True)
+    terminal.facts(bars, is_data=True)
+
+
+def _facts(stats: DataStats, length: int) -> list[tuple[str, Cell]]:
+    num_rows = sum(source.num_rows for source in stats.sources)
+    validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
+    is_other = stats.num_renderings != stats.num_documents + stats.num_validation
+    rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
+    facts: list[tuple[str, Cell]] = [
+        ("format", ", ".join(dict.fromkeys(stats.formats))),
+        ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
+        ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
+        ("lengths", f"median {stats.median:,.0f}, mean {stats.mean:,.0f}, longest {plural(stats.longest, 'token')}"),
+        ("too long", f"{stats.num_too_long:,} for packs of {length:,} (data.too_long: {stats.too_long})"),
+        ("duplicates", f"{stats.num_duplicates:,}"),
+        ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
+        ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
+    ]
+    if len(stats.sources) > 1:
+        shares = [f"{source.num_tokens / max(1, stats.num_tokens):.1%}" for source in stats.sources]
+        facts += [
+            (source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})")
+            for source, share in zip(stats.sources, shares, strict=True)
+        ]
+    return facts
+
+
+def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> dict[str, Any]:
+    """Return the steps of an epoch, with duration, GPU hours and cost if the plan predicts the step time."""
+    steps = -(-stats.num_packs // batch)
+    if plan is None or plan.speed is None:
+        return {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
+    seconds = steps * plan.speed.step_seconds
+    gpu_hours = seconds * plan.placement.world_size / 3600
+    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": plan.cost_of(seconds)}
+
+
+def _describe(epoch: dict[str, Any], stats: DataStats, batch: int, plan: RunPlan | None) -> str:
+    is_short = stats.num_packs < batch
+    text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
+    if plan and epoch["seconds"] is not None:
+        text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
+        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"
+    return f"{text}; {count(stats.num_tokens)} tokens"
+
+
+@click.command(
+    "check",
+    cls=ExamplesCommand,
+    examples=("ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json"),
+)
+@run_options
+@click.option(
+    "--skip-bad", metavar="N", type=click.IntRange(min=0), help="Number of bad rows to tolerate (data.skip_bad)."
+)
+@json_option
+def check_command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Any) -> None:
+    """Read, render and tokenize every training row with the recipe's settings.
+
+    Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
+    """
+    terminal = Terminal()
+    inspector = open_data(terminal, run_args(words, **options))
+    allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
+    num_rows = num_bad = num_refused = num_fit = num_too_long = 0
+    listed: list[dict[str, str]] = []
+    fixes: set[str] = set()
+    for encoded in inspector.check():
+        num_rows += encoded.num_rows.total() + len(encoded.bad)
+        num_bad, num_refused = num_bad + len(encoded.bad), num_refused + len(encoded.refused)
+        num_fit += len(encoded.train.lengths) + len(encoded.validation.lengths)
+        num_too_long += encoded.num_too_long.total()
+        for error in (*encoded.bad, *encoded.refused):
+            where, _, reason = error.what.partition(": ")
+            fixes.add(error.fix)
+            if as_json:
+                listed.append({"where": where, "reason": reason, "fix": error.fix})
+                continue
+            terminal.text(Styled(where, "bold"), is_data=True)
+            terminal.text(f"  {reason}", is_data=True)
+            terminal.text(f"  {error.fix}", is_data=True)
+    if as_json:
+        terminal.json({"rows": num_rows, "bad": listed})
+    num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
+    if num_bad > allowed or num_refused:
+        raise DataError(
+            f"{num_useless:,} of {plural(num_rows, 'row')} can't be used"
+            + (f", {allowed:,} are allowed" if allowed else ""),
+            fix=f"correct them, or leave them out: data.skip_bad={num_bad}"
+            if num_bad < num_rows and not num_refused
+            else next(iter(fixes))
+            if len(fixes) == 1
+            else "correct them; each row above has its reason"
+            if num_useless < num_rows
+            else "set data.format to match these rows; 'ftkit data show' prints how they are read",
+        )
+    outcome = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
+    if num_too_long and not num_fit:
+        raise DataError(f"no document can be trained on: {outcome}", fix="raise training.sequence_length")
+    terminal.say(
+        (f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped")
+        + (f"; {outcome}" if num_too_long else "")
+    )
+
+
+@click.command(
+    "prepare",
+    cls=ExamplesCommand,
+    examples=("ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8"),
+)
+@run_options
+@click.option(
+    "--workers", metavar="N", type=click.IntRange(min=1), help="Number of tokenizing processes; default: one per CPU."
+)
+@hf_token_option
+def prepare_command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Any) -> None:
+    """Tokenize and pack the data of a run, and download its weights, before 'ftkit run'.
+
+    Prints the folder of the prepared data. Needs no GPU. Does nothing if the data is already prepared.
+    """
+    terminal = Terminal()
+    plan = resolve(run_args(words, **options), current_context())
+    prepare_here(plan, job_environment(hf_token_file), terminal.say, workers)
+    terminal.data(f"{plan.data_directory}\n")

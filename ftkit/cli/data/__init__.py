@@ -1,1 +1,0 @@
-"""`ftkit data`: inspect and check data before training."""

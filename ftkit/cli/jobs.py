@@ -1,0 +1,194 @@
+"""`ftkit logs`, `ftkit runs top` and `ftkit cancel`: read, watch and cancel the job of a run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    get_run,
+    get_run_or_sweep,
+    get_submission,
+    get_submitted_run,
+    json_option,
+    run_argument,
+)
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.follow import poll_states
+from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.output import log_output
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import age, finite, short_path
+from ftkit.cli.terminal.report import failed
+from ftkit.errors import FtkitError, NotFoundError
+from ftkit.files import copy_new, open_regular
+from ftkit.launch.jobs import cancel
+from ftkit.runs.failure import explain_failure
+from ftkit.runs.gpu_samples import read_last_samples
+from ftkit.runs.job import RunState
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.find import RunFolder
+    from ftkit.runs.gpu_samples import NodeSample
+    from ftkit.runs.job import SubmittedRun
+
+
+_REFRESH_SECONDS: Final = 2.0
+_OLD_SECONDS: Final = 60.0
+_GPU_COLUMNS: Final = (
+    Column("NODE", can_shrink=True),
+    Column("GPU", is_number=True),
+    Column("BUSY", is_number=True),
+    Column("MEMORY", is_number=True),
+    Column("POWER", is_number=True),
+    Column("TEMP", is_number=True),
+    Column("CLOCK", is_number=True),
+    Column("LIMITED BY", can_shrink=True),
+)
+
+
+@click.command(
+    "logs",
+    cls=ForwardedCommand,
+    examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
+    help=f"""Print the log of a run's job, or of one of its ranks.
+
+    {RUN_HELP} The id or the name of a sweep prints the logs of all of its runs.
+    """,
+)
+@run_argument
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
+@click.option("--rank", metavar="N", type=click.IntRange(min=0), help="Print the log of this rank.")
+@click.option("--from-byte", type=click.IntRange(min=0), default=0, hidden=True)  # after a lost connection
+def logs_command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -> None:
+    """Print a log."""
+    if follow:
+        run = get_submitted_run(reference)
+        _follow_log(run, _log_path(run.layout, rank), from_byte)
+        return
+    folders = get_run_or_sweep(reference)
+    if len(folders) == 1:
+        _print_log(folders[0].layout, rank)
+        return
+    for folder in folders:
+        sys.stdout.write(f"==> {folder.id} <==\n")
+        with suppress(NotFoundError):  # it may not have started yet
+            _print_log(folder.layout, rank)
+
+
+def _print_log(layout: RunLayout, rank: int | None) -> None:
+    path = _log_path(layout, rank)
+    try:
+        with open_regular(path) as log:
+            shutil.copyfileobj(log, log_output())
+    except FileNotFoundError as error:
+        there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
+        raise NotFoundError(
+            f"log {short_path(path)} not found",
+            meaning=f"logs of this run: {there}" if there else "the run has not started yet",
+            fix=f"see its state: ftkit status {layout.root.name}",
+        ) from error
+
+
+def _log_path(layout: RunLayout, rank: int | None) -> Path:
+    return layout.job_log if rank is None else layout.rank_log(rank)
+
+
+def _follow_log(run: SubmittedRun, path: Path, offset: int) -> None:
+    """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
+    terminal, output = Terminal(), log_output()
+    shown = ""
+    for seen in poll_states(run):
+        offset = copy_new(path, offset, output)
+        if seen and not offset and str(seen) != shown:
+            shown = str(seen)
+            terminal.say(shown)
+        if seen and seen.is_final and seen.state is not RunState.COMPLETED:
+            raise failed(run, seen, explain_failure(run, seen))
+
+
+@click.command(
+    "cancel",
+    cls=ForwardedCommand,
+    examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
+    help=f"""Cancel a run. Its files stay: 'ftkit resume' submits it again, to continue from its newest checkpoint.
+
+    {RUN_HELP} The id or the name of a sweep cancels all of its runs that have not ended.
+    """,
+)
+@run_argument
+def cancel_command(reference: str) -> None:
+    """Cancel runs. If one can't be canceled, cancel the others anyway."""
+    terminal = Terminal()
+    errors: list[FtkitError] = []
+    for folder in get_run_or_sweep(reference):
+        try:
+            _cancel(get_submission(folder), terminal)
+        except FtkitError as error:
+            errors.append(error)
+    for other in errors[1:]:
+        terminal.warn(str(other))
+    if errors:
+        raise errors[0]
+
+
+def _cancel(run: SubmittedRun, terminal: Terminal) -> None:
+    ended = cancel(run)
+    if ended:
+        terminal.say(f"{run.id} has already ended: {ended}")
+    else:
+        again = "continue" if run.layout.metrics.exists() else "submit"
+        terminal.say(f"canceled {run.id}; to {again} it: ftkit resume {run.id}")
+
+
+@click.command(
+    "top",
+    cls=ExamplesCommand,
+    examples=("ftkit runs top last --once", "ftkit runs top last --json"),
+    help=f"""Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
+
+    A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--once", is_flag=True, help="Print one snapshot.")
+@json_option
+def top_command(reference: str, *, once: bool, as_json: bool) -> None:
+    """Show the GPUs of a run."""
+    terminal, folder = Terminal(), get_run(reference)
+    if as_json:
+        terminal.json(finite([asdict(sample) for sample in read_last_samples(folder.layout)]))
+        return
+    if once or not terminal.is_screen:
+        _show_gpus(folder, read_last_samples(folder.layout), terminal)
+        return
+    with terminal.full_screen() as redraw:
+        while True:
+            redraw(lambda: _show_gpus(folder, read_last_samples(folder.layout), terminal))
+            time.sleep(_REFRESH_SECONDS)
+
+
+def _show_gpus(folder: RunFolder, samples: list[NodeSample], terminal: Terminal) -> None:
+    if not samples:
+        terminal.say(f"{folder.id} has no GPU samples: it has not started, or trains on CPUs")
+        return
+    rows: list[list[Cell]] = []
+    for sample in samples:
+        is_old = time.time() - sample.time > _OLD_SECONDS
+        for gpu in sample.gpus:
+            busy = gpu.utilization if gpu.sm_activity is None else gpu.sm_activity
+            numbers = ((busy, "%"), (gpu.memory_gib, " GiB"), (gpu.power, " W"), (gpu.temperature, " °C"))
+            cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in (*numbers, (gpu.clock, " MHz"))]
+            old = (f"sampled {age(time.time() - sample.time)} ago",) if is_old else ()
+            rows.append([sample.host, str(gpu.index), *cells, Styled(", ".join((*old, *gpu.throttle)), "yellow")])
+    terminal.table(_GPU_COLUMNS, rows)

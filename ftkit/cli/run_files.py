@@ -1,0 +1,340 @@
+"""`ftkit runs checkpoints`, `sync`, `bundle` and `ftkit rm`: list, copy, bundle and remove the files of runs."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    complete_run,
+    current_workspace,
+    get_run,
+    image_store,
+    json_option,
+    run_argument,
+    signing_key,
+    signing_options,
+)
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.format import age, gib, short_path
+from ftkit.config.context import Context
+from ftkit.config.image_reference import NamedImage, parse_image
+from ftkit.config.load import find_image
+from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, TrainingError, plural
+from ftkit.files import read_json_if_valid
+from ftkit.images.status import find_removable, remove_all
+from ftkit.launch.job_states import observe, observe_all
+from ftkit.launch.jobs import check_removable, remove_run
+from ftkit.launch.prune import find_prunable, folder_bytes, prune
+from ftkit.planning.plan import read_plan
+from ftkit.runs import checkpoints
+from ftkit.runs.bundle import SIGNED_AS, write_bundle
+from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_marker
+from ftkit.runs.find import list_runs
+from ftkit.runs.listing import read_entry
+from ftkit.runs.signing import sign
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ftkit.launch.job_states import Overview
+    from ftkit.planning.layout import RunLayout, Workspace
+    from ftkit.runs.listing import RunEntry
+
+
+_CHECKPOINT_COLUMNS = (
+    Column("STEP", is_number=True),
+    Column("SIZE", is_number=True),
+    Column("PROCESSES", is_number=True),
+    Column("AGE", is_number=True),
+    Column("STATE", can_shrink=True),
+)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    step: int
+    path: str
+    size: int | None
+    world_size: int | None
+    written: float
+    damage: list[str] | None
+    """None if its files were not read."""
+    best: str | None
+    """Metric and value by which it is `RUN@best`; None for other checkpoints."""
+
+
+@click.command(
+    "checkpoints",
+    cls=ForwardedCommand,
+    examples=(
+        "ftkit runs checkpoints last",
+        "ftkit runs checkpoints last --verify",
+        "ftkit runs checkpoints last --json",
+    ),
+    help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
+    and exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
+    evaluation.best of the recipe, or else by validation loss) is RUN@best in other commands.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--verify", "does_verify", is_flag=True, help="Read all files and compare their digests.")
+@json_option
+def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> None:
+    """List checkpoints."""
+    terminal, layout = Terminal(), get_run(reference).layout
+    try:
+        folders, best = layout.list_checkpoints(), find_best(layout)
+    except OSError as error:
+        raise TrainingError(
+            f"the checkpoints of this run can't be listed: {error}",
+            meaning="you lack permission to read them, or the file system is not reachable",
+        ) from error
+    listed = []
+    for step, folder in folders:
+        if does_verify:
+            terminal.say(f"reading {short_path(folder)}")
+        reason = f"{best.metric} {best.value:.4g}" if best is not None and best.step == step else None
+        listed.append(_read_checkpoint(step, folder, reason, does_verify=does_verify))
+    if as_json:
+        terminal.json([asdict(each) for each in listed])
+    elif listed:
+        terminal.table(_CHECKPOINT_COLUMNS, [_checkpoint_cells(each) for each in listed])
+    else:
+        terminal.say(f"no checkpoints yet in {short_path(layout.checkpoints)}")
+    damaged = [each for each in listed if each.damage]
+    if damaged:
+        raise TrainingError(
+            f"{plural(len(damaged), 'checkpoint')} of {len(listed)} damaged: "
+            + ", ".join(f"step {each.step}" for each in damaged),
+            meaning="the file system lost data, or files were changed or removed",
+            fix=f"do nothing if an undamaged one is left: 'ftkit resume {layout.root.name}' uses the newest of them",
+        )
+
+
+def _read_checkpoint(step: int, folder: Path, best: str | None, *, does_verify: bool) -> _Listed:
+    written = folder.stat().st_mtime
+    try:
+        marker = read_marker(folder, step)
+    except DamagedCheckpointError as error:
+        return _Listed(step, str(folder), None, None, written, [str(error)], best)
+    damage = checkpoints.find_damage(folder, marker, sorted(marker.files)) if does_verify else None
+    if not does_verify and (missing := [name for name in marker.files if not (folder / name).is_file()]):
+        damage = missing
+    return _Listed(step, str(folder), marker.size, marker.world_size, written, damage, best)
+
+
+def _checkpoint_cells(listed: _Listed) -> list[Cell]:
+    best = f", best ({listed.best})" if listed.best else ""
+    state: Cell = f"complete{best}" if listed.damage is None else Styled(f"verified{best}", "green")
+    if listed.damage:
+        state = Styled(f"damaged: {', '.join(listed.damage)}{best}", "red")
+    return [
+        str(listed.step),
+        "?" if listed.size is None else gib(listed.size / 2**30),
+        str(listed.world_size or "?"),
+        age(time.time() - listed.written),
+        state,
+    ]
+
+
+@click.command(
+    "rm",
+    cls=ForwardedCommand,
+    examples=("ftkit rm demo --yes", "ftkit rm --unused", "ftkit rm --unused --dry-run"),
+    help=f"""Remove runs with their checkpoints, exports, logs and metrics, after asking. Fails if a run may still be
+    training. Prepared data and images stay, since other runs may use them.
+
+    --unused lists what the workspace no longer needs, and removes it after asking: runs that failed or were canceled
+    before their first checkpoint, prepared data that no run uses and that is older than 24 hours, imported images that
+    no name and no unfinished run refers to, leftovers of killed imports, and older builds in the docker engine.
+    With --json, nothing is removed without --yes.
+
+    {RUN_HELP}
+    """,
+)
+@click.argument("references", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
+@click.option("--unused", is_flag=True, help="Remove failed runs, and data and images that nothing uses.")
+@click.option("--with-checkpoints", is_flag=True, help="With --unused: also failed runs that could be resumed.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@json_option
+def rm_command(
+    references: tuple[str, ...], *, unused: bool, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove runs, or what nothing uses."""
+    if bool(references) == unused:
+        raise click.UsageError("give the runs to remove, or --unused", click.get_current_context())
+    terminal = Terminal()
+    found, remove = (
+        _find_unused(terminal, with_checkpoints=with_checkpoints) if unused else _find_runs(references, terminal)
+    )
+    if as_json:
+        terminal.json([{"kind": each.kind, "name": each.name, "bytes": each.size, "reason": each.reason}
+                       for each in found])  # fmt: skip
+    elif found and unused:
+        columns = (Column("WHAT"), Column("NAME", can_shrink=True), Column("SIZE", is_number=True),
+                   Column("WHY", can_shrink=True))  # fmt: skip
+        terminal.table(columns, [(each.kind, each.name, gib(each.size / 2**30), each.reason) for each in found])
+    if not found:
+        terminal.say("nothing to remove")
+        return
+    if dry_run or (as_json and not yes):
+        return
+    question = f"Remove {plural(len(found), 'item')}?" if len(found) > 1 else "Remove it?"
+    if not yes and not click.confirm(question, err=True):
+        terminal.say("removed nothing")
+        return
+    freed = gib(remove() / 2**30)
+    # An upper bound: images of the docker engine share layers.
+    terminal.say(
+        f"removed; this frees up to {freed}" if unused else f"removed {', '.join(each.name for each in found)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Item:
+    kind: str
+    name: str
+    size: int
+    reason: str
+
+
+def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], Callable[[], int]]:
+    items, folders = [], list({folder.id: folder for folder in map(get_run, references)}.values())
+    for folder in folders:
+        check_removable(folder)
+        layout, size = folder.layout, folder_bytes(folder.layout.root)
+        facts: list[tuple[str, Cell]] = [
+            ("run", folder.id),
+            ("run folder", f"{short_path(layout.root)}, {gib(size / 2**30)}"),
+        ]
+        if layout.export.is_dir():
+            facts.append(("export", f"{short_path(layout.export)} is also removed"))
+        terminal.facts(facts, is_data=False)
+        items.append(_Item("run", folder.id, size, ""))
+
+    def remove() -> int:
+        for folder in folders:
+            remove_run(folder)
+        return sum(each.size for each in items)
+
+    return items, remove
+
+
+def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_Item], Callable[[], int]]:
+    workspace = current_workspace()
+    found = find_prunable(workspace, with_checkpoints=with_checkpoints)
+    for warning in found.warnings:
+        terminal.warn(warning)
+    images = find_removable(image_store(workspace), _image_files_in_use(workspace))
+    items = [_Item(each.kind, each.path.name, each.size_bytes, each.reason) for each in found.items]
+    items += [_Item("image", each.name, each.size, each.reason) for each in images]
+    return items, lambda: remove_all(images) + prune(found.items)
+
+
+def _image_files_in_use(workspace: Workspace) -> list[Path]:
+    """Return the image files of runs that may still train, which includes damaged runs."""
+    entries = [read_entry(folder) for folder in list_runs(workspace)]
+    overview = observe_all([entry.run for entry in entries if entry.run])
+    active = [entry.plan for entry in entries if entry.damage or not _has_ended(entry, overview)]
+    return [plan.image_file for plan in active if plan and plan.image_file]
+
+
+def _has_ended(entry: RunEntry, overview: Overview) -> bool:
+    return entry.run is None or overview.state_of(entry).is_final
+
+
+@click.command(
+    "sync",
+    cls=ExamplesCommand,
+    examples=("ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch"),
+    help=f"""Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
+
+    DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
+    copied again. Each file is compared with the original by digest. Nothing is deleted there.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.argument("destination", metavar="[DEST]", required=False)
+@click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
+def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
+    """Copy a run."""
+    from ftkit.runs.storage.sync import RunCopy
+
+    terminal, run = Terminal(), get_run(reference)
+    destination = destination or read_plan(run.layout).recipe.sync
+    if destination is None:
+        raise click.UsageError(f"give DEST: the recipe of {run.id} has no 'sync'", click.get_current_context())
+    submitted = run.submitted
+    copy = RunCopy(run.layout, destination, terminal.say)
+
+    def is_over() -> bool:
+        return not does_watch or submitted is None or observe(submitted).is_final
+
+    status = copy.follow(is_over, time.sleep)
+    if status.error:
+        raise PrerequisiteError(
+            f"{len(status.waiting)} of {len(status.waiting) + len(status.done)} parts are not copied: {status.error}",
+            fix=f"repeat the command: ftkit runs sync {run.id} {destination}",
+        )
+    terminal.data(f"{status.destination}\n")
+
+
+@click.command(
+    "bundle",
+    cls=ForwardedCommand,
+    examples=(
+        "ftkit runs bundle demo",
+        "ftkit runs bundle demo -o demo.tar",
+    ),
+    help=f"""Write one file from which a run can be repeated and compared, on any cluster: manifest, resolved
+    recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.
+    Image, weights and data are not included. The same run gives the same bytes. Prints the file's path.
+
+    {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
+@signing_options("the signature is a file next to the bundle.")
+def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Path | None) -> None:
+    """Bundle a run."""
+    private_key = signing_key(signs=signs, key=key)
+    terminal, layout = Terminal(), get_run(reference).layout
+    path = output or Path(f"{layout.root.name}.tar")
+    members = write_bundle(layout, path, _find_lock(layout))
+    terminal.say(f"{', '.join(members)}")
+    if layout.report.name not in members:
+        terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
+    terminal.data(f"{short_path(path.absolute())}\n")
+    if private_key:
+        signature = sign(path, private_key, SIGNED_AS)
+        terminal.say(f"signed: {short_path(signature.absolute())}")
+
+
+def _find_lock(layout: RunLayout) -> Path | None:
+    """Return the lock of a run's image if its definition is on this machine and matches that image."""
+    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    ctx = Context.here()
+    try:
+        image = parse_image(str(manifest["image"]), ctx.project) if manifest.get("image") else None
+        lock = find_image(image.reference, ctx).lock_file if isinstance(image, NamedImage) else None
+    except (ConfigError, NotFoundError):
+        return None
+    if lock is None or not lock.is_file():
+        return None
+    digest = hashlib.sha256(lock.read_bytes()).hexdigest()
+    return lock if manifest.get("image_lock_sha256", digest) == digest else None
