@@ -229,9 +229,13 @@ def _project_steps(name: str, spec: GcpSlurmSpec) -> tuple[Step, ...]:
     return (services, *roles, state)
 
 
+def _program(*words: str) -> Command:
+    return (sys.executable, "-m", "ftkit.provision.gcp_programs", *words)
+
+
 def _state(name: str, spec: GcpSlurmSpec, verb: str) -> Command:
     """Return a command on the cluster's Terraform state, of which the blueprint's name is a part of the path."""
-    return (sys.executable, "-m", "ftkit.provision.gcp_state", verb, spec.bucket, f"{FOLDER}/{_BLUEPRINT}", name)
+    return _program("state", verb, spec.bucket, f"{FOLDER}/{_BLUEPRINT}", name)
 
 
 def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tuple[Step, ...]:
@@ -239,7 +243,7 @@ def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tupl
     deploy: Command = (gcluster, "deploy", "--deployment-file", "deployment.yaml", "--auto-approve",
                        "--overwrite-deployment", _BLUEPRINT)  # fmt: skip
     deployment = f"{FOLDER}/{name}"
-    unprotect = (sys.executable, "-m", "ftkit.provision.unprotect", spec.project, spec.zone, name)
+    unprotect = _program("unprotect", spec.project, spec.zone, name)
     return (
         Step(
             "toolkit", f"Cluster Toolkit {spec.toolkit_version}",
@@ -248,7 +252,7 @@ def _toolkit_steps(name: str, spec: GcpSlurmSpec, blueprint: _Blueprint) -> tupl
         Step("gcluster", "the toolkit's program gcluster", ("make", "-C", "toolkit", "gcluster"), minutes=2),
         Step(
             "blueprint", "the blueprint, with the changes in changes.json",
-            (sys.executable, "-m", "ftkit.provision.blueprint", f"toolkit/{blueprint.path}", "changes.json",
+            _program("blueprint", f"toolkit/{blueprint.path}", "changes.json",
              _BLUEPRINT),
         ),
         Step(

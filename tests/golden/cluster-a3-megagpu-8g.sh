@@ -118,10 +118,10 @@ git clone --quiet --depth=1 --branch=v1.95.0 https://github.com/GoogleCloudPlatf
 make -C toolkit gcluster
 
 # the blueprint, with the changes in changes.json
-python3 -m ftkit.provision.blueprint toolkit/examples/machine-learning/a3-megagpu-8g/a3mega-slurm-blueprint.yaml changes.json blueprint.yaml
+python3 -m ftkit.provision.gcp_programs blueprint toolkit/examples/machine-learning/a3-megagpu-8g/a3mega-slurm-blueprint.yaml changes.json blueprint.yaml
 
 # a place for this cluster's Terraform state in the bucket
-python3 -m ftkit.provision.gcp_state claim my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+python3 -m ftkit.provision.gcp_programs state claim my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 
 # the nodes' operating system as an image
 STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml --only primary,build_script,slurm-build
@@ -130,36 +130,36 @@ STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment
 STATE/ftkit/clusters/train1/toolkit/gcluster deploy --deployment-file deployment.yaml --auto-approve --overwrite-deployment blueprint.yaml --skip slurm-build
 
 # removed by 'ftkit cluster destroy', in this order:
-# python3 -m ftkit.provision.unprotect my-project us-central1-a train1
+# python3 -m ftkit.provision.gcp_programs unprotect my-project us-central1-a train1
 # STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve --skip slurm-build
 # STATE/ftkit/clusters/train1/toolkit/gcluster destroy STATE/ftkit/clusters/train1/train1 --auto-approve
-# python3 -m ftkit.provision.gcp_state remove my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
-# stays if this prints something: python3 -m ftkit.provision.gcp_state others my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# python3 -m ftkit.provision.gcp_programs state remove my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state others my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud storage buckets delete gs://my-state --project=my-project --quiet
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/storage.objectAdmin --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/monitoring.metricWriter --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/logging.logWriter --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iap.tunnelResourceAccessor --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/iam.serviceAccountUser --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/file.editor --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.securityAdmin --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.networkAdmin --condition=None --format=none
 # stays if this prints something: gcloud compute instances list --project=my-project '--filter=serviceAccounts.email=1-compute@developer.gserviceaccount.com AND NOT labels.ghpc_deployment=train1' '--format=value(selfLink.basename())'
-# stays if this prints something: python3 -m ftkit.provision.gcp_state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
+# stays if this prints something: python3 -m ftkit.provision.gcp_programs state clusters my-state STATE/ftkit/clusters/train1/blueprint.yaml train1
 # gcloud projects remove-iam-policy-binding my-project --member=serviceAccount:1-compute@developer.gserviceaccount.com --role=roles/compute.instanceAdmin.v1 --condition=None --format=none

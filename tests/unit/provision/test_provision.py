@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 
 from ftkit.cli.cluster import create_command
 from ftkit.errors import ConfigError
-from ftkit.provision.blueprint import change_blueprint
 from ftkit.provision.execute import plan_provision
+from ftkit.provision.gcp_programs import change_blueprint
 from ftkit.provision.gcp_slurm import quota_problem
 from ftkit.provision.spec import Kind, read_spec
 

@@ -1,0 +1,126 @@
+"""Programs of the steps on Google Cloud, which run where gcloud, Terraform and gcluster run.
+
+`python -m ftkit.provision.gcp_programs PROGRAM ARGUMENT...` with one of these:
+
+    blueprint BLUEPRINT CHANGES OUTPUT             edit a blueprint of the Cluster Toolkit
+    state claim|remove|others|clusters BUCKET BLUEPRINT NAME
+                                                   Terraform's state of one cluster in a bucket of several
+    unprotect PROJECT ZONE DEPLOYMENT              let the Filestores of a deployment be deleted
+
+The toolkit keeps the state of a deployment's group in BUCKET/BLUEPRINT'S NAME/DEPLOYMENT/GROUP/default.tfstate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ruamel.yaml import YAML
+
+from ftkit import process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_UNUSED = "test_deployment_variable_not_used"
+_NO_OBJECT = ("matched no objects", "not found: 404")
+"""What gcloud prints, with exit status 1, where a pattern has no object, and where there is no bucket."""
+
+
+def change_blueprint(text: str, changes: dict[str, dict[str, Any]]) -> str:
+    """Return a blueprint with changed fields of some modules; comments and everything else stay.
+
+    `settings` are merged, unless the module's `source` also changes; other fields are replaced. A changed source may
+    leave variables of the blueprint unused, which the toolkit would refuse, so that validator is disabled.
+
+    Raises:
+        ValueError: a module is not in the blueprint.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 10_000
+    blueprint = yaml.load(text)
+    modules = {module["id"]: module for group in blueprint["deployment_groups"] for module in group["modules"]}
+    if any("source" in fields for fields in changes.values()):
+        validators = blueprint.setdefault("validators", [])
+        if not any(each["validator"] == _UNUSED for each in validators):
+            validators.append({"validator": _UNUSED, "inputs": {}, "skip": True})
+    for name, fields in changes.items():
+        if name not in modules:
+            raise ValueError(f"the blueprint has no module '{name}': this release of the toolkit names it differently")
+        module = modules[name]
+        for key, value in fields.items():
+            if key == "settings" and "source" not in fields:
+                module.setdefault("settings", {}).update(value)
+            else:
+                module[key] = value
+    output = StringIO()
+    yaml.dump(blueprint, output)
+    return output.getvalue()
+
+
+def _blueprint(source: str, changes: str, target: str) -> None:
+    text = Path(source).read_text(encoding="utf-8")
+    try:
+        changed = change_blueprint(text, json.loads(Path(changes).read_text(encoding="utf-8")))
+    except ValueError as error:
+        sys.exit(str(error))
+    Path(target).write_text(changed, encoding="utf-8")
+
+
+def _state(verb: str, bucket: str, blueprint: str, name: str) -> None:
+    """Claim or remove the cluster's state, or list the other objects or the states of other clusters."""
+    own = None  # before the blueprint is written
+    if Path(blueprint).exists():
+        own = f"gs://{bucket}/{YAML(typ='safe').load(Path(blueprint))['blueprint_name']}/{name}/"
+    if verb in {"others", "clusters"}:
+        pattern = "**" if verb == "others" else "*/*/*/default.tfstate"
+        found = _objects(f"gs://{bucket}/{pattern}")
+        _print(each for each in found if own is None or not each.startswith(own))
+    elif own is None:
+        sys.exit(f"{blueprint} is missing: repeat 'ftkit cluster create'")
+    elif objects := _objects(f"{own}**"):
+        if verb == "claim":
+            sys.exit(f"{own} has the state of another cluster, or of one whose record is lost: use another name")
+        _run("gcloud", "storage", "rm", f"{own}**")
+        _print(f"removed {each}" for each in objects)
+
+
+def _objects(pattern: str) -> list[str]:
+    listed = process.run(("gcloud", "storage", "ls", pattern), timeout_seconds=110)
+    if listed.returncode == 0:
+        return listed.stdout.split("\n")[:-1]
+    if any(each in listed.stderr for each in _NO_OBJECT):
+        return []
+    sys.exit(listed.stderr)
+
+
+def _unprotect(project: str, zone: str, deployment: str) -> None:
+    """Disable the deletion protection of each Filestore of a deployment."""
+    filestores = ("gcloud", "filestore", "instances")
+    protected = f"--filter=labels.ghpc_deployment={deployment} AND deletionProtectionEnabled=true"
+    for name in _run(*filestores, "list", f"--project={project}", protected, "--format=value(name.basename())").split():
+        _print([f"disabling the deletion protection of Filestore {name}"])
+        place = (f"--project={project}", f"--location={zone}")
+        _run(*filestores, "update", name, *place, "--no-deletion-protection")
+
+
+def _run(*command: str) -> str:
+    """Return a program's output; exit with its error if it fails."""
+    done = process.run(command, timeout_seconds=600)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    return done.stdout
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)  # noqa: T201 - a separate program
+
+
+if __name__ == "__main__":
+    programs: dict[str, Callable[..., None]] = {"blueprint": _blueprint, "state": _state, "unprotect": _unprotect}
+    programs[sys.argv[1]](*sys.argv[2:])
