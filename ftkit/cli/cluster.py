@@ -28,8 +28,9 @@ from ftkit.provision.spec import (
     restore_spec,
 )
 from ftkit.provision.steps import placed
-from ftkit.remote.install import code_identity, install
+from ftkit.remote.install import install
 from ftkit.remote.login import login_of
+from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
     from ftkit.provision.steps import Provision

@@ -1,32 +1,23 @@
-"""The build context of an image: Dockerfile, lock, definition, and a wheel of ftkit.
-
-The wheel is zipped from the files of the running ftkit. So it works from a checkout, an editable install and an
-installed wheel alike, needs no build tool and no network, and the same files give the same bytes.
-"""
+"""The build context of an image: Dockerfile, lock, definition, and a wheel of ftkit."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
 import os
-import zipfile
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-import ftkit
 from ftkit import assets
-from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.errors import ImageError
 from ftkit.images.lock import read_lock
 from ftkit.images.oci.tar import FILE, Member, write_end, write_member, write_padding
+from ftkit.wheel import WHEEL_NAME, make_wheel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.config.image import ImageSpec
     from ftkit.config.load import ImageDefinition
 
@@ -74,7 +65,7 @@ def assemble(definition: ImageDefinition) -> BuildContext:
     files = {
         "Dockerfile": dockerfile(definition.spec).encode(),
         "requirements.lock": lock,
-        wheel_name(): make_wheel(),
+        WHEEL_NAME: make_wheel(),
         "image.json": (json.dumps(_definition(definition.spec), indent=1, sort_keys=True) + "\n").encode(),
     }
     arguments = _index_arguments()
@@ -121,72 +112,3 @@ def _index_arguments() -> dict[str, str]:
             )
         found[variable] = value
     return found
-
-
-_ZIP_EPOCH: Final = (1980, 1, 1, 0, 0, 0)
-_TAG: Final = "py3-none-any"
-_SKIPPED: Final = ("__pycache__", "_assets")
-
-
-def wheel_name() -> str:
-    """Return the wheel's file name."""
-    return f"ftkit-{ftkit.__version__}-{_TAG}.whl"
-
-
-def make_wheel() -> bytes:
-    """Return the wheel.
-
-    Raises:
-        PrerequisiteError: this ftkit was not installed, so its dependencies are unknown.
-    """
-    info = f"ftkit-{ftkit.__version__}.dist-info"
-    members = dict(sorted(_files()))
-    members[f"{info}/METADATA"] = _metadata()
-    members[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: ftkit\nRoot-Is-Purelib: true\nTag: {_TAG}\n".encode()
-    members[f"{info}/entry_points.txt"] = b"[console_scripts]\nftkit = ftkit.__main__:main\n"
-    record = "".join(f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in members.items())
-    members[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
-    output = io.BytesIO()
-    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            entry = zipfile.ZipInfo(name, _ZIP_EPOCH)
-            entry.external_attr = 0o644 << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, data)
-    return output.getvalue()
-
-
-def _files() -> Iterator[tuple[str, bytes]]:
-    package = Path(ftkit.__file__).resolve().parent
-    yield from _tree(package, "ftkit")
-    yield from _tree(assets.CONTAINERS, "ftkit/_assets/containers")
-    yield from _tree(assets.JOB_TEMPLATES, "ftkit/_assets/sbatch")
-    yield "ftkit/_assets/Dockerfile", assets.DOCKERFILE.read_bytes()
-
-
-def _tree(folder: Path, prefix: str) -> Iterator[tuple[str, bytes]]:
-    for path in folder.rglob("*"):
-        relative = path.relative_to(folder)
-        if path.is_file() and not any(part in _SKIPPED or part.startswith(".") for part in relative.parts):
-            yield f"{prefix}/{relative.as_posix()}", path.read_bytes()
-
-
-def _metadata() -> bytes:
-    try:
-        text = metadata.distribution("ftkit").read_text("METADATA")
-    except metadata.PackageNotFoundError:
-        text = None
-    if not text:
-        raise PrerequisiteError(
-            "this ftkit is not installed, so its dependencies are unknown",
-            meaning="it runs from a folder on PYTHONPATH",
-            fix="install it: pip install -e . in a checkout",
-        )
-    lines = text.splitlines(keepends=True)
-    return "".join(
-        f"Version: {ftkit.__version__}\n" if line.startswith("Version: ") else line for line in lines
-    ).encode()
-
-
-def _digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

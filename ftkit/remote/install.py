@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import shlex
-import zipfile
-from functools import cache
-from importlib import metadata
-from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit import __version__, assets, process
+from ftkit import process
 from ftkit.errors import PrerequisiteError
+from ftkit.wheel import WHEEL_NAME, make_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.remote.login import Login
 
-_PACKAGE: Final = Path(__file__).resolve().parents[1]
-_ASSETS: Final = "_assets"
-_WHEEL: Final = f"ftkit-{__version__}-py3-none-any.whl"
-_INFO: Final = f"ftkit-{__version__}.dist-info"
-_LONG_AGO: Final = (1980, 1, 1, 0, 0, 0)
 _OLDEST_PYTHON: Final = 11
 """Minor version; as `requires-python`."""
 
@@ -63,67 +53,6 @@ rm -f {wheel}
 _NO_PYTHON: Final = 93
 
 
-def shipped_files() -> dict[str, Path]:
-    """Return the files of ftkit by their names in a wheel: code, recipes, profiles, templates, images."""
-    tops = {
-        "ftkit": _PACKAGE,
-        f"ftkit/{_ASSETS}/containers": assets.CONTAINERS,
-        f"ftkit/{_ASSETS}/sbatch": assets.JOB_TEMPLATES,
-    }
-    files = {f"ftkit/{_ASSETS}/Dockerfile": assets.DOCKERFILE}
-    for name, top in tops.items():
-        for path in sorted(top.rglob("*")):
-            parts = path.relative_to(top).parts
-            is_ours = parts[0] != _ASSETS and not any(part == "__pycache__" or part.startswith(".") for part in parts)
-            if is_ours and path.is_file():
-                files["/".join((name, *parts))] = path
-    return dict(sorted(files.items()))
-
-
-@cache
-def code_identity() -> str:
-    """Return the version with a digest of all files: it is equal on two machines if they run the same code."""
-    digest = hashlib.sha256()
-    for name, path in shipped_files().items():
-        digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return f"{__version__}+{digest.hexdigest()[:12]}"
-
-
-def build_wheel() -> bytes:
-    """Return a wheel of the running ftkit, uncommitted changes included.
-
-    The format is PEP 427's, which needs no build tool for a package without compiled code.
-
-    Raises:
-        PrerequisiteError: ftkit was never installed here, so its dependencies are unknown.
-    """
-    try:
-        about = metadata.distribution("ftkit").read_text("METADATA")
-    except metadata.PackageNotFoundError:
-        about = None
-    if about is None:
-        raise PrerequisiteError(
-            "this ftkit is not installed, so its dependencies are not known",
-            fix="install it: pip install -e . in its checkout",
-        )
-    contents = {name: path.read_bytes() for name, path in shipped_files().items()} | {
-        f"{_INFO}/METADATA": about.encode(),
-        f"{_INFO}/WHEEL": b"Wheel-Version: 1.0\nGenerator: ftkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{_INFO}/entry_points.txt": b"[console_scripts]\nftkit = ftkit.__main__:main\n",
-    }
-    record = [f"{name},sha256={_record_digest(data)},{len(data)}" for name, data in contents.items()]
-    contents[f"{_INFO}/RECORD"] = "\n".join([*record, f"{_INFO}/RECORD,,", ""]).encode()
-    wheel = BytesIO()
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in contents.items():
-            archive.writestr(zipfile.ZipInfo(name, _LONG_AGO), data, zipfile.ZIP_DEFLATED)
-    return wheel.getvalue()
-
-
-def _record_digest(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
 def install(login: Login, extras: Sequence[str] = ()) -> None:
     """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit.
 
@@ -133,9 +62,9 @@ def install(login: Login, extras: Sequence[str] = ()) -> None:
     chosen = f"[{','.join(extras)}]" if extras else ""
     script = _SCRIPT.format(
         folder=shlex.quote(login.folder),
-        wheel=_WHEEL,
-        content=base64.encodebytes(build_wheel()).decode().strip(),
-        requirements=shlex.quote(f"./{_WHEEL}{chosen}"),
+        wheel=WHEEL_NAME,
+        content=base64.encodebytes(make_wheel()).decode().strip(),
+        requirements=shlex.quote(f"./{WHEEL_NAME}{chosen}"),
         minor=_OLDEST_PYTHON,
         no_python=_NO_PYTHON,
     )

@@ -138,16 +138,21 @@ def test_wandb_offline_writes_to_the_run_folder(
 
 
 def _wandb_records(file: Path) -> Iterator[Any]:
-    """Read W&B's file: a header of 7 bytes, then a LevelDB log. No record crosses a block here."""
+    """Read W&B's file: a header of 7 bytes, then a LevelDB log, whose records are divided at blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
-    content, position = file.read_bytes(), 7
+    content, position, parts = file.read_bytes(), 7, b""
     while position + 7 <= len(content):
+        if 32_768 - position % 32_768 < 7:  # too small for the header of a part
+            position += 32_768 - position % 32_768
+            continue
         length, kind = struct.unpack_from("<HB", content, position + 4)
-        assert kind == 1, "a whole record"
         position += 7
-        yield WandbRecord.FromString(content[position : position + length])
+        parts += content[position : position + length]
         position += length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield WandbRecord.FromString(parts)
+            parts = b""
 
 
 def test_a_failing_tracker_warns_once_without_secrets(

@@ -59,8 +59,8 @@ def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str
     Raises:
         FtkitError: it could not be run there.
     """
-    from ftkit.remote.install import code_identity
     from ftkit.remote.sending import digest_of, project_files, project_name
+    from ftkit.wheel import code_identity
 
     files = project_files(ctx)
     request = Request(

@@ -20,10 +20,11 @@ from ftkit.config.image import BaseImageSpec
 from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ImageError
 from ftkit.images import self_check
-from ftkit.images.build_context import assemble, make_wheel
+from ftkit.images.build_context import assemble
 from ftkit.images.lock import inputs_digest, read_lock
 from ftkit.images.self_check import make_sbom, parse_pins
 from ftkit.images.sif import definition_file
+from ftkit.wheel import make_wheel
 
 CHECKOUT = Path(__file__).parents[3]
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})
