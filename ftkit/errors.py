@@ -27,17 +27,19 @@ class FtkitError(Exception):
         what: what failed, with the value that caused it.
         meaning: what it usually means; empty if `what` suffices.
         fix: what to do next.
+        name: stable kebab-case name that tells errors of one class apart.
     """
 
     exit_code: int = 1
     external: ClassVar[bool] = False
     """Whether the cause is outside the request: the same request may succeed once it is fixed."""
 
-    def __init__(self, what: str, *, meaning: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, meaning: str = "", fix: str = "", name: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.meaning = meaning
         self.fix = fix
+        self.name = name
 
     @property
     def can_resume(self) -> bool:
@@ -69,12 +71,13 @@ def plural(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem in the user's input: its place, its key, the message, and what to do."""
+    """One problem in the user's input: its place, its key, the message, what to do, and a stable name."""
 
     where: str
     key: str
     message: str
     fix: str = ""
+    name: str = ""
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
