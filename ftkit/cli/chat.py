@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ftkit.evaluate.load import GeneratingModel, LoadedModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
-    from ftkit.launch.side_jobs import SideJob
+    from ftkit.launch.render import SideJob
 
 
 MODEL_HELP = (

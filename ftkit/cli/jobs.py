@@ -29,7 +29,7 @@ from ftkit.cli.terminal.format import age, finite, short_path
 from ftkit.cli.terminal.report import failed
 from ftkit.errors import FtkitError, NotFoundError
 from ftkit.files import copy_new, open_regular
-from ftkit.launch.jobs import cancel
+from ftkit.launch.submission import cancel
 from ftkit.runs.failure import explain_failure
 from ftkit.runs.gpu_samples import read_last_samples
 from ftkit.runs.job import RunState

@@ -25,19 +25,18 @@ from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 from ftkit.launch.inputs import count_documents
-from ftkit.launch.jobs import submit
 from ftkit.launch.render import render_job
 from ftkit.launch.resolve import resolve
+from ftkit.launch.submission import submit
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
 from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.launch.jobs import NewJob
     from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import StopSignal
+    from ftkit.launch.submission import NewJob
+    from ftkit.planning.plan import RunPlan, StopSignal
     from ftkit.runs.job import SubmittedRun
 
 
@@ -161,7 +160,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
     request = SubmitRequest(["ftkit", *typed], job_environment(hf_token_file), copies, where, does_import=does_import)
     if script is not None:
-        from ftkit.launch.script import ScriptArgs
+        from ftkit.launch.user_script import ScriptArgs
 
         words, script_args = split_script_args(words, typed)
         about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)

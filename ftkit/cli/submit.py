@@ -12,9 +12,9 @@ from ftkit.cli.terminal.format import short_path
 from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime, show_findings
 from ftkit.errors import plural
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
-from ftkit.launch.jobs import NewJob, submit
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal.console import Cell
     from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.script import ScriptArgs
-    from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.launch.user_script import ScriptArgs
+    from ftkit.planning.plan import RunPlan, ScriptPlan
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
 
@@ -171,7 +170,7 @@ def run_script(
     """
     from ftkit.cli.image_check import check_image
     from ftkit.launch.preflight import run_script_checks
-    from ftkit.launch.script import accelerate_json, resolve_script
+    from ftkit.launch.user_script import accelerate_json, resolve_script
     from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
     ctx = current_context()

@@ -27,7 +27,7 @@ from ftkit.runs.progress import excluded_nodes, list_checkpoints
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.planning.plan import ScriptPlan
     from ftkit.runs.ends import End
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "flash-attn-4")

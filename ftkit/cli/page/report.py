@@ -10,8 +10,7 @@ from ftkit.cli.page.report_charts import Chart, draw_charts
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
 from ftkit.files import read_json_if_valid
-from ftkit.planning.plan import PlanError, RunPlan
-from ftkit.planning.script import ScriptPlan, read_job_plan
+from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, read_job_plan
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import History, read_history

@@ -254,7 +254,7 @@ def _pack_code(params: Mapping[str, Any]) -> _Code:
     from ftkit.cli.arguments import current_workspace
     from ftkit.cli.submit import copy_selected_code
     from ftkit.launch.code import pack_copies
-    from ftkit.launch.script import copy_script
+    from ftkit.launch.user_script import copy_script
     from ftkit.planning.layout import SCRIPT_CODE
 
     script: Path | None = params["script"]

@@ -42,8 +42,7 @@ from ftkit.runs.storage.sync import read_status
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 
 if TYPE_CHECKING:
-    from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
-    from ftkit.planning.script import Script, ScriptPlan  # noqa: TC004
+    from ftkit.planning.plan import RunPlan, Script, ScriptPlan  # noqa: TC004 - no pydantic reads this dataclass
     from ftkit.runs.repeat import Verdict  # noqa: TC004
 
 _NUM_CHECKPOINTS_SHOWN = 5
@@ -79,8 +78,7 @@ class RunStatus:
 def read_run_status(folder: RunFolder) -> RunStatus:
     """Read the files of a run, and query its scheduler."""
     from ftkit.launch.job_states import observe_all
-    from ftkit.planning.plan import PlanError
-    from ftkit.planning.script import read_job_plan
+    from ftkit.planning.plan import PlanError, read_job_plan
     from ftkit.runs.manifest import explain_missing_digests
     from ftkit.runs.repeat import judge
 
@@ -126,7 +124,7 @@ def _trainer(plan: RunPlan | ScriptPlan | None) -> RunPlan | None:
 
 
 def _script(plan: RunPlan | ScriptPlan | None) -> Script | None:
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.planning.plan import ScriptPlan
 
     return plan.script if isinstance(plan, ScriptPlan) else None
 
