@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ftkit import process
-from ftkit.cli.arguments import complete_cluster, json_option, load_all
+from ftkit.cli.arguments import complete_cluster, dry_run_option, file_option, json_option, load_all, yes_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
@@ -33,6 +32,8 @@ from ftkit.remote.login import login_of
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.provision.steps import Provision
 
 
@@ -49,29 +50,21 @@ def list_command(*, as_json: bool) -> None:
     profiles = load_all(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
     if as_json:
         terminal.json(
-            [
-                {"name": name, "is_default": name == chosen, **profile.model_dump(mode="json")}
-                for name, profile in profiles
-            ]
+            [{"name": name, "is_default": name == chosen, **spec.model_dump(mode="json")} for name, spec in profiles]
         )
         return
-    terminal.table(
+    columns = (Column("NAME"), Column("SCHEDULER"), Column("GPUS/NODE", is_number=True),
+               Column("DESCRIPTION", can_shrink=True))  # fmt: skip
+    rows = [
         (
-            Column("NAME"),
-            Column("SCHEDULER"),
-            Column("GPUS/NODE", is_number=True),
-            Column("DESCRIPTION", can_shrink=True),
-        ),
-        [
-            (
-                Styled(f"{name} (default)", "bold") if name == chosen else name,
-                profile.scheduler,
-                "auto" if profile.device == "auto" else str(profile.gpus_per_node),
-                profile.description,
-            )
-            for name, profile in profiles
-        ],
-    )
+            Styled(f"{name} (default)", "bold") if name == chosen else name,
+            profile.scheduler,
+            "auto" if profile.device == "auto" else str(profile.gpus_per_node),
+            profile.description,
+        )
+        for name, profile in profiles
+    ]
+    terminal.table(columns, rows)
 
 
 @click.command(
@@ -114,14 +107,9 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--kind", type=click.Choice(_KINDS), required=True, help="What to create.")
-@click.option(
-    "--settings",
-    "file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="YAML file with settings.",
-)
-@click.option("--dry-run", is_flag=True, help="Print every file and command, and run nothing.")
-@click.option("--yes", is_flag=True, help="Create without asking.")
+@file_option("--settings", "file", about="YAML file with settings.")
+@dry_run_option("every file and command")
+@yes_option
 def create_command(
     name: str, overrides: tuple[str, ...], kind: str, file: Path | None, *, dry_run: bool, yes: bool
 ) -> None:
@@ -140,17 +128,10 @@ def create_command(
     new = ProvisionState(known, spec.model_dump(mode="json"))
     state = begin_or_continue(folder, new)
     left = len([step for step in provision.steps if step.id not in (*state.made, *state.found)])
-    terminal.facts(
-        [
-            ("cluster", f"{name}, {kind}"),
-            ("steps", f"{plural(left, 'step')}, about {provision.minutes} minutes in total"),
-            ("cost", provision.cost),
-            ("folder", short_path(folder)),
-        ],
-        is_data=False,
-    )
-    if not yes and not click.confirm("Create it?", err=True):
-        terminal.say("created nothing")
+    steps = f"{plural(left, 'step')}, about {provision.minutes} minutes in total"
+    facts = [("cluster", f"{name}, {kind}"), ("steps", steps), ("cost", provision.cost), ("folder", short_path(folder))]
+    terminal.facts(facts, is_data=False)
+    if not terminal.confirm("Create it?", yes=yes):
         return
     create(provision, state, folder, terminal.say)
     terminal.say(f"created {name}")
@@ -194,16 +175,9 @@ def status_command(name: str, *, as_json: bool) -> None:
     if state.begun is not None:
         outcomes[state.begun] = "started, not finished"
     if as_json:
+        steps = [{"id": step.id, "title": step.title, "outcome": outcomes.get(step.id)} for step in provision.steps]
         terminal.json(
-            {
-                "name": name,
-                "kind": state.kind,
-                "folder": str(folder),
-                "settings": state.settings,
-                "steps": [
-                    {"id": step.id, "title": step.title, "outcome": outcomes.get(step.id)} for step in provision.steps
-                ],
-            }
+            {"name": name, "kind": state.kind, "folder": str(folder), "settings": state.settings, "steps": steps}
         )
         return
     terminal.facts(
@@ -226,8 +200,8 @@ def status_command(name: str, *, as_json: bool) -> None:
 @click.option(
     "--keep-image", is_flag=True, help="Keep the nodes' operating system image, which takes longest to build."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be removed and what would stay, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Remove without asking.")
+@dry_run_option("what would be removed and what would stay")
+@yes_option
 def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) -> None:
     """Remove what 'ftkit cluster create' created, in reverse order. Resources that existed before stay.
 
@@ -258,8 +232,7 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
             for undo in step.undo:
                 terminal.data(shlex.join(placed(undo, folder)))
         return
-    if not yes and not click.confirm("Remove it and everything on its disks?", err=True):
-        terminal.say("removed nothing")
+    if not terminal.confirm("Remove it and everything on its disks?", yes=yes):
         return
     if destroy(provision, folder, terminal.say, keep_image=keep_image):
         terminal.say(f"removed {name}")

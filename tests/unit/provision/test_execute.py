@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-from ftkit.cli.groups import cluster
+from ftkit.cli.groups import cluster_command as cluster
 from ftkit.errors import ConfigError, NotFoundError, ProvisionError
 
 if TYPE_CHECKING:
