@@ -13,8 +13,8 @@ from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding

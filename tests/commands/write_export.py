@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.data.store import DataManifest, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.folder import EXPORT_RECORD
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.hf_model import make_config
 

@@ -26,7 +26,7 @@ from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED, Document
 from ftkit.data.packing import build_pack
 from ftkit.models.adapters import LoraSpec
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits

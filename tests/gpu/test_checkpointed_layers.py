@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ftkit.config.training import TrainingPlan
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import register_kernel

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.training import TrainingPlan
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.distributed.checks import verify_causality, verify_isolation, verify_logits
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

@@ -35,8 +35,8 @@ from ftkit.config.training import (
 )
 from ftkit.data.encoding import IGNORED
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2

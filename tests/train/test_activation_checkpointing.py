@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from ftkit.config.execution import ParameterCounts
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method, TrainingPlan
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED, MeasuredFamily, family_of
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

@@ -22,7 +22,7 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe

@@ -21,8 +21,8 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.execution import method_counts
 from ftkit.config.training import Method, TrainingPlan
 from ftkit.errors import TrainingError
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch

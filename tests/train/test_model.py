@@ -21,9 +21,9 @@ from ftkit.data.encoding import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.families import MEASURED
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
 from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.training import TrainingPlan
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import TrainingError
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.runs.records import StepRecord
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.recorder import scalars_of

@@ -16,7 +16,7 @@ from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import TrainingError
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model

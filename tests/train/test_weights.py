@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.model import local_shard
 from ftkit.train.model.local_shard import LocalShard
 from ftkit.train.model.pretrained import LoadTarget, init_weights

@@ -26,7 +26,7 @@ from ftkit.data.encoding import IGNORED
 from ftkit.data.store import PreparedData
 from ftkit.errors import TrainingError
 from ftkit.launch.model import resolve_model
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ftkit.models.spec import ArchitectureSpec, ModelSpec
+    from ftkit.models.architecture import ArchitectureSpec, ModelSpec
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
