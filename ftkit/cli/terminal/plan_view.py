@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.terminal.console import Cell, Facts, Styled
 from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
-from ftkit.config.sources import GeneratedSource
+from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.launch.inputs import describe_detected
 from ftkit.models.parameters import count_model
@@ -16,7 +16,7 @@ from ftkit.models.parameters import count_model
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.launch.preflight import Findings
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.fit import HostMemoryPlan
     from ftkit.planning.fit.memory import MemoryPlan, Moment
     from ftkit.planning.plan import JobPlan, RunPlan
