@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.request import LoadedSettings
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import CodePlan
     from ftkit.runs.find import RunFolder
@@ -335,7 +335,7 @@ def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Termi
 
 def image_store() -> ImageStore:
     """Return the folder of imported images."""
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
 
     return ImageStore(current_workspace().images)
 

@@ -25,7 +25,9 @@ from ftkit.launch.resolve import recipe_name
 from ftkit.launch.script import copy_script
 from ftkit.launch.sweep import expand
 from ftkit.planning.layout import SCRIPT_CODE
-from ftkit.remote.login import (
+from ftkit.remote.remote_runs import Records, printed_ids
+from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
+from ftkit.remote.ssh import (
     CODE_FOLDER,
     Login,
     Request,
@@ -36,8 +38,6 @@ from ftkit.remote.login import (
     unreachable,
     with_project,
 )
-from ftkit.remote.records import Records, printed_ids
-from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:

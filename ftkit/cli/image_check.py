@@ -16,10 +16,9 @@ from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
+from ftkit.images.image_store import manifest_file, sbom_file
 from ftkit.images.import_image import ImportRequest, import_image, select_source
-from ftkit.images.self_check import python_packages
-from ftkit.images.sif import SifSource
-from ftkit.images.store import manifest_file, sbom_file
+from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import RunPlan
@@ -27,7 +26,6 @@ from ftkit.planning.plan import RunPlan
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.config.image_reference import ImageFormat
     from ftkit.images.import_image import ImportResult
     from ftkit.planning.plan import JobPlan
 
@@ -73,8 +71,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
         return {}  # a registry address: the nodes pull it
     image = parse_image(plan.image, plan.workspace)
     if does_import and missing_image(plan) and isinstance(image, NamedImage):
-        request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
-        run_import(request, plan.cluster.image_format, terminal)
+        run_import(ImportRequest(image, registry_of(None), plan.cluster, plan.cluster.image_format), terminal)
     if missing := missing_image(plan):
         raise missing
     return _check_file(plan, plan.image_file, terminal)
@@ -103,13 +100,11 @@ def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
     return facts
 
 
-def run_import(
-    request: ImportRequest, image_format: ImageFormat, terminal: Terminal, *, force: bool = False
-) -> ImportResult:
+def run_import(request: ImportRequest, terminal: Terminal, *, force: bool = False) -> ImportResult:
     """Import an image and report the result."""
     started, name = time.monotonic(), request.name.reference
     with ProgressView(terminal) as view:
-        source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
+        source = select_source(request, view.report)
         imported = import_image(name, source, image_store(), force=force, report=view.report)
     where = short_path(imported.link)
     if request.public_key:

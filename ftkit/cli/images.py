@@ -35,14 +35,13 @@ from ftkit.config.image_reference import parse_importable, parse_name
 from ftkit.config.load import find_image, load_cluster, load_image
 from ftkit.config.request import load_settings
 from ftkit.errors import plural
-from ftkit.images.base import BaseRequest
-from ftkit.images.build import build
+from ftkit.images.build import BaseRequest, build
+from ftkit.images.build_context import definition_file, write_files
 from ftkit.images.import_image import ImportRequest
+from ftkit.images.inventory import image_statuses, is_unpinned
 from ftkit.images.lock import write_lock
-from ftkit.images.oci.access import from_user
-from ftkit.images.sif import definition_file, write_files
+from ftkit.images.oci.credentials import from_user
 from ftkit.images.signatures import sign_file
-from ftkit.images.status import image_statuses, is_unpinned
 from ftkit.images.transfer import push, sign_pushed
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ if TYPE_CHECKING:
 
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import ImageFormat
+    from ftkit.images.image_store import ImageStore
     from ftkit.images.import_image import ImportMethod
-    from ftkit.images.oci.access import Credentials
-    from ftkit.images.status import ImageStatus
-    from ftkit.images.store import ImageStore
+    from ftkit.images.inventory import ImageStatus
+    from ftkit.images.oci.credentials import Credentials
 
 
 @click.command(
@@ -314,9 +313,9 @@ def import_command(  # noqa: PLR0913 - its options
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
     request = ImportRequest(
-        image, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method, public_key=public_key
+        image, registry_of(registry), profile, image_format or profile.image_format, on_node, method, public_key
     )
-    imported = run_import(request, image_format or profile.image_format, terminal, force=force)
+    imported = run_import(request, terminal, force=force)
     if private_key:
         terminal.say(f"signed: {short_path(sign_file(imported.file, private_key))}")
     terminal.data(f"{imported.link}\n")
