@@ -13,10 +13,10 @@ from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
+from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.config_json import resolve_shape
 from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
-from ftkit.models.spec import ArchitecturePlan, ModelPlan
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.compatibility import check_job, check_mounts, find_problems
 from ftkit.planning.fit import fit
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import CountSource, ModelCounts, ModelSpec
+    from ftkit.models.architecture import CountSource, ModelCounts, ModelSpec
     from ftkit.planning.fit import Fit
     from ftkit.planning.plan import CodePlan, Script
     from ftkit.planning.training_setup import Setup

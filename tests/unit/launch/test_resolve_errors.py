@@ -325,7 +325,6 @@ def test_a_missing_data_file_stops_a_run_before_submission(plan: RunPlan, tmp_pa
 @pytest.mark.parametrize("mounts", [(), ("/nowhere:/nowhere:ro",)], ids=["not mounted", "mounted by the profile"])
 def test_a_model_folder_that_may_exist_only_on_nodes_is_a_warning(plan: RunPlan, mounts: tuple[str, ...]) -> None:
     elsewhere = with_weights(plan, "/nowhere/models/olmo", scheduler="slurm", mounts=mounts)
-    within = "/nowhere" if mounts else "/nowhere/models"
     (warning,) = check_sources(elsewhere, {})
     assert "/nowhere/models/olmo is not visible" in warning
     with pytest.raises(NotFoundError, match=r"model\.weights: /nowhere/models/olmo "):

@@ -1,0 +1,305 @@
+"""Run a command on the login node of its cluster, over ssh, as if it ran here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import time
+from base64 import b64encode
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ftkit.cli.arguments import current_workspace, run_args
+from ftkit.cli.output import current_output, log_output
+from ftkit.cli.submit import copy_selected_code, split_script_args
+from ftkit.cli.terminal.console import Terminal
+from ftkit.config.load import load_cluster
+from ftkit.errors import ConfigError, Problem, one_line, plural
+from ftkit.launch.code import pack_copies
+from ftkit.launch.resolve import recipe_name
+from ftkit.launch.sweep import expand
+from ftkit.launch.user_script import copy_script
+from ftkit.planning.layout import SCRIPT_CODE
+from ftkit.remote.remote_runs import Records, printed_ids
+from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
+from ftkit.remote.ssh import (
+    CODE_FOLDER,
+    Login,
+    Request,
+    ask,
+    call,
+    call_through_pipe,
+    is_lost,
+    unreachable,
+    with_project,
+)
+from ftkit.wheel import code_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
+
+    from ftkit.config.context import Context
+
+SUBMITTING: Final = ("run", "resume", "rerun")
+"""Commands that submit a job, and then follow it."""
+SECRETS: Final = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
+"""Variables of this machine that are also passed to a job on a remote cluster."""
+_OUTPUT_VARIABLES: Final = ("NO_COLOR", "FORCE_COLOR", "FTKIT_DEBUG", "LANG", "LC_ALL")
+_CODE_OPTIONS: Final = ("--script", "--with-code", "--dev", "--accelerate-config")
+"""Options of `ftkit run` with files of this machine."""
+_GIB: Final = 2**30
+_MIB: Final = 2**20
+_MAX_WAIT_SECONDS: Final = 30
+
+
+def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
+    """Run a command on a login node, and return its exit status.
+
+    Raises:
+        FtkitError: it could not be run there.
+    """
+    files = project_files(ctx)
+    variables = {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ}
+    project, digest = project_name(ctx.project), digest_of(files)
+    request = Request("run", code_identity(), project, digest, login.cluster, (*path, *typed), variables)
+    forwarded = _Forwarded(login, request, files, Terminal())
+    if path[0] in SUBMITTING:
+        return _submit(forwarded, ctx, path[0], typed, params)
+    if params.get("follow"):
+        return forwarded.follow((*path, *typed), copies_log=path[0] == "logs")
+    return forwarded.run((*path, *typed))
+
+
+@dataclass(frozen=True)
+class _Forwarded:
+    login: Login
+    request: Request
+    files: Mapping[str, str]
+    terminal: Terminal
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command there, connected to this terminal."""
+        code = self._call(tuple(words))
+        if is_lost(code):
+            raise unreachable(self.login)
+        return code
+
+    def _call(self, words: tuple[str, ...]) -> int:
+        request = replace(self.request, words=words)
+        on_output = None if sys.stdin.isatty() and sys.stdout.isatty() else _writer()
+        return with_project(self.login, request, self.files, lambda: call(self.login, request, on_output))
+
+    def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
+        """Run a command that follows a run; reconnect if the connection is lost."""
+        ask(self.login, replace(self.request, action="missing"), self.files)  # fail if the first connection does
+        shown, write = 0, _writer()
+
+        def show(chunk: bytes) -> None:
+            nonlocal shown
+            write(chunk)
+            shown += len(chunk)
+
+        def attempt() -> int:
+            if not copies_log:
+                return self._call(tuple(words))
+            request = replace(self.request, words=(*words, f"--from-byte={shown}"))
+            return call_through_pipe(self.login, request, show)
+
+        return self.until_answered(attempt, "the run continues; Ctrl-C stops following it")
+
+    def until_answered(self, attempt: Callable[[], int], meanwhile: str) -> int:
+        """Reconnect with increasing pauses until the command ends."""
+        pause = 1
+        while is_lost(code := attempt()):
+            self.terminal.warn(f"no connection to {self.login.address}: retrying in {pause} s ({meanwhile})")
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_WAIT_SECONDS)
+        return code
+
+
+def _writer() -> Callable[[bytes], None]:
+    """Return a function that writes output of the login node, which is unchanged in a pipe, to stdout."""
+    output = log_output()
+
+    def write(chunk: bytes) -> None:
+        output.write(chunk)
+        output.flush()
+
+    return write
+
+
+def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
+    """Send a run's files, submit it there exactly once, record it here, and follow it."""
+    login, terminal = forwarded.login, forwarded.terminal
+    words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
+    if name == "run":
+        words = _send_run(forwarded, ctx, words, params)
+    else:
+        ask(login, replace(forwarded.request, action="missing"), forwarded.files)
+    if params.get("dry_run"):
+        return forwarded.run((name, *words))
+    records, output = Records.of(os.environ), bytearray()
+    with records.submission(login, ctx.project, (name, *words)) as submission:
+        words = [name, "--no-follow", *words]
+        request = replace(forwarded.request, action="once", words=tuple(words), secrets=secrets, submission=submission)
+
+        def attempt() -> int:
+            output.clear()
+            return call_through_pipe(login, request, output.extend)
+
+        code = forwarded.until_answered(attempt, "the run is submitted only once, even if the request is repeated")
+        text = output.decode(errors="replace")
+        ids = printed_ids(text) if not code else []
+        try:
+            if ids:
+                records.add(ids, login, ctx.project)
+        except OSError as error:  # the runs exist
+            terminal.warn(
+                f"could not record {', '.join(ids)} on this machine ({records.folder}): {one_line(error)}; commands "
+                f"for it need the cluster's name: ftkit --cluster {login.cluster} status {ids[0]}"
+            )
+    if code or not params.get("follow") or len(ids) != 1:
+        terminal.data(text)
+        return code
+    return forwarded.follow(("status", ids[0], "--follow", *current_output().words), copies_log=False)
+
+
+def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
+    """Send a run's recipe, local files and code; return its arguments with paths on the login node.
+
+    Raises:
+        ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
+    """
+    login, terminal = forwarded.login, forwarded.terminal
+    names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
+    words: tuple[str, ...] = params["words"]
+    script_args: tuple[str, ...] = ()
+    if params["script"]:
+        words, script_args = split_script_args(words, typed)
+    args = run_args(words, **{key: params[key] for key in names})
+    trials = [trial.args.overrides for trial in expand(args, ctx)]
+    recipe = args.recipe if params["script"] else recipe_name(args, ctx)
+    parcel, code = pack_run(recipe, trials, words, login, ctx), _pack_code(params)
+    files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
+    sent = list_sent(parcel.local_files)
+    wanted = replace(forwarded.request, action="missing", files=files | code.files, local_files=sent, code=code.digest)
+    answer = ask(login, wanted, forwarded.files)
+    missing: list[str] = answer["missing"]
+    archive = code.archive if answer["code"] else b""
+    num_bytes = sum(Path(path).stat().st_size for path in missing)
+    _confirm_size(num_bytes + len(archive), len(missing), ctx, login)
+    if archive:
+        terminal.say(f"sending code ({len(archive) / _MIB:.1f} MiB) to {login.address}")
+        unpack = replace(forwarded.request, action="unpack", code=code.digest, archive=b64encode(archive).decode())
+        if call_through_pipe(login, unpack, lambda _: None):
+            raise unreachable(login)
+    if missing:
+        size = plural(len(missing), "local file")
+        terminal.say(f"sending {size} ({num_bytes / _GIB:.2f} GiB) to {login.address}")
+        send_files(login, missing, with_rsync=shutil.which("rsync") is not None and answer["rsync"])
+    options = [*_options(typed, click.get_current_context().command), *code.options]
+    # With a script, what follows '--' are its arguments.
+    return [*options, *parcel.words, "--", *script_args] if params["script"] else [*options, "--", *parcel.words]
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Code of this machine that a run needs.
+
+    Attributes:
+        archive: the copies; empty if there are none.
+        digest: digest of the archive; empty if there is none.
+        options: they select the code on the login node, and replace those typed here.
+        files: small files that it needs in the project's folder.
+    """
+
+    archive: bytes
+    digest: str
+    options: tuple[str, ...]
+    files: dict[str, str]
+
+
+def _pack_code(params: Mapping[str, Any]) -> _Code:
+    script, config = params["script"], params["accelerate_config"]
+    copies = copy_selected_code(params["with_code"], is_dev=params["is_dev"])
+    if script is not None:
+        copies.insert(0, copy_script(script, current_workspace()))
+    archive = pack_copies(copies) if copies else b""
+    digest = hashlib.sha256(archive).hexdigest()[:32] if copies else ""
+    folder = f"../../{CODE_FOLDER}/{digest}"  # from the project's folder there
+    options = ["--sent-code", folder] if copies else []
+    if script is not None:
+        options += ["--script", f"{folder}/{SCRIPT_CODE}/{script.name}"]
+    files: dict[str, str] = {}
+    if config is not None:
+        text = config.read_text(encoding="utf-8")
+        name = f"sent/accelerate-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+        files[name] = text
+        options += ["--accelerate-config", name]
+    return _Code(archive, digest, tuple(options), files)
+
+
+def _options(typed: Sequence[str], command: click.Command) -> list[str]:
+    """Return the typed options with their values, but not arguments, and not options with code of this machine."""
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    with_value = {name for each in options if not each.is_flag and not each.count for name in each.opts}
+    kept: list[str] = []
+    rest = iter(typed)
+    for word in rest:
+        if word == "--":
+            break
+        if word.startswith("-"):
+            words = [word, next(rest)] if word in with_value else [word]
+            kept += words if word.partition("=")[0] not in _CODE_OPTIONS else []
+    return kept
+
+
+def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) -> None:
+    limit = load_cluster(login.cluster, ctx).send_limit_gib
+    if num_bytes <= limit * _GIB:
+        return
+    size = f"{num_bytes / _MIB:.0f} MiB of code"
+    if num_files:
+        size = f"{plural(num_files, 'local file')} ({num_bytes / _GIB:.1f} GiB)"
+    if sys.stdin.isatty():
+        click.confirm(f"Send {size} to {login.address}?", default=False, abort=True, err=True)
+        return
+    what = f"{size} would be sent, more than {limit:g} GiB."
+    fix = "Raise it in the profile, or copy them there and give their paths there."
+    raise ConfigError([Problem(f"cluster {login.cluster}", "send_limit_gib", what, fix)])
+
+
+def _without_own_options(typed: Sequence[str]) -> list[str]:
+    """Remove the options that only this machine handles; what follows `--` are a script's arguments."""
+    kept: list[str] = []
+    skips = False
+    for number, word in enumerate(typed):
+        if word == "--":
+            return [*kept, *typed[number:]]
+        if skips:
+            skips = False
+        elif word == "--hf-token-file":
+            skips = True
+        elif word not in ("--follow", "--no-follow") and not word.startswith("--hf-token-file="):
+            kept.append(word)
+    return kept
+
+
+def _secrets(token_file: Path | None) -> dict[str, str]:
+    """Return the job's secrets, which are passed only on ssh's standard input into the environment there."""
+    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    if token_file is not None:
+        secrets["HF_TOKEN"] = token_file.read_text(encoding="utf-8").strip()
+    return secrets

@@ -1,0 +1,177 @@
+"""What runs inside an image: the list of its packages, and the check that it matches its definition.
+
+The Dockerfile runs `python3 -m ftkit.images.inside --sbom FILE`, which writes all packages as an SBOM (CycloneDX
+JSON); without arguments it checks. Only the standard library, `ftkit.process`, and the modules that the definition
+lists are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import ftkit
+from ftkit import process
+
+_DPKG = Path("/var/lib/dpkg/status")
+_OS_RELEASE = Path("/etc/os-release")
+_PYPI = "pkg:pypi/"
+_PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
+
+
+def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
+    """Return the SBOM of this Python and this system, without a timestamp: the same packages give the same bytes."""
+    components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"tools": {"components": [{"type": "application", "name": "ftkit", "version": ftkit.__version__}]}},
+        "components": sorted(components, key=lambda component: str(component["bom-ref"])),
+    }
+
+
+def python_packages(document: Path) -> frozenset[str] | None:
+    """Return the normalized names of the Python packages in an SBOM; None if the file is missing or damaged."""
+    try:
+        urls = [str(component["purl"]) for component in json.loads(document.read_bytes())["components"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return frozenset(url.removeprefix(_PYPI).partition("@")[0] for url in urls if url.startswith(_PYPI)) or None
+
+
+def _python_packages() -> list[dict[str, Any]]:
+    found = {}
+    for package in metadata.distributions():
+        fields = package.metadata  # parsed at each access
+        if fields["Name"]:
+            found[f"{_PYPI}{normalize_name(fields['Name'])}@{quote(fields['Version'], safe='')}"] = fields
+    return [
+        _component(url, fields["Name"], fields["Version"], fields.json.get("license_expression"))
+        for url, fields in found.items()
+    ]
+
+
+def _debian_packages(status: Path, os_release: Path) -> list[dict[str, Any]]:
+    if not status.is_file():
+        return []
+    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', _read(os_release), re.MULTILINE))
+    found = []
+    for block in _read(status).split("\n\n"):
+        fields = dict(re.findall(r"^([A-Za-z-]+): (.*)$", block, re.MULTILINE))
+        if fields.get("Status", "").endswith(" installed") and "Version" in fields:
+            name, version = fields["Package"], fields["Version"]
+            url = (
+                f"pkg:deb/{release.get('ID', 'debian')}/{name}@{quote(version, safe='')}"
+                f"?arch={fields.get('Architecture', 'all')}"
+            )
+            found.append(_component(url, name, version, None))
+    return found
+
+
+def _component(url: str, name: str, version: str, license_expression: object) -> dict[str, Any]:
+    component: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
+    if isinstance(license_expression, str) and license_expression:
+        component["licenses"] = [{"expression": license_expression}]
+    return component
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def parse_pins(text: str) -> dict[str, str]:
+    """Return the pinned packages of a lock, or of `pip list --format freeze`, with their versions."""
+    return {normalize_name(name): version for name, version in _PIN.findall(text)}
+
+
+def normalize_name(name: str) -> str:
+    """Normalize the name of a package (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+TRAINER = "ftkit.train.trainer"
+"""An image whose definition lists this module under `imports` can train: its self-check takes training steps."""
+
+PASSED = "ftkit: the image is as its definition says"
+"""The last line of a check that passed. It must never change: later releases read it from older images."""
+
+_INPUT_FOLDER = Path("/opt/ftkit")
+
+
+def find_issues(folder: Path = _INPUT_FOLDER) -> list[str]:
+    """Return everything that differs from the definition."""
+    image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
+    base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
+    return [
+        *_lock_issues((folder / "requirements.lock").read_text(encoding="utf-8")),
+        *_base_issues(image["provided"], base),
+        *_import_issues(image["imports"]),
+        *(_training_issues() if TRAINER in image["imports"] else []),
+    ]
+
+
+def _lock_issues(lock: str) -> list[str]:
+    issues = []
+    for name, expected in parse_pins(lock).items():
+        found = _version(name)
+        if found != expected:
+            issues.append(f"{name} is {found or 'missing'}, the lock says {expected}")
+    return issues
+
+
+def _base_issues(provided: dict[str, str], base: dict[str, str]) -> list[str]:
+    """Compare with the base's packages. The definition's version is a prefix: NVIDIA's end in the name of a build."""
+    issues = []
+    for name, expected in provided.items():
+        before, now = base.get(normalize_name(name)), _version(name)
+        if before != now:
+            issues.append(
+                f"{name} of the base was replaced: it was {before or 'missing'}, now it is {now or 'missing'}"
+            )
+        elif expected and not (now or "").startswith(expected):
+            issues.append(f"{name} of the base is {now or 'missing'}, the definition says {expected}")
+    return issues
+
+
+def _import_issues(modules: list[str]) -> list[str]:
+    issues = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - any exception of an import is an issue of the image
+            issues.append(f"import {module}: {type(error).__name__}: {error}")
+    return issues
+
+
+def _training_issues() -> list[str]:
+    """Take a training step with each family."""
+    done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
+    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    issue = f"ftkit.train --self-check ended with exit status {done.returncode}: {last}"
+    return [issue] if done.returncode else []
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--sbom"]:
+        Path(sys.argv[2]).write_text(json.dumps(make_sbom(), indent=1) + "\n", encoding="utf-8")
+    else:
+        found = find_issues()
+        print("\n".join(found) or PASSED)  # noqa: T201 - the program's output
+        sys.exit(1 if found else 0)

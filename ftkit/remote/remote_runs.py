@@ -1,0 +1,100 @@
+"""This machine's records of runs on login nodes: where each run is, and which submissions are unanswered."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
+from ftkit.remote.ssh import Login
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_RUN_ID: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)-(\d{8}T\d{6}Z)-([0-9a-f]+)")
+_NUM_KEPT: Final = 1000
+_SUBMISSION_ID: Final = re.compile("[0-9a-f]{16}")
+
+
+def printed_ids(output: str) -> list[str]:
+    """Return the ids of runs that a submission printed, one per line."""
+    return [line.strip() for line in output.splitlines() if _RUN_ID.fullmatch(line.strip())]
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """A run that was submitted on a login node, and the project here that it belongs to."""
+
+    id: str
+    login: Login
+    project: Path
+
+
+@dataclass(frozen=True)
+class _Records:
+    runs: tuple[RemoteRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class Records:
+    """This machine's files about remote runs."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Records:
+        """Return the user's files: below `$XDG_STATE_HOME` or `~/.local/state`."""
+        return cls(Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit" / "remote")
+
+    def runs(self) -> tuple[RemoteRun, ...]:
+        """Return all runs, the newest submission last."""
+        return (read_json_if_valid(self.folder / "runs.json", _Records) or _Records()).runs
+
+    def find(self, reference: str) -> RemoteRun | None:
+        """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
+
+        def created(run: RemoteRun) -> str:
+            return run.id.rsplit("-", 2)[1]
+
+        def is_meant(run: RemoteRun) -> bool:
+            match = _RUN_ID.fullmatch(run.id)
+            return match is not None and (reference in (match[1], match[3]) or run.id.startswith(reference))
+
+        newest = sorted(self.runs(), key=created, reverse=True)
+        return next((run for run in newest if reference == "last" or is_meant(run)), None)
+
+    def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
+        """Record submitted runs.
+
+        Raises:
+            OSError: they can't be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
+            kept = [run for run in self.runs() if run.id not in ids]
+            runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
+            write_json(self.folder / "runs.json", _Records(runs[-_NUM_KEPT:]))
+
+    @contextmanager
+    def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:
+        """Yield the id of a submission: that of an unanswered earlier one of the same command, or a new one.
+
+        It is forgotten at the end of the block, unless the block raises: then the submission is still unanswered.
+
+        Raises:
+            OSError: it can't be written; then nothing should be submitted.
+        """
+        key = hashlib.sha256(repr((login.address, login.folder, str(project), tuple(words))).encode()).hexdigest()[:16]
+        file = self.folder / "unanswered" / key
+        file.parent.mkdir(parents=True, exist_ok=True)
+        submission = file.read_text(encoding="ascii", errors="replace") if file.exists() else ""
+        if not _SUBMISSION_ID.fullmatch(submission):
+            submission = secrets.token_hex(8)
+            write_file(file, submission.encode())
+        yield submission
+        file.unlink(missing_ok=True)

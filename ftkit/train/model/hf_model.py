@@ -1,0 +1,355 @@
+"""Build the model: its configuration, its class, and its list of decoder layers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+from ftkit.errors import TrainingError, one_line
+from ftkit.models.architecture import ArchitectureSpec
+from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
+from ftkit.models.families import family_of
+from ftkit.models.folder import read_model_config, read_model_type
+from ftkit.models.weight_files import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+
+_NDIM_OF_STACKED_EXPERTS = 3
+_BF16_IN_16_BYTES = 8
+_PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
+
+
+def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Create the Hugging Face configuration of an architecture, for a model without pretrained weights.
+
+    Fields that `ArchitectureSpec` lacks keep transformers' defaults.
+
+    Raises:
+        TrainingError: transformers does not have the family.
+    """
+    fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
+    try:
+        config = AutoConfig.for_model(
+            shape.family,
+            **fields,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    except ValueError as error:
+        raise TrainingError(
+            f"transformers {transformers.__version__} can't configure a '{shape.family}': {one_line(error)}",
+            meaning="the name is not a model_type, or only a newer version knows it",
+            fix="correct model.architecture.family, or use an image with a newer transformers",
+        ) from error
+    _scale_positions(config, shape)
+    return config
+
+
+def _windows(shape: ArchitectureSpec) -> dict[str, object]:
+    """Return configuration keys about each layer's attention window, for families that have them."""
+    if shape.is_measured and not family_of(shape.family).full_attention_every:
+        return {}
+    if not shape.is_measured and shape.sliding_window is None:
+        return {"sliding_window": None}
+    return {"sliding_window": shape.sliding_window or shape.max_position_embeddings, "layer_types": shape.layer_types}
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """The configuration of a text model, and of the multimodal model that it is part of, if any."""
+
+    text: PretrainedConfig
+    wrapper: PretrainedConfig | None = None
+
+
+def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
+    """Read the configuration of the weights; for a multimodal model, that of its text model.
+
+    Args:
+        folder: the folder with the weights.
+        shape: the planned shape.
+        stored_vocab_size: rows of the embedding in the files, if added tokens need more.
+
+    Raises:
+        NotFoundError: the file can't be read, or has no architecture.
+        TrainingError: transformers can't read it, or the plan is for another shape.
+    """
+    stored = _read_stored(folder)
+    config = stored.get_text_config(decoder=True)
+    raw = read_model_config(folder)
+    config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
+    _check_quantization(stored, folder)
+    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
+    found = find_contradictions(of_files, shape_fields(config))
+    wrong = [f"{key}: {values}" for key, values in found.items()]
+    if wrong:
+        raise TrainingError(
+            f"the weights in {folder} have another shape than model.architecture: {'; '.join(wrong)}",
+            meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
+            fix="correct model.architecture in the recipe; if it is not set there, submit again: the plan then "
+            "reads the files that are downloaded now",
+        )
+    _scale_positions(config, shape)
+    if stored_vocab_size is not None:
+        config.vocab_size = shape.vocab_size
+    return TextConfig(config, None if config is stored else stored)
+
+
+def shape_fields(config: PretrainedConfig) -> dict[str, object]:
+    """Return the fields of a configuration about the shape, by their public names.
+
+    They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
+    """
+    saved = config.to_dict()
+    return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
+
+
+def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
+    """Write the recipe's rope scaling into a configuration; sliding-window layers keep their frequencies."""
+    if shape.rope_scaling is None:
+        return
+    values = shape.rope_scaling.model_dump(exclude_none=True)
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):  # transformers 4
+        config.rope_scaling = values
+    elif "full_attention" in rope:
+        config.rope_parameters = rope | {"full_attention": _kept_rope_keys(rope["full_attention"]) | values}
+    else:
+        config.rope_parameters = _kept_rope_keys(rope) | values
+    config.max_position_embeddings = shape.max_position_embeddings
+
+
+def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
+    return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+
+
+def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
+    """Check that the model's class applies the recipe's rope scaling.
+
+    Raises:
+        TrainingError: it does not.
+    """
+    if shape.rope_scaling is None:
+        return
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    found = {kind for each in kinds for kind in (each.values() if isinstance(each, dict) else [each])}
+    if shape.rope_scaling.rope_type not in found:
+        raise TrainingError(
+            f"{type(model).__name__} does not scale its positions by '{shape.rope_scaling.rope_type}'",
+            meaning="its class in transformers has other rotary positions, or none",
+            fix="leave model.architecture.rope_scaling out, or choose another model",
+        )
+
+
+def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
+    """Refuse quantized weights, except those that are dequantized while they are loaded."""
+    if problem := why_not_dequantizable(stored.to_dict()):
+        raise TrainingError(
+            f"{folder}: {problem}",
+            meaning="fine-tuning starts from weights in bf16 or fp32",
+            fix=unquantized_fix(str(folder)),
+        )
+
+
+def _read_stored(folder: Path) -> PretrainedConfig:
+    model_type, version = read_model_type(folder), transformers.__version__
+    if model_type not in CONFIG_MAPPING:
+        raise TrainingError(
+            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
+            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
+            fix="use an image with a newer transformers, or choose another model",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each architecture and version raises different errors on odd values
+        raise TrainingError(
+            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
+            meaning="the file was edited manually, or belongs to another version of the architecture",
+            fix="correct the file, or copy or download it again",
+        ) from error
+
+
+def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Build a model with its parameters on the meta device; its buffers are real.
+
+    Raises:
+        TrainingError: it is not a causal language model, or does not have this attention kernel.
+    """
+    try:
+        with init_empty_weights(include_buffers=False):
+            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    except Exception as error:  # classes raise different errors on invalid values
+        raise TrainingError(
+            f"transformers {transformers.__version__} can't build a '{config.model_type}' with attention "
+            f"'{attention}': {type(error).__name__}: {one_line(error)}",
+            meaning="it is not a causal language model, its class does not have this attention kernel, or config.json "
+            "has a value that it does not know",
+            fix="set training.attention=auto, correct config.json, or choose another model",
+        ) from error
+    built.tie_weights()  # tied parameters became separate objects
+    _check_has_decoder(built)
+    _avoid_grouped_mm_of_odd_sizes(built)
+    return _prepared(built)
+
+
+def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
+    """Load a model as transformers does, except that experts of odd sizes are computed one by one.
+
+    Args:
+        folder: a model in Hugging Face's layout.
+        dtype: of the weights; that of the files if None.
+        options: further arguments of `from_pretrained`.
+    """
+    auto_class = auto_class_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model = auto_class.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
+    _avoid_grouped_mm_of_odd_sizes(model)
+    return model
+
+
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """Return the auto class that loads a model as it is published: a multimodal one with its vision tower.
+
+    Adapters have the names of that class. `AutoModelForCausalLM` has no class for most multimodal models, such as LLaVA
+    and Mistral 3, and for others, such as Qwen 3.5, one with the names of the text model.
+    """
+    is_multimodal = config.get_text_config(decoder=True) is not config
+    has_class = is_multimodal and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if has_class else AutoModelForCausalLM
+
+
+def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
+    """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
+    stacked = [
+        parameter.shape
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.ndim == _NDIM_OF_STACKED_EXPERTS
+    ]
+    is_odd = any(size % _BF16_IN_16_BYTES for shape in stacked for size in shape[1:])
+    if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 always computes them one by one
+        model.set_experts_implementation("eager")
+
+
+def _check_has_decoder(model: PreTrainedModel) -> None:
+    """Refuse a model without a decoder separate from its output projection."""
+    decoder = find_decoder(model)
+    if decoder is model or model.get_output_embeddings() is None:
+        raise TrainingError(
+            f"{type(model).__name__} has no decoder separate from its output projection",
+            meaning="its class in transformers is not built like a causal language model",
+            fix="choose another model, or an image with a newer transformers",
+        )
+
+
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """Return why a model can't be told where packed documents begin; None if it can."""
+    decoder = find_decoder(model)
+    accepted = _parameters(decoder)
+    if accepted is None or "position_ids" in accepted:
+        return None
+    return f"{type(decoder).__name__} does not accept the positions of packed documents"
+
+
+def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that a module's forward accepts."""
+    accepted = _parameters(module)
+    if accepted is None:
+        return inputs
+    return {name: value for name, value in inputs.items() if name in accepted}
+
+
+def _parameters(module: nn.Module) -> frozenset[str] | None:
+    """Return the parameters of a module's forward; None if it accepts any.
+
+    A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    is_listed = "input_ids" in parameters and "position_ids" not in parameters
+    return None if takes_any and not is_listed else frozenset(parameters)
+
+
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Return whether some layers are recurrent, in addition to or instead of attention."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return any("attention" not in kind or "linear" in kind for kind in kinds)
+
+
+def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+    # With a cache, transformers ignores where packed documents end: they would attend to each other.
+    model.config.use_cache = False
+    # Some published configurations ask for tuples, or for what each layer computes.
+    model.config.return_dict = True
+    model.config.output_hidden_states = model.config.output_attentions = False
+    result: nn.Module = model.train()
+    return result
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the module under the output projection; the model itself if there is none.
+
+    For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
+    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection, whose
+    attribute has that name.
+    """
+    decoder = model.get_decoder()
+    if decoder is model or decoder is model.get_output_embeddings():
+        decoder = model.base_model
+    if decoder is model:
+        layers = find_decoder_layers(model)
+        decoder = next((child for child in model.children() if any(part is layers for part in child.modules())), model)
+    return decoder
+
+
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers.
+
+    They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
+    Layers may have several classes, as in models that mix attention with other layers.
+
+    Raises:
+        TrainingError: the model has no such list of layers.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    expected = getattr(model.config, "num_hidden_layers", None)
+    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_two(lists, expected)
+    if not matching:
+        found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
+        raise TrainingError(
+            f"the model's {expected} decoder layers were not found; its lists of modules are: {found}",
+            meaning="this model is not a stack of decoder layers",
+            fix="choose a model of another family",
+        )
+    return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
+    """Return the list of layers that count as two each, as LongCat's do: each has two layers of attention."""
+    nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
+    outermost = [layers for layers in lists if id(layers) not in nested]
+    return outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
+
+
+def config_for_export(
+    config: PretrainedConfig, class_name: str, dtype: torch.dtype, end_tokens: int | list[int] | None
+) -> PretrainedConfig:
+    """Return the configuration to export, with the class name, the end tokens, and a cache for inference."""
+    exported = copy.deepcopy(config)
+    exported.architectures = [class_name]
+    vars(exported).pop("quantization_config", None)  # weights were dequantized while they were loaded
+    exported.use_cache = True
+    exported.dtype = dtype
+    exported.eos_token_id = end_tokens
+    return exported
