@@ -39,7 +39,7 @@ DEV_CODE: Final = "ftkit"
 
 @dataclass(frozen=True)
 class CodeCopy:
-    """A copy of a folder, still in memory: its plan, and the content of each file by its path within the folder."""
+    """A copy of a folder, in memory: its plan, and the content of each file by its path within the folder."""
 
     plan: CodePlan
     files: Mapping[str, bytes]

@@ -118,9 +118,9 @@ def _plan(model: ModelSpec, config: dict[str, Any] | None, environment: Mapping[
     if counted is None:
         return plan_model(model, config)
     try:
-        return plan_model(model, config).model_copy(update={"count_error": counted.reason})
+        return plan_model(model, config).model_copy(update={"count_error": counted})
     except ConfigError as error:
-        fix = f"Building the model's class failed too: {counted.reason}. Correct config.json, or choose another model."
+        fix = f"Building the model's class failed too: {counted}. Correct config.json, or choose another model."
         raise ConfigError([replace(problem, fix=fix) for problem in error.problems]) from error
 
 
@@ -166,39 +166,29 @@ def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Pat
     raise ConfigError([Problem("", "model.added_tokens", what, fix)])
 
 
-@dataclass(frozen=True)
-class _NotCounted:
-    """The reason why the counting program failed."""
-
-    reason: str
-
-
-def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | _NotCounted | None:
+def _count(query: dict[str, Any], environment: Mapping[str, str]) -> CountedModel | str | None:
     """Return the counting program's result, or why it failed; None if packages for it are missing here."""
     if not all(find_spec(package) for package in NEEDED):
         return None
     text = json.dumps(query, sort_keys=True)
-    cache = _cache_file(text, environment)
+    digest = hashlib.sha256(f"{CACHE_VERSION} {version('transformers')} {text}".encode()).hexdigest()
+    cache = Path(cache_folder(environment), "model-counts", f"{digest[:32]}.json")
     if (known := read_json_if_valid(cache, CountedModel)) is not None:
         return known
     quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    variables = {**os.environ, **environment, **quiet}
     try:
-        done = process.run(
-            [sys.executable, *PROGRAM, text],
-            timeout_seconds=TIMEOUT_SECONDS,
-            environment={**os.environ, **environment, **quiet},
-        )
+        done = process.run([sys.executable, *PROGRAM, text], timeout_seconds=TIMEOUT_SECONDS, environment=variables)
     except FtkitError as error:
-        return _NotCounted(one_line(error.what))
+        return one_line(error.what)
     if done.returncode in {NO_CAUSAL_CLASS, UNKNOWN_FAMILY}:
         raise ConfigError([_explain_exit(done.returncode, query)])
     if done.returncode != 0:
-        last = done.stderr.strip().rpartition("\n")[2]
-        return _NotCounted(one_line(last) if last else f"exit code {done.returncode}")
+        return one_line(done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
     try:
         counted = parse_json(done.stdout.strip().rpartition("\n")[2], CountedModel)
     except InvalidJsonError as error:
-        return _NotCounted(one_line(error))
+        return one_line(error)
     with suppress(OSError):  # the home folder is full: count again next time
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_json(cache, counted)
@@ -222,9 +212,3 @@ def _explain_exit(code: int, query: dict[str, Any]) -> Problem:
         if config.get("auto_map"):
             fix += " ftkit never runs the code that comes with a model (auto_map in config.json)."
     return Problem("", key, what, fix)
-
-
-def _cache_file(text: str, environment: Mapping[str, str]) -> Path:
-    """Return the file that caches the counts of a configuration, for this version of transformers."""
-    key = f"{CACHE_VERSION} {version('transformers')} {text}"
-    return Path(cache_folder(environment), "model-counts", f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json")

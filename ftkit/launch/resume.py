@@ -150,8 +150,9 @@ def replan(
         known["training"]["data_seed"] = plan.recipe.training.order_seed
     loaded = override_recipe(known, args.overrides)
     recipe = loaded.spec
-    new_values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
-    changes = [Change(key, _value(known, key), _value(new_values, key)) for key in args.typed_keys]
+    before, after = Layers(known), Layers(recipe.model_dump(mode="json", include=set(_CHANGEABLE)))
+    paths = {key: tuple(key.split(".")) for key in args.typed_keys}
+    changes = [Change(key, before.value(path), after.value(path)) for key, path in paths.items()]
     cluster, layers = plan.cluster, Layers()
     if args.cluster:
         site = read_cluster(args.cluster, ctx)
@@ -190,12 +191,12 @@ def replan(
         new = replace(new, container_image=plan.container_image)
     else:
         new = resolve_image_link(new)
-    before, after = plan.placement, new.placement
+    old_place, place = plan.placement, new.placement
     changes += [
         Change("cluster", plan.cluster.name, cluster.name),
-        Change("nodes", before.num_nodes, after.num_nodes),
-        Change("processes per node", before.processes_per_node, after.processes_per_node),
-        Change("device", before.device, after.device),
+        Change("nodes", old_place.num_nodes, place.num_nodes),
+        Change("processes per node", old_place.processes_per_node, place.processes_per_node),
+        Change("device", old_place.device, place.device),
     ]
     kept = tuple(change for change in changes if change.before != change.after)
     return ResumedPlan(new, kept, tuple(_warnings(kept, new)))
@@ -219,13 +220,6 @@ def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _value(values: Mapping[str, object], key: str) -> object:
-    value: object = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _check_sections(args: ResumeArgs) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import traceback
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound, nodes
+from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,7 +24,7 @@ from ftkit.errors import ConfigError, Problem, one_line
 from ftkit.files import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 OVERRIDDEN_PARTS: Final = "overridden_parts"
@@ -157,7 +158,7 @@ class _PartLoader(BaseLoader):
     def __init__(self, project: Path | None) -> None:
         self._project = project
 
-    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+    def get_source(self, _: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
         """Return a template's text, its path, and whether that text is still current.
 
         Raises `ConfigError` if the project's part can't be read, or lacks a placeholder of the shipped part.
@@ -170,8 +171,7 @@ class _PartLoader(BaseLoader):
         if path is None:
             return text, str(shipped), lambda: _override(self._project, template) is None
         own = _read(path)
-        needed = set(_placeholders(environment.parse(text)))
-        if lost := sorted(needed - set(_placeholders(environment.parse(own, template, str(path))))):
+        if lost := sorted(_placeholders(text) - _placeholders(own)):
             what = f"lacks placeholders of the part it overrides: {', '.join(lost)}."
             fix = "Copy the lines that have them from the shipped part, or remove the file."
             raise ConfigError([Problem("", f"sbatch/{template}", what, fix)])
@@ -185,30 +185,13 @@ def _read(path: Path) -> str:
         raise ConfigError([Problem("", str(path), f"can't be read: {one_line(error)}.")]) from error
 
 
-def _placeholders(node: nodes.Node) -> Iterator[str]:
-    """Yield the dotted names that a template fills in, and the parts that it includes.
+def _placeholders(template: str) -> set[str]:
+    """Return the dotted names that a template fills in, and the parts that it includes.
 
-    Names in conditions are omitted, and what is filled in only if it is set: a site without accounts needs no account.
+    Names that occur in a condition are optional: a site without accounts needs no account.
     """
-    if isinstance(node, nodes.If):
-        optional = set(_placeholders(node.test))
-        for child in (*node.body, *node.elif_, *node.else_):
-            yield from (name for name in _placeholders(child) if name not in optional)
-        return
-    if isinstance(node, nodes.Include) and isinstance(node.template, nodes.Const):
-        yield f"include {node.template.value}"
-    name = _dotted(node)
-    if "." in name:
-        yield name
-        return
-    for child in node.iter_child_nodes():
-        yield from _placeholders(child)
-
-
-def _dotted(node: nodes.Node) -> str:
-    if isinstance(node, nodes.Name):
-        return node.name
-    if isinstance(node, nodes.Getattr):
-        base = _dotted(node.node)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    filled, conditions = (
+        {name for text in re.findall(pattern, template) for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)}
+        for pattern in (r"{{(.*?)}}", r"{%-? *(?:el)?if (.*?)%}")
+    )
+    return filled - conditions | set(re.findall(r'{%-? *include "(.*?)"', template))
