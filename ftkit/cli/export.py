@@ -37,8 +37,7 @@ from ftkit.images.verify import require_intact, verify, verify_inside
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.paths import is_path
 from ftkit.planning.plan import read_plan
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import push
+from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from collections.abc import Callable

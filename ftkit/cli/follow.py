@@ -13,9 +13,9 @@ from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
 from ftkit.cli.terminal.report import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:

@@ -272,13 +272,14 @@ def _has_ended(entry: RunEntry, overview: Overview) -> bool:
 @click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
 def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
     """Copy a run."""
-    from ftkit.runs.storage.sync import RunCopy
+    from ftkit.runs.job import read_submitted
+    from ftkit.runs.sync import RunCopy
 
     terminal, run = Terminal(), get_run(reference)
     destination = destination or read_plan(run.layout).recipe.sync
     if destination is None:
         raise click.UsageError(f"give DEST: the recipe of {run.id} has no 'sync'", click.get_current_context())
-    submitted = run.submitted
+    submitted = read_submitted(run.layout)
     copy = RunCopy(run.layout, destination, terminal.say)
 
     def is_over() -> bool:

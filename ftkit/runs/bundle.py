@@ -79,14 +79,6 @@ def _read(path: Path) -> bytes:
         raise DamagedFileError(path, one_line(error)) from error
 
 
-def is_bundle(path: Path) -> bool:
-    """Return whether a file is a tar archive."""
-    try:
-        return tarfile.is_tarfile(path)
-    except OSError:
-        return False
-
-
 def unpack(path: Path, folder: Path) -> None:
     """Write the files of a bundle to a folder. Only plain files with the names of a run's files are extracted.
 

@@ -45,10 +45,9 @@ class TrainState:
         fingerprint: `DataManifest.identity` of its data.
         best: None if evaluations are not compared.
         evaluations_without_improvement: consecutive ones, up to the newest.
-        num_packs: number of packs in these steps, each counted as often as it was trained. The last step of an epoch
-            that was planned as the last one may have had fewer than a batch.
-        num_tokens: number of tokens of the documents in these packs, without padding.
-        num_targets: number of them that counted in the loss.
+        num_packs: packs in these steps, each counted as often as it was trained. The last step of an epoch that was
+            planned as the last one may have had fewer than a batch.
+        num_tokens: tokens of the documents in these packs, without padding; `num_targets` of them count in the loss.
     """
 
     step: int
@@ -77,6 +76,13 @@ class SavedFile:
         with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(path.stat().st_size, digest)
+
+    def is_content_of(self, path: Path) -> bool:
+        """Return whether a file has this content; it has not if it is missing or unreadable."""
+        try:
+            return path.stat().st_size == self.size and SavedFile.of(path) == self
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,15 @@ def read_marker(folder: Path, step: int) -> Marker:
 
 def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
     """Return which of the named files of a checkpoint differ from the marker."""
-    return [name for name in names if not _is_intact(folder / name, marker.files[name])]
+    return [name for name in names if not marker.files[name].is_content_of(folder / name)]
 
 
-def _is_intact(path: Path, file: SavedFile) -> bool:
+def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints with their steps, oldest first; none if they can't be listed."""
     try:
-        return path.stat().st_size == file.size and SavedFile.of(path) == file
-    except OSError:  # missing or unreadable
-        return False
+        return layout.list_checkpoints()
+    except OSError:
+        return []
 
 
 # --- The best one --------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import find_damage, read_marker
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import RunCopy, fetch_run, push
+from ftkit.runs.storage import Store, push
+from ftkit.runs.sync import RunCopy, fetch_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,12 +18,12 @@ from ftkit.files import write_json
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
+from ftkit.runs import storage as store_module
 from ftkit.runs.checkpoints import find_damage, read_marker
 from ftkit.runs.manifest import build_manifest
 from ftkit.runs.repeat import read_original
-from ftkit.runs.storage import store as store_module
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import RunCopy, check_destination, fetch_run, push, read_status
+from ftkit.runs.storage import Store, push
+from ftkit.runs.sync import RunCopy, check_destination, fetch_run, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_a_push_resumes_compares_digests_and_does_not_overwrite_another_export(
     assert Store(address).sizes() == {name: (export / name).stat().st_size for name in names}
     if where == "s3":
         tag = client.head_object(Bucket=BUCKET, Key="models/demo/model.safetensors")["ETag"]
-        assert tag.strip('"') == store_module._etag(export / "model.safetensors")
+        assert tag.strip('"') == store_module._etag(export / "model.safetensors", store_module.Progress())
         assert tag.endswith('-3"')
     damaged = tmp_path / "damaged"
     content = bytearray((export / "model.safetensors").read_bytes())

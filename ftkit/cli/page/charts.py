@@ -20,7 +20,7 @@ from ftkit.errors import PrerequisiteError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ftkit.runs.history import Span
+    from ftkit.runs.spans import Span
 
 MAX_POINTS = 600
 """Maximum points of a line: more can't be told apart, and make the page slow."""

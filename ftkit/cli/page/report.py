@@ -14,9 +14,8 @@ from ftkit.planning.plan import PlanError, RunPlan
 from ftkit.planning.script import ScriptPlan, read_job_plan
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
-from ftkit.runs.history import History, read_history
+from ftkit.runs.history import History, Restart, read_history
 from ftkit.runs.manifest import explain_missing_digests
-from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 
@@ -133,10 +132,10 @@ def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), v
         evaluations=validation,
         examples=_examples(history),
         anomalies=list(history.anomalies[-_NUM_ANOMALIES:]),
-        restarts=list_restarts(layout),
+        restarts=list(history.restarts),
         stragglers=find_stragglers(read_timings(layout)),
         checks=history.checks.texts if history.checks else {},
-        first_step=history.first_step,
+        first_step=history.start_up,
         facts=_facts(plan, manifest, history) if plan else {},
         doubts=explain_missing_digests(layout),
         command=" ".join(map(str, manifest.get("command", []))),

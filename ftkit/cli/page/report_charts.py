@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 from ftkit.cli.page.charts import Line, LineChart, bar_chart, bars_height, draw_lines, timeline
 from ftkit.cli.terminal.format import count
 from ftkit.runs.gpu_samples import gpu_curve
-from ftkit.runs.history import merge_spans
+from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.gpu_samples import NodeSample
-    from ftkit.runs.history import History, Span
+    from ftkit.runs.history import History
     from ftkit.runs.records import StepRecord
+    from ftkit.runs.spans import Span
 
 _NARROWEST = 1 / 600
 """Smallest visible fraction of a run's time on the timeline."""

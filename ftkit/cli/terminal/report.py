@@ -14,9 +14,9 @@ from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST
 from ftkit.runs.ends import log_tail
 from ftkit.runs.failure import explain_failure, original_command
+from ftkit.runs.history import History, read_history
 from ftkit.runs.job import FAILURES, Job, RunState
-from ftkit.runs.progress import TrainingSummary, summarize
-from ftkit.runs.storage.sync import read_status
+from ftkit.runs.sync import read_status
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -48,7 +48,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
         if failure:
             show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = summarize(run.layout)
+    summary = read_history(run.layout)
     terminal.say()
     terminal.facts([("state", state_cell(seen)), *end_facts(summary), *file_facts(run.layout)], is_data=False)
     if summary.after:
@@ -56,7 +56,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
     terminal.facts([("next", "\n".join(next_commands(run.layout, seen, None)))], is_data=False)
 
 
-def end_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+def end_facts(summary: History) -> list[tuple[str, Cell]]:
     """Summarize a completed run in four rows: steps, time, results, and the model's folder."""
     facts = dict(result_facts(summary))
     if "time" in facts and "progress" in facts:
@@ -96,7 +96,7 @@ def state_cell(seen: Job) -> Cell:
     return Styled(str(seen), STATE_STYLES[seen.state])
 
 
-def result_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+def result_facts(summary: History) -> list[tuple[str, Cell]]:
     """Return the rows about the training's progress and its results."""
     facts: list[tuple[str, Cell]] = _script_facts(summary)
     first, last = summary.first_step, summary.last_step
@@ -138,7 +138,7 @@ def experts_text(routers: RouterStats) -> str:
     return ", ".join(parts)
 
 
-def _script_facts(summary: TrainingSummary) -> list[tuple[str, Cell]]:
+def _script_facts(summary: History) -> list[tuple[str, Cell]]:
     """Return the rows about a script's progress, and about the sharding of its model."""
     facts: list[tuple[str, Cell]] = []
     step, end, sharding = summary.script_step, summary.end, summary.sharding

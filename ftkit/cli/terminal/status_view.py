@@ -19,27 +19,16 @@ from ftkit.cli.terminal.report import (
     sync_facts,
 )
 from ftkit.errors import EXIT_CODES, RunFailedError, plural
+from ftkit.runs.checkpoints import list_checkpoints
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.failure import Failure, explain_failure
 from ftkit.runs.find import RunFolder
 from ftkit.runs.gpu_samples import GpuSummary, read_samples, summarize_samples
+from ftkit.runs.history import History, Silence, measure_silence, read_history
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.listing import read_entry
-from ftkit.runs.metrics_file import find_damage
-from ftkit.runs.progress import (
-    Restart,
-    Silence,
-    TrainingSummary,
-    excluded_nodes,
-    list_anomalies,
-    list_checkpoints,
-    list_restarts,
-    measure_silence,
-    seconds_left,
-    summarize,
-)
-from ftkit.runs.records import AnomalyRecord
-from ftkit.runs.storage.sync import read_status
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
+from ftkit.runs.sync import read_status
 
 if TYPE_CHECKING:
     from ftkit.planning.plan import RunPlan  # noqa: TC004 - no pydantic reads this dataclass
@@ -49,6 +38,11 @@ if TYPE_CHECKING:
 _NUM_CHECKPOINTS_SHOWN = 5
 _NUM_RESTARTS_SHOWN = 5
 _NUM_ANOMALIES_SHOWN = 8
+_RECORDS = (
+    "start", "first_step", "last_step", "before", "after", "checkpoint", "failed_checkpoint", "end", "sharding",
+    "script_step",
+)  # fmt: skip
+"""Records of a history that `--json` has under their names."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +55,15 @@ class RunStatus:
     """Reason why an undamaged plan can't be read: another version of ftkit wrote it."""
     run: SubmittedRun | None
     seen: Job
-    summary: TrainingSummary
+    history: History
     failure: Failure | None
     silence: Silence | None
-    restarts: list[Restart]
-    anomalies: list[AnomalyRecord]
     stragglers: list[Straggler]
     doubts: list[str]
     """Reasons why the run can't be repeated exactly."""
     verdict: Verdict | None
     """Whether it reproduced the run that it repeats; None if it repeats none."""
     gpus: GpuSummary | None
-    metrics_problem: str
-    """Which records of the run can't be read, and why; empty if all can."""
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
@@ -97,16 +87,13 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         plan_problem=plan_problem,
         run=entry.run,
         seen=seen,
-        summary=summarize(folder.layout),
+        history=read_history(folder.layout),
         failure=explain_failure(entry.run, seen) if entry.run else None,
         silence=_measure_silence(folder, plan, seen),
-        restarts=list_restarts(folder.layout),
-        anomalies=list_anomalies(folder.layout),
         stragglers=find_stragglers(read_timings(folder.layout)),
         doubts=explain_missing_digests(folder.layout),
         verdict=judge(folder.layout),
         gpus=summarize_samples(read_samples(folder.layout)),
-        metrics_problem=find_damage(folder.layout.metrics),
     )
 
 
@@ -137,16 +124,16 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
         ("run", Styled(status.folder.id, "bold")),
         ("state", state_cell(status.seen)),
         *_job_facts(status),
-        *([("metrics", Styled(status.metrics_problem, "yellow"))] if status.metrics_problem else []),
-        *result_facts(status.summary),
+        *([("metrics", Styled(status.history.problem, "yellow"))] if status.history.problem else []),
+        *result_facts(status.history),
         *_progress_facts(status),
         *_gpu_facts(status.gpus),
         *((f"excluded {host}", Styled(why, "yellow")) for host, why in excluded_nodes(status.folder.layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
-    if status.summary.after:
-        show_samples(status.summary.after, terminal, is_data=True)
+    if status.history.after:
+        show_samples(status.history.after, terminal, is_data=True)
     layout, this = status.folder.layout, f"ftkit status {status.folder.id}"
     following = [text for text in next_commands(layout, status.seen, status.failure) if text != this]
     if status.failure:
@@ -187,7 +174,7 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
         facts.append(("stalled", Styled(f"no record for {duration(silence.seconds)}, and {alive}", "red")))
-    shown = status.restarts[-_NUM_RESTARTS_SHOWN:]
+    shown = status.history.restarts[-_NUM_RESTARTS_SHOWN:]
     lines = [
         f"{age(time.time() - each.time)} ago"
         + ("" if each.step is None else f", from step {each.step}")
@@ -196,10 +183,10 @@ def _progress_facts(status: RunStatus) -> list[tuple[str, Cell]]:
         for each in shown
     ]
     if lines:
-        facts.append(("restarts", "\n".join([f"{len(status.restarts)}, newest last", *lines])))
+        facts.append(("restarts", "\n".join([f"{len(status.history.restarts)}, newest last", *lines])))
     kinds = {"nonfinite": ("skipped", ", not finite"), "spike": ("spikes", "")}
     for kind, (title, what) in kinds.items():
-        steps = [str(each.step) for each in status.anomalies if each.kind == kind]
+        steps = [str(each.step) for each in status.history.anomalies if each.kind == kind]
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
             facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
@@ -216,7 +203,7 @@ def _seconds_left(status: RunStatus) -> float | None:
     trainer = _trainer(status.plan)
     if status.seen.state is not RunState.RUNNING or trainer is None:
         return None
-    return seconds_left(status.summary, trainer.recipe.training.log_every_steps)
+    return status.history.seconds_left(trainer.recipe.training.log_every_steps)
 
 
 def _gpu_facts(gpus: GpuSummary | None) -> list[tuple[str, Cell]]:
@@ -268,7 +255,7 @@ def _place_facts(status: RunStatus) -> list[tuple[str, Cell]]:
 
 def run_status_as_json(status: RunStatus) -> dict[str, Any]:
     """Return the values of `ftkit status --json`."""
-    summary, plan, layout = status.summary, status.plan, status.folder.layout
+    summary, plan, layout = status.history, status.plan, status.folder.layout
     trainer, script = _trainer(plan), _script(plan)
     submission, sync = status.run.submission if status.run else None, read_status(layout)
     values: dict[str, Any] = finite(
@@ -286,16 +273,16 @@ def run_status_as_json(status: RunStatus) -> dict[str, Any]:
             "created": status.folder.created.isoformat(),
             "submitted": submission.submitted if submission else None,
             "plan_problem": status.plan_problem or None,
-            "metrics_problem": status.metrics_problem or None,
+            "metrics_problem": status.history.problem or None,
             "world_size": plan.placement.world_size if plan else None,
             "engine": trainer.engine.name if trainer else None,
             "num_steps": summary.last_step.num_steps if summary.last_step else trainer and trainer.num_steps,
-            **{key: asdict(record) if record else None for key, record in vars(summary).items()},
+            **{key: asdict(record) if (record := getattr(summary, key)) else None for key in _RECORDS},
             "seconds_left": _seconds_left(status),
             "silent_seconds": status.silence.seconds if status.silence else None,
             "is_stalled": bool(status.silence and status.silence.is_stalled),
-            "restarts": [asdict(restart) for restart in status.restarts],
-            "anomalies": [asdict(each) for each in status.anomalies],
+            "restarts": [asdict(restart) for restart in status.history.restarts],
+            "anomalies": [asdict(each) for each in status.history.anomalies],
             "stragglers": [asdict(each) for each in status.stragglers],
             "not_repeatable": status.doubts,
             "repetition": status.verdict and {**asdict(status.verdict), "is_repeated": status.verdict.is_repeated},

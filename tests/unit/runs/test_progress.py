@@ -11,9 +11,9 @@ import pytest
 
 from ftkit.runs.ends import End
 from ftkit.runs.failure import RankError, write_rank_error
+from ftkit.runs.history import measure_silence, read_history
 from ftkit.runs.job import Cause, Job, RunState
 from ftkit.runs.manifest import explain_missing_digests, record_start
-from ftkit.runs.progress import list_restarts, measure_silence, seconds_left, summarize
 from ftkit.runs.records import StageRecord, StartRecord
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     killed = replace(error, time=time.time(), type="SIGKILL", message="rank 3 was killed by SIGKILL")
     write_rank_error(layout.rank_error(3), killed)
     record_start(layout.manifest, none)
-    assert [(each.step, each.reason) for each in list_restarts(layout)] == [
+    assert [(each.step, each.reason) for each in read_history(layout).restarts] == [
         (None, End(Cause.UNKNOWN, "no rank left an error, and Slurm no word in the job's log")),
         (1, End(Cause.STOP_REQUEST)),
         (None, End(Cause.ERROR, "rank 3 on n7: RuntimeError: NCCL: unhandled system error")),
@@ -62,11 +62,11 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
 
 def test_the_remaining_time_is_estimated_from_the_last_steps(make_run: RunMaker, records: Any) -> None:
     run = make_run()
-    assert seconds_left(summarize(run.layout), 10) is None
+    assert read_history(run.layout).seconds_left(10) is None
     records.write(run, records.step(100, step_seconds=2.0))
-    assert seconds_left(summarize(run.layout), 10) == 600
+    assert read_history(run.layout).seconds_left(10) == 600
     records.write(run, records.end("stopped", 100))
-    assert seconds_left(summarize(run.layout), 10) is None
+    assert read_history(run.layout).seconds_left(10) is None
 
 
 @pytest.mark.parametrize(("seconds", "is_stalled"), [(299, False), (301, True)])

@@ -19,7 +19,7 @@ from ftkit.runs.bundle import write_bundle
 from ftkit.runs.compare import ComparedRun, LossPoint, RunResults
 from ftkit.runs.manifest import build_manifest, record_start
 from ftkit.runs.repeat import TOLERANCE, Original, compare_with, judge, original_to_json, read_original
-from ftkit.runs.storage.store import Store
+from ftkit.runs.storage import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
     from ftkit.runs.job import SubmittedRun
 
-UNKNOWN = RunResults(None, None, None, None, None, None, None, None, None, None, 0)
-
 
 def with_losses(name: str, losses: list[float], num_processes: int = 2) -> ComparedRun:
     inputs: dict[str, dict[str, Any]] = {key: {} for key in ("recipe", "data", "image", "versions")}
     inputs["cluster"] = {"num_nodes": 1, "processes_per_node": num_processes, "device": "cpu"}
     curve = tuple(LossPoint(step, 100 * step, loss) for step, loss in enumerate(losses, start=1))
-    return ComparedRun(name, inputs, UNKNOWN, curve)
+    return ComparedRun(name, inputs, RunResults(), curve)
 
 
 losses = st.lists(st.floats(0.01, 1e3) | st.just(math.nan), min_size=1, max_size=20)
