@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.conversations import JsonObject
     from ftkit.evaluate.generate import ChatSession
-    from ftkit.evaluate.load import GeneratingModel, LoadedModel
+    from ftkit.evaluate.inference import GeneratingModel, LoadedModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
     from ftkit.launch.side_jobs import SideJob
@@ -122,8 +122,8 @@ def load_model(source: ModelSource, terminal: Terminal) -> LoadedModel:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
-    from ftkit.evaluate.load import available_devices
-    from ftkit.evaluate.load import load_model as load
+    from ftkit.evaluate.inference import available_devices
+    from ftkit.evaluate.inference import load_model as load
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft
     logging.set_verbosity_error()
@@ -193,7 +193,7 @@ def chat_command(
     for turn in _turns(terminal):
         if turn == "/reset":
             for session in sessions.values():
-                session.reset()
+                session.messages.clear()
         elif len(sessions) == 1:
             _stream(sessions["answer"], turn, terminal)
         else:

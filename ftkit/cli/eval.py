@@ -23,8 +23,8 @@ from ftkit.planning.plan import read_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.evaluate.compare import Example, Result
-    from ftkit.evaluate.measure import Measurements
+    from ftkit.evaluate.results import Example, Result
+    from ftkit.evaluate.scoring import Measurements
     from ftkit.evaluate.source import Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -135,7 +135,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
         )  # fmt: skip
         return
     from ftkit.data.metrics import choose_metrics
-    from ftkit.evaluate.measure import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
+    from ftkit.evaluate.scoring import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:
         task = target.plan.recipe.data.task if target.plan else None
@@ -167,7 +167,7 @@ def _report(  # noqa: PLR0913 - what to report, and how
     found: Measurements, target: Target, engine: EngineName, seed: int, num_examples: int, terminal: Terminal, *,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from ftkit.evaluate.compare import changed_examples, compare
+    from ftkit.evaluate.results import changed_examples, compare
 
     results = compare(found.data, found.metrics, found.after, found.before, seed)
     examples = []
@@ -197,7 +197,7 @@ def _run_harness(  # noqa: PLR0913 - one for each option
     target: Target, tasks: list[str], folder: Path | None, limit: int, batch_size: int, terminal: Terminal, *,
     as_json: bool,
 ) -> None:  # fmt: skip
-    from ftkit.evaluate.compare import Harness, compare_harness
+    from ftkit.evaluate.results import Harness, compare_harness
 
     harness = Harness(tasks, folder)
     after, before = harness.evaluate(load_model(target.source, terminal), limit, batch_size), None

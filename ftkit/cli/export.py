@@ -29,7 +29,7 @@ from ftkit.cli.terminal.format import gib, short_path
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.evaluate.formats import check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import check_format, read_precision, verify_vllm_lora, write_gguf
 from ftkit.evaluate.source import ModelFolder
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
@@ -106,7 +106,7 @@ def export_command(  # noqa: PLR0913 - one for each option
         _check_destination(destination)
     _use_hub_cache()
     import_transformers()
-    from ftkit.evaluate.export import ExportRequest, export_run
+    from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
     if form != "hf":
         _check_format(form, layout, merges=merges)

@@ -330,8 +330,7 @@ def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
         found = _fsspec().get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise PrerequisiteError(
-            f"{scheme}:// needs a package that is missing here: {one_line(error)}",
-            fix="pip install 'ftkit[storage]'",
+            f"{scheme}:// needs a package that is missing here: {one_line(error)}", fix="pip install 'ftkit[storage]'"
         ) from error
     for name in _LOGGERS:
         if not (logger := logging.getLogger(name)).handlers:

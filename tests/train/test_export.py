@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import cli
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
-from ftkit.evaluate.export import ExportRequest, choose_checkpoint, export_run
+from ftkit.evaluate.checkpoint_export import ExportRequest, choose_checkpoint, export_run
 from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
 from ftkit.files import write_json
 from ftkit.models.folder import EXPORT_RECORD
@@ -72,7 +72,7 @@ def test_a_folder_that_can_t_be_written_is_refused_before_anything_is_computed(
 def test_an_export_that_can_t_be_verified_for_want_of_memory_is_refused_before_it_is_written(
     finished_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftkit.evaluate.export.available_bytes", lambda: 1000)
+    monkeypatch.setattr("ftkit.evaluate.checkpoint_export.available_bytes", lambda: 1000)
     with pytest.raises(PrerequisiteError, match=r"takes 0\.\d GiB of memory, and 0.0 GiB are free"):
         export(finished_run, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []

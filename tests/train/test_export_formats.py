@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from ftkit.errors import PrerequisiteError, TrainingError
-from ftkit.evaluate.formats import CONVERTER, check_gguf_model, find_converter, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import CONVERTER, check_gguf_model, find_converter, verify_vllm_lora, write_gguf
 from ftkit.files import read_json
 from ftkit.models.folder import EXPORT_RECORD
 
