@@ -190,7 +190,6 @@ class Ratio:
 
     @property
     def value(self) -> float:
-        """The ratio over all rows."""
         return float(self.numerators.sum() / self.denominators.sum())
 
 

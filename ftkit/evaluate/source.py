@@ -38,7 +38,6 @@ class ModelFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether these are adapters for another model."""
         return (self.folder / ADAPTER_CONFIG).is_file()
 
 
@@ -69,7 +68,6 @@ class Target:
 
     @property
     def data(self) -> DataSpec | None:
-        """The data section of the run's recipe."""
         return self.plan.recipe.data if self.plan else None
 
 

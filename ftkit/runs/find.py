@@ -33,7 +33,6 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """The run's id."""
         return self.layout.root.name
 
 

@@ -108,27 +108,22 @@ class History:
 
     @property
     def start(self) -> StartRecord | None:
-        """The newest start."""
         return self.starts[-1] if self.starts else None
 
     @property
     def first_step(self) -> StepRecord | None:
-        """The first step."""
         return next(iter(self.steps.values()), None)
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The newest step."""
         return next(reversed(self.steps.values()), None)
 
     @property
     def before(self) -> EvaluationRecord | None:
-        """The evaluation before training."""
         return next((each for each in self.evaluations if each.when == "before"), None)
 
     @property
     def after(self) -> EvaluationRecord | None:
-        """The evaluation after training."""
         return next((each for each in reversed(self.evaluations) if each.when == "after"), None)
 
     @property
@@ -138,7 +133,6 @@ class History:
 
     @property
     def speed(self) -> float | None:
-        """The median of the tokens per second of one process."""
         return median(self.speeds) if self.speeds else None
 
     @property
@@ -150,7 +144,6 @@ class History:
 
     @property
     def mfu(self) -> float | None:
-        """The median MFU, from 0 to 1."""
         found = [each.mfu for each in self.steady if each.mfu is not None]
         return median(found) if found else None
 

@@ -64,7 +64,6 @@ class Cause(StrEnum):
 
     @property
     def words(self) -> str:
-        """The cause in words, without details."""
         return self.value.replace("-", " ")
 
 
@@ -140,12 +139,10 @@ class SubmittedRun:
 
     @property
     def id(self) -> str:
-        """The run's id, which is the name of its folder."""
         return self.layout.root.name
 
     @property
     def job_id(self) -> JobId:
-        """The id of its job."""
         return self.submission.job_id
 
 

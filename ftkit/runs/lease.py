@@ -8,12 +8,11 @@ next number may be taken. A holder that only seemed dead finds the higher number
 Ages are not compared between nodes, whose clocks differ: a process that waits for the lease checks if it is touched.
 On the holder's machine this takes no time, because the process can be looked up there.
 
-A holder from an earlier start of the same Slurm job is not watched. Slurm restarts a job, and the job script starts its
-next step, only after the previous processes have ended on every node that responds. A node that only lost Slurm's
-controller may still train and write to the shared file system, so this does not prove that the holder is dead; but it
-decides which of the two must end. The later start creates the next number immediately, removes the holder's file, and
-waits for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and
-it ends. A holder that can't reach the file system can't write to it either.
+A holder from an earlier start of the same Slurm job is not watched. Slurm starts a job or its next step only after the
+previous processes have ended on every node that responds. A node that only lost Slurm's controller may still train, but
+it is the one that must end: the later start creates the next number immediately, removes the holder's file, and waits
+for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and it
+ends. A holder that can't reach the file system can't write to it either.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class Lease:
 
     @property
     def holder(self) -> Holder | None:
-        """The process that holds it."""
         return self.content if isinstance(self.content, Holder) else None
 
     @property
@@ -113,7 +111,6 @@ class Lease:
 
     @property
     def is_running_here(self) -> bool:
-        """Whether its holder is a running process of this machine."""
         holder = self.holder
         return holder is not None and self.is_local and process.start_time(holder.pid) == holder.process_start
 
@@ -153,7 +150,7 @@ def revoke(layout: RunLayout) -> None:
     lease = _newest(layout.leases)
     if lease and not isinstance(lease.content, Released):
         with contextlib.suppress(FileExistsError):
-            _create(_path(layout.leases, lease.number + 1), Released(is_released=True))
+            _create(layout.leases, lease.number + 1, Released(is_released=True))
 
 
 def revoke_if_dead(layout: RunLayout) -> None:
@@ -230,7 +227,6 @@ class HeldLease:
 
 
 def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], None]) -> int:
-    """Take the lease; return its number."""
     folder.mkdir(parents=True, exist_ok=True)
     newest, own = _newest(folder), Holder.here()
     replaced = None
@@ -242,14 +238,13 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
         else:
             _wait_until_dead(folder, newest, say, pause)
     number = newest.number + 1 if newest else 1
-    path = _path(folder, number)
     try:
-        _create(path, own)
+        _create(folder, number, own)
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
     if newest is not None and newest.number > number:  # other processes took and released it since the first read
-        path.unlink(missing_ok=True)
+        _path(folder, number).unlink(missing_ok=True)
         raise _refusal(newest)
     for lease in _numbers(folder):
         if lease < number:
@@ -262,11 +257,7 @@ def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], Non
 
 
 def _wait_until_dead(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
-    """Wait until a lease is certainly dead.
-
-    Raises:
-        FolderHeldError: it is alive.
-    """
+    """Wait until a lease is certainly dead; raise FolderHeldError if it is alive."""
     if lease.is_running_here:
         raise _refusal(lease)
     seconds = NUM_MISSED_BEATS * BEAT_SECONDS
@@ -300,8 +291,17 @@ def _read_newest(folder: Path) -> Lease | None:
 
 def _newest(folder: Path) -> Lease | None:
     while numbers := _numbers(folder):
-        with contextlib.suppress(FileNotFoundError):  # the next holder has just removed it
-            return _read(folder, max(numbers))
+        number, content = max(numbers), None
+        try:
+            # Opening the file makes NFS ask its server, which `stat` alone would not.
+            with _path(folder, number).open(encoding="utf-8", errors="replace") as file:
+                touched = os.fstat(file.fileno()).st_mtime
+                text = file.read()
+        except FileNotFoundError:  # the next holder has just removed it
+            continue
+        with contextlib.suppress(InvalidJsonError):
+            content = parse_json(text, Holder | Released)  # type: ignore[arg-type] # mypy takes no union for a type
+        return Lease(number, content, touched)
     return None
 
 
@@ -313,20 +313,9 @@ def _numbers(folder: Path) -> list[int]:
     return [int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)\.json", name))]
 
 
-def _read(folder: Path, number: int) -> Lease:
-    """Read a lease. Opening the file makes NFS ask its server, which `stat` alone would not."""
-    with _path(folder, number).open(encoding="utf-8", errors="replace") as file:
-        touched = os.fstat(file.fileno()).st_mtime
-        text = file.read()
-    content: Holder | Released | None = None
-    with contextlib.suppress(InvalidJsonError):
-        content = parse_json(text, Holder | Released)  # type: ignore[arg-type] # mypy takes no union for a type
-    return Lease(number, content, touched)
-
-
-def _create(path: Path, content: Holder | Released) -> None:
-    """Create a file exclusively: only one of several processes succeeds."""
-    with path.open("x", encoding="utf-8") as file:
+def _create(folder: Path, number: int, content: Holder | Released) -> None:
+    """Create a lease exclusively: only one of several processes succeeds."""
+    with _path(folder, number).open("x", encoding="utf-8") as file:
         file.write(to_json(content))
 
 

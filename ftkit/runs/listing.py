@@ -66,7 +66,6 @@ class RunEntry:
 
     @property
     def sweep(self) -> SweepEntry | None:
-        """The sweep that the run belongs to."""
         return self.plan.sweep if self.plan else None
 
 

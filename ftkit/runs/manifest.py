@@ -101,7 +101,6 @@ def _describe_submission(
 
 
 def _describe_plan(plan: RunPlan | ScriptPlan) -> Values:
-    """Return the manifest's values from the plan."""
     values = {
         "ftkit": {"version": plan.ftkit_version, "git": _commit_of(own_checkout())},
         "python": platform.python_version(),

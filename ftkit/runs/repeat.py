@@ -39,17 +39,15 @@ class Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run reproduced its original.
+    """Whether a run reproduced its original, the run with that id.
 
     Attributes:
-        original: the id of that run.
         num_common: records of both runs after the same number of tokens.
         is_complete: whether these are all of the original's records.
         is_same_size: whether both trained on the same number of devices of the same kind.
         first_step: the first step with a different loss; None if all are equal, bit for bit.
         largest_ratio: the largest relative difference of a loss; infinite if one is NaN.
         beyond_step: the first step whose loss is outside the tolerance; None if all are within.
-        differences: other differences between the runs.
     """
 
     original: str
@@ -120,7 +118,6 @@ def read_original(place: str) -> Original:
 
 
 def _fetch(address: str, layout: RunLayout) -> None:
-    """Download the small files of a run's copy."""
     store = Store(address)
     names = store.sizes()
     if layout.manifest.name not in names:

@@ -29,7 +29,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Length of the interval in seconds."""
         return max(0.0, self.end - self.begin)
 
 
@@ -98,7 +97,6 @@ class Timeline:
             self._stage = self._stage or "starting processes"
 
     def _close(self, time: float) -> None:
-        """End the activity that began at the cursor."""
         if self._cursor is not None and time > self._cursor:
             kind: SpanKind = "other" if not self._stage else "start-up"
             if self._stage.startswith("evaluating"):

@@ -66,7 +66,6 @@ class Straggler:
 
     @property
     def reason(self) -> str:
-        """How much slower the ranks are, as text."""
         return f"{100 * self.slowdown:.0f}% slower than the others ({self._list('rank')})"
 
     def __str__(self) -> str:

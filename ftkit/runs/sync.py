@@ -49,15 +49,10 @@ _MAX_PAUSE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class SyncStatus:
-    """Progress of a run's copy: sync.json.
+    """Progress of a run's copy at an address: sync.json, written at a time by the process that copies, on a host.
 
-    Attributes:
-        destination: the address of the run's copy.
-        time: when this was written, in seconds since the epoch.
-        host: the machine of the process that copies.
-        done: checkpoints and exports that are copied completely.
-        waiting: those that are not copied yet.
-        error: why the last attempt failed; it will be retried.
+    `done` are the checkpoints and exports that are copied completely, `waiting` the others. `error` tells why the last
+    attempt failed; it will be retried.
     """
 
     destination: str
@@ -147,11 +142,7 @@ class RunCopy:
 
 
 def check_destination(destination: str) -> None:
-    """Check that runs can be copied to a destination.
-
-    Raises:
-        PrerequisiteError: a package or credentials are missing, or it can't be written to.
-    """
+    """Check that runs can be copied to a destination; raise PrerequisiteError if not."""
     try:
         Store(destination).check_writable()
     except FtkitError as error:
