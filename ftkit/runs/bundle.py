@@ -90,6 +90,6 @@ def unpack(path: Path, folder: Path) -> None:
                     with source, (folder / name).open("wb") as target:
                         shutil.copyfileobj(source, target)
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DamagedFileError(path, str(error)) from error
+        raise DamagedFileError(path, "it is not a complete tar archive") from error
     if not layout.manifest.is_file():
         raise DamagedFileError(path, "it has no manifest.json")

@@ -112,8 +112,8 @@ def test_a_damaged_submission_is_not_taken_for_a_run_that_was_never_submitted(
     with pytest.raises(DamagedFileError, match=r"submission\.json can't be read"):
         read_submission(run.layout)
     (folder,) = list_runs(workspace)
-    assert read_entry(folder).damage.startswith("submission.json can't be read: ")
-    with pytest.raises(NotFoundError, match="there is no run '4711'"):
+    assert read_entry(folder).damage.startswith("submission.json ")
+    with pytest.raises(NotFoundError, match="'4711'"):
         find_run("4711", workspace)
 
 
@@ -122,7 +122,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(make_run: RunMaker) -> None:
     for path in (run.layout.submission, run.layout.metrics):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-    with pytest.raises(DamagedFileError, match="it is not a regular file"):
+    with pytest.raises(DamagedFileError, match="regular file"):
         read_submission(run.layout)
     assert read_last_step(run.layout.metrics) is None
     assert read_history(run.layout).last_step is None

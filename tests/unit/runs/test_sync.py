@@ -71,4 +71,4 @@ def test_existing_files_are_not_copied_again(run: SubmittedRun, tmp_path: Path) 
 def test_a_pipe_in_a_run_folder_ends_the_copy(run: SubmittedRun, tmp_path: Path) -> None:
     run.layout.script.unlink(missing_ok=True)
     os.mkfifo(run.layout.script)
-    assert "not a regular file" in str(RunCopy(run.layout, str(tmp_path / "copy"), print).update().error)
+    assert "regular file" in str(RunCopy(run.layout, str(tmp_path / "copy"), print).update().error)
