@@ -56,12 +56,7 @@ class _Record(TypedDict, total=False):
 
 
 def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
-    """Refuse a format that this run can't be exported in, before anything is read.
-
-    Raises:
-        PrerequisiteError: llama.cpp's converter is missing here.
-        TrainingError: the format is for another kind of export.
-    """
+    """Refuse a format that this run can't be exported in, before anything is read."""
     lora = plan.recipe.training.adapters
     if form == "gguf":
         find_converter()
@@ -98,9 +93,6 @@ def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> N
 
     `config` is the raw configuration of its pretrained weights; empty if training started from random ones.
     Source: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp` and `gemma3.cpp` in llama.cpp's `src/models`.
-
-    Raises:
-        TrainingError: llama.cpp can't use it.
     """
     if shape.family in _LOADS_OUTPUT and shape.tie_word_embeddings:
         raise TrainingError(
@@ -127,9 +119,6 @@ def verify_vllm_lora(folder: Path) -> int:
     """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
 
     vLLM silently drops unknown tensors, and then serves the base model.
-
-    Raises:
-        TrainingError: with the names of tensors that it would drop.
     """
     config = read_json_if_valid(folder / ADAPTER_CONFIG, _AdapterConfig) or {}
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -149,11 +138,7 @@ def verify_vllm_lora(folder: Path) -> int:
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH.
-
-    Raises:
-        PrerequisiteError: the converter, or the package that it imports, is missing.
-    """
+    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
     configured = os.environ.get(CONVERTER)
     found = configured or shutil.which(_SCRIPT)
     if found is None or not Path(found).is_file():
@@ -174,9 +159,6 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
     """Convert a full model, and check that the result has its chat template, special tokens, and end token.
 
     Returns warnings about what llama.cpp will compute differently.
-
-    Raises:
-        TrainingError: the converter failed, or dropped something.
     """
     converter = find_converter()
     report(f"converting to GGUF by {converter}")

@@ -170,12 +170,7 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
-    """Return the folder of a model's weights, its tokenizer, and its end tokens.
-
-    Raises:
-        NotFoundError: files are missing.
-        TrainingError: the tokenizer can't be loaded.
-    """
+    """Return the folder of a model's weights, its tokenizer, and its end tokens."""
     base = source
     if source.is_adapter:
         stored = read_json(source.folder / ADAPTER_CONFIG, dict[str, object]) or {}
@@ -310,9 +305,6 @@ def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
 
     The layers run one after another, each on the device that has it, so more GPUs add memory but no speed. Any model of
     transformers can be split this way, even with adapters or in 4 bits.
-
-    Raises:
-        PrerequisiteError: it does not fit on all of them together.
     """
     free = {} if devices[0].type == "cpu" else {each.index: torch.cuda.mem_get_info(each)[0] for each in devices}
     memory = {index: int(_MAX_WEIGHTS_FRACTION * num_bytes) for index, num_bytes in free.items()}

@@ -225,12 +225,7 @@ class Harness:
     """The selected tasks of lm-evaluation-harness."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
-        """Find tasks by names, groups or patterns, in the harness and in a folder with additional ones as YAML files.
-
-        Raises:
-            PrerequisiteError: the harness is not installed.
-            NotFoundError: it has no such task.
-        """
+        """Find tasks by names, groups or patterns, in the harness and in a folder with YAML files of more tasks."""
         try:
             self._manager = import_module("lm_eval.tasks").TaskManager(include_path=folder and str(folder))
         except ImportError as error:
@@ -248,11 +243,7 @@ class Harness:
         self._tasks = self._manager.match_tasks(list(tasks))
 
     def evaluate(self, model: LoadedModel, limit: int | None, batch_size: int) -> dict[str, Any]:
-        """Return the harness's results for a model, on at most `limit` questions of each task; all if None.
-
-        Raises:
-            DataError: a task can't be loaded or run; most are downloaded from the hub.
-        """
+        """Return the harness's results for a model, on at most `limit` questions of each task; all if None."""
         adapter = import_module("lm_eval.models.huggingface").HFLM
         with model.inference() as hf_model:
             try:

@@ -82,9 +82,6 @@ def run_ranks(size: int, words: Sequence[str]) -> int:
     """Run a command line of ftkit in several processes, of which the first one prints; return its exit code.
 
     With GPUs, each process has one.
-
-    Raises:
-        PrerequisiteError: this machine has fewer GPUs.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus and size > num_gpus:
@@ -125,13 +122,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """Settings of an evaluation.
+    """Settings of an evaluation on at most `limit` rows of a file, or of the validation split.
 
-    Attributes:
-        metrics: metrics of completions; selected by the data if empty.
-        limit: maximum number of rows.
-        batch_size: completions per batch.
-        file: rows to measure on. The validation split if None.
+    Metrics of completions are selected by the data if empty. `batch_size` is the number of completions per batch.
     """
 
     metrics: tuple[str, ...] = ()
@@ -158,10 +151,6 @@ def evaluation_set(
     """Read and encode the rows of an evaluation for a model's tokenizer, and select the metrics of completions.
 
     `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
-
-    Raises:
-        DataError: there are no usable rows.
-        NotFoundError: there is no such metric.
     """
     prepared = PreparedData(plan.data_directory) if plan else None
     rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
@@ -176,12 +165,7 @@ def measure_target(
     report: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> Measurements:
-    """Measure a model, and the model before training on the same rows if there is one. Collective.
-
-    Raises:
-        DataError: no rows can be used, or a metric failed.
-        NotFoundError: there is no such metric.
-    """
+    """Measure a model, and the model before training on the same rows if there is one. Collective."""
     model, ranks = load(target.source), ranks or Ranks()
     tokenizer = model.tokenizer
     data, metrics = evaluation_set(model, target.plan, settings, report)
@@ -206,9 +190,6 @@ def measure(
     """Compute losses, and generate and score completions if there are metrics for them. Collective.
 
     Batches are the same for any number of ranks, and so are the results.
-
-    Raises:
-        DataError: a metric failed.
     """
     loss = np.zeros((len(data.rows), 3))
     batches = [data.documents] if model.schedules else list(_batches(data.documents))

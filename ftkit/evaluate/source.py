@@ -76,9 +76,6 @@ def find_target(reference: str, workspace: Workspace) -> Target:
 
     A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. The export of
     a step takes precedence over its checkpoint: it loads faster, and users share it.
-
-    Raises:
-        NotFoundError: there is no such run, step or model.
     """
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).is_dir() or not (step.isdecimal() or step in ("best", "last")):
@@ -135,11 +132,7 @@ def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CA
 
 
 def find_base(plan: RunPlan) -> Path | None:
-    """Return the folder of a run's initial weights; None if they were random.
-
-    Raises:
-        NotFoundError: they don't exist, and can't be downloaded.
-    """
+    """Return the folder of a run's initial weights; None if they were random."""
     model = plan.recipe.model
     return None if model.weights == "random" else fetch_model(model.weights, model.revision, _hub_home(plan)).folder
 

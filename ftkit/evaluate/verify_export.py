@@ -56,11 +56,7 @@ class Check:
 
 
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
-    """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage.
-
-    Raises:
-        NotFoundError: it is not an export, or has no record.
-    """
+    """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage."""
     record = read_record(folder)
     report("reading the weight files")
     checks = [_check_files(folder, record)]
@@ -78,11 +74,7 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
 
 
 def require_passed(folder: Path, checks: list[Check]) -> None:
-    """Raise an error if any check failed.
-
-    Raises:
-        TrainingError: with all failed checks.
-    """
+    """Raise an error if any check failed."""
     failed = [check for check in checks if not check.passed]
     if failed:
         raise TrainingError(
@@ -94,11 +86,7 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
 
 
 def read_record(folder: Path) -> ExportRecord:
-    """Read the record of an export.
-
-    Raises:
-        NotFoundError: there is no usable record.
-    """
+    """Read the record of an export."""
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with the trained model's logits",
         meaning="ftkit did not export it, another version did, or the logits could not be computed",
@@ -177,11 +165,7 @@ def _loaded(
 
 
 def base_of(record: ExportRecord) -> Path:
-    """Return the folder of the full model that an export's adapters are for.
-
-    Raises:
-        NotFoundError: it can't be found.
-    """
+    """Return the folder of the full model that an export's adapters are for."""
     try:
         return fetch_model(str(record.base), record.revision).folder
     except NotFoundError as error:
@@ -299,11 +283,7 @@ def peak_bytes(largest: int) -> int:
 
 
 def check_memory(needed: int, free: int) -> None:
-    """Check the memory to verify an export with a part of its weights at a time, in bytes; 0 if `free` is unknown.
-
-    Raises:
-        PrerequisiteError: there is too little.
-    """
+    """Check the memory to verify an export with a part of its weights at a time, in bytes; 0 if `free` is unknown."""
     if 0 < free < needed:
         raise PrerequisiteError(
             f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free",

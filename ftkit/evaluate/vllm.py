@@ -48,11 +48,7 @@ EngineName = Literal["auto", "transformers", "vllm"]
 
 
 def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
-    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed.
-
-    Raises:
-        PrerequisiteError: vLLM was requested, and is missing here or can't load a checkpoint.
-    """
+    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed."""
     is_installed, has_files = find_spec("vllm") is not None, isinstance(source, ModelFolder)
     if not isinstance(source, ModelFolder) and source.step == 0:
         model = source.plan.recipe.model
@@ -124,12 +120,7 @@ class VllmModel(GeneratingModel):
 
 
 def load_with_vllm(source: ModelSource) -> VllmModel:
-    """Load what `takes_vllm` accepts into vLLM's engine, sharded over the GPUs of this machine.
-
-    Raises:
-        NotFoundError: files are missing.
-        TrainingError: vLLM can't load it.
-    """
+    """Load what `takes_vllm` accepts into vLLM's engine, sharded over the GPUs of this machine."""
     if isinstance(source, ModelFolder):
         base, tokenizer, generation = find_generation(source)
         folder, weights = source.folder, base.folder
@@ -179,11 +170,7 @@ class VllmEngine:
         weakref.finalize(self, stderr.close)  # commands that use it to their end don't close it
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
-        """Return vLLM's output for each prompt.
-
-        Raises:
-            VllmError: the engine ended, or refuses a prompt.
-        """
+        """Return vLLM's output for each prompt."""
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         try:
             outputs: list[RequestOutput] = self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)

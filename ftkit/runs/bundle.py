@@ -33,9 +33,7 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
     `lock` is that of the image's packages, if it is on this machine.
 
     Raises:
-        NotFoundError: the run has no manifest.
         DamagedFileError: a file of the run can't be read, or is too large.
-        PrerequisiteError: the bundle can't be written.
     """
     manifest = read_json(layout.manifest, Values)
     if manifest is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -138,17 +139,12 @@ def read_selection(layout: RunLayout) -> BestEvaluation | None:
     """Return the best evaluation by the recipe's `evaluation.best`, as the newest checkpoint has it.
 
     None if the run does not compare evaluations, or the checkpoint of the best one is missing.
-
-    Raises:
-        OSError: the checkpoints can't be listed.
     """
     found = layout.list_checkpoints()
     for step, folder in reversed(found):
-        try:
+        with suppress(DamagedCheckpointError):
             best = read_marker(folder, step).progress.best
-        except DamagedCheckpointError:
-            continue
-        return best if best is not None and best.step in dict(found) else None
+            return best if best is not None and best.step in dict(found) else None
     return None
 
 
@@ -156,16 +152,13 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     """Resolve `RUN@best`: the best by `evaluation.best`, else the checkpoint with the lowest validation loss.
 
     None if no checkpoint was evaluated.
-
-    Raises:
-        OSError: the checkpoints can't be listed.
     """
     if selected := read_selection(layout):
         return selected
     steps = dict(layout.list_checkpoints())
     records = (record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord))
     losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
-    step = min(losses, key=lambda step: losses[step], default=None)
+    step = min(losses, key=losses.__getitem__, default=None)
     return None if step is None else BestEvaluation(step, "loss", losses[step])
 
 
@@ -173,9 +166,6 @@ def choose_step(layout: RunLayout, typed: str, steps: Iterable[int]) -> int:
     """Resolve a step that a user typed, of the existing `steps`: a number, `last`, `best`, or empty.
 
     Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
-
-    Raises:
-        NotFoundError: there is no such step.
     """
     available = sorted(steps)
     listed = ", ".join(map(str, available))

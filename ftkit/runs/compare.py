@@ -100,12 +100,9 @@ _Losses = list[tuple[int, tuple[float, ...]]]
 
 @dataclass(frozen=True)
 class AlignedLosses:
-    """Losses of several runs where each has a record.
+    """The number of places where each of several runs has a record, and some of these, with the loss of every run.
 
-    Attributes:
-        by: what is equal there, besides the run.
-        num_common: the number of such places.
-        points: some of them, each with the loss of every run.
+    `by` is what is equal there.
     """
 
     by: AlignedBy
@@ -115,12 +112,10 @@ class AlignedLosses:
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """A run's loss curve compared with the first run's, at the points where both have a record.
+    """A run's loss curve compared with the first run's, where both have a record.
 
-    Attributes:
-        by: what is equal at the compared points.
-        largest_difference: of the losses at these points, if both are finite; None without such points.
-        first_difference: tokens or step after which the losses differ for the first time; None if they are equal.
+    `largest_difference` is that of finite losses; `first_difference` the tokens or the step after which the losses
+    differ for the first time. Both are None if there is none.
     """
 
     by: AlignedBy

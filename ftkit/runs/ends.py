@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -36,10 +36,6 @@ class End:
 
     def __str__(self) -> str:
         return f"{self.cause.words}: {self.detail}" if self.detail else self.cause.words
-
-    def to_json(self) -> dict[str, str]:
-        """Return the end as the manifest has it."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> End | None:

@@ -52,11 +52,7 @@ _CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteEr
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank.
-
-    `exit_code` is that of the error's class if the user can act on it, else 1; `can_resume` tells whether the run can
-    continue as planned.
-    """
+    """The error that ended a rank; `exit_code` is that of its class if the user can act on it, else 1."""
 
     time: Seconds
     rank: Count
@@ -135,11 +131,10 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed.
+    """Why a run failed, with the error of the rank that failed first, if a rank recorded one.
 
     Attributes:
         exit_code: the error's exit code if the user can act on it, else that of a failed run.
-        error: the error of the rank that failed first; None if no rank recorded one.
         can_resume: whether the run can continue as planned once the cause is fixed.
         is_in_code: whether the user's code failed: the run has a copy of it, which `ftkit resume` would start again.
     """

@@ -37,11 +37,7 @@ class RunFolder:
 
 
 def list_runs(workspace: Workspace) -> list[RunFolder]:
-    """Return all runs, newest first. Other folders are skipped.
-
-    Raises:
-        PrerequisiteError: the workspace can't be used.
-    """
+    """Return all runs, newest first. Other folders are skipped."""
     problem, runs = "", []
     try:
         existing = next(folder for folder in (workspace.runs, *workspace.runs.parents) if folder.exists())

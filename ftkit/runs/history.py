@@ -49,14 +49,10 @@ _STALLED_STEPS = 10
 
 @dataclass(frozen=True)
 class Restart:
-    """A later start of a run's training.
+    """A later start of a run's training, with its Slurm job, if it has one, and the host of rank 0.
 
-    Attributes:
-        time: when it started, in seconds since the epoch.
-        step: step of the checkpoint that it continued from; None if it ended before.
-        job_id: its Slurm job; empty without Slurm.
-        host: the host of rank 0.
-        reason: why the previous start ended; None if it was not recorded.
+    `step` is that of the checkpoint that it continued from; None if it ended before. `reason` tells why the previous
+    start ended; None if it was not recorded.
     """
 
     time: float

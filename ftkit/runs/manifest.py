@@ -185,7 +185,7 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         "versions": _installed_versions(),
         **prepared,
         **({"data": {}} if has_other_data else {}),  # it does not train on it
-        "after": end and end.to_json(),
+        "after": end and asdict(end),
         "failure": failure,
         "excluded_nodes": excluded_nodes(layout),
     }

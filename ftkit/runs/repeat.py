@@ -84,9 +84,7 @@ def read_original(place: str) -> Original:
     """Read a run that is to be repeated: from its folder, its manifest.json, a bundle, or the address of its copy.
 
     Raises:
-        NotFoundError: there is no such run, or it has no manifest.
         DamagedFileError: the manifest or a bundle is damaged.
-        PrerequisiteError: a copy can't be read.
     """
     path = Path(place)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:

@@ -26,11 +26,7 @@ class SignatureError(UnusableFileError):
 
 
 def require_signing_key(key: Path) -> None:
-    """Refuse to sign with a file that is no SSH key, before any work is done.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or the file is neither a private nor a public SSH key.
-    """
+    """Refuse to sign with a file that is no SSH key, before any work is done."""
     _require_ssh_keygen()
     text = _key_text(key)
     if "PRIVATE KEY" not in text and not _is_public_key(text.split()):
@@ -49,9 +45,6 @@ def sign(path: Path, key: Path, purpose: Purpose) -> Path:
 
     `key` is the private key, or a public key whose private key the agent holds. On a terminal, ssh-keygen may ask for
     the key's passphrase.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or refused the key.
     """
     _require_ssh_keygen()
     signature = signature_file(path)
@@ -72,11 +65,7 @@ def sign(path: Path, key: Path, purpose: Purpose) -> Path:
 
 
 def verify_beside(path: Path, key: Path, purpose: Purpose) -> None:
-    """Verify the signature next to a file. Arguments and errors as in `verify`.
-
-    Raises:
-        NotFoundError: there is no signature.
-    """
+    """Verify the signature next to a file. Arguments and errors as in `verify`."""
     signature = signature_file(path)
     if not signature.is_file():
         raise NotFoundError(

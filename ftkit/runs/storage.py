@@ -122,16 +122,12 @@ class Store:
 
     def sizes(self) -> dict[str, int]:
         """Return the files by their names below the address, with their sizes in bytes."""
-
-        def find(_: Progress) -> dict[str, dict[str, int]]:
-            try:
-                found: dict[str, dict[str, int]] = self._system.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-            return found
-
         start = len(self._root) + 1
-        return {path[start:]: info["size"] for path, info in self._call("list", find).items() if path[start:]}
+        try:
+            found = self._call("list", lambda _: self._system.find(self._root, detail=True))
+        except NotFoundError:
+            return {}
+        return {path[start:]: info["size"] for path, info in found.items() if path[start:]}
 
     def put(self, path: Path, name: str) -> None:
         """Upload a file; it appears under its name once it is complete.
@@ -152,11 +148,7 @@ class Store:
         self._call("write to", write, min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES), path)
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file.
-
-        Raises:
-            NotFoundError: the store does not have it.
-        """
+        """Download a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         place = self._place(name)
 
@@ -232,8 +224,8 @@ class Store:
             ) from error
 
 
-def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None]) -> None:
-    """Copy missing files in order, by their names in the store. The last one marks the copy as complete.
+def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
+    """Copy the missing files of a folder; the file `last`, which marks it as complete, is copied last.
 
     `report` gets a line for each file that is copied.
 
@@ -242,7 +234,11 @@ def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None
         FileNotFoundError: a local file no longer exists.
     """
     existing = store.sizes()
-    for name, path in files.items():
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path == folder / last, path)
+    )
+    for path in files:
+        name = path.relative_to(folder).as_posix()
         if existing.get(name) == path.stat().st_size and store.holds(name, path):
             continue
         report(f"copying {name}")
@@ -255,18 +251,8 @@ def upload(files: Mapping[str, Path], store: Store, report: Callable[[str], None
             )
 
 
-def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
-    """Copy a folder; the file `last`, which marks it as complete, is copied last. Errors as in `upload`."""
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    upload({name: folder / name for name in sorted(names, key=lambda name: name == last)}, store, report)
-
-
 def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -> None:
-    """Copy an export to a folder or an object store, with the file `last`, which makes it an export, at the end.
-
-    Raises:
-        PrerequisiteError: the address has another export, or as `upload`.
-    """
+    """Copy an export to a folder or an object store, with the file `last`, which makes it an export, at the end."""
     store = Store(address)
     if last in store.sizes() and not store.holds(last, folder / last):
         raise PrerequisiteError(

@@ -156,11 +156,6 @@ def fetch_run(address: str, workspace: Workspace, report: Callable[[str], None])
     """Download a run with its newest complete checkpoint into a workspace; return its plan there.
 
     An existing checkpoint is not downloaded again.
-
-    Raises:
-        NotFoundError: there is no run.
-        PrerequisiteError: it can't be read, or the copy is damaged.
-        PlanError: its plan can't be read.
     """
     store = Store(address)
     names = store.sizes()
