@@ -173,14 +173,13 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     # A run without a checkpoint has trained on nothing yet.
     trained = trained_data(earlier).get("train")
     has_other_data = trained not in (None, prepared["data"].get("train", trained)) and bool(layout.list_checkpoints())
-    image_facts = _describe_image(image)
-    start = {
+    start: Values = {
         "time": time.time(),
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
         "host": socket.gethostname(),
         "container_image": os.environ.get("FTKIT_CONTAINER_IMAGE", ""),
         "ftkit_version": ftkit.__version__,
-        "image": image_facts,
+        "image": _describe_image(image),
         "restart": num_restarts,
         "versions": _installed_versions(),
         **prepared,
@@ -190,7 +189,19 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
         "excluded_nodes": excluded_nodes(layout),
     }
     write_json(manifest, {**values, "starts": [*earlier, start]})
-    expected, found = values.get("image_lock_sha256"), image_facts.get("lock_sha256")
+    _check_inputs(values, start, prepared["data"], has_other_data=has_other_data)
+    if num_restarts > 1 and failure and failure == former.get("failure"):
+        raise TrainingError(
+            f"{failure['where']}, twice in a row: {end}",
+            meaning="the same failure at the same step is rarely chance: the data, the code, or a node is the cause",
+            fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
+            name="repeated-failure",
+        )
+
+
+def _check_inputs(values: Values, start: Values, data: Values, *, has_other_data: bool) -> None:
+    """Check that a start has the image and the data that the run was submitted with."""
+    expected, found = values.get("image_lock_sha256"), mapping(start["image"]).get("lock_sha256")
     if expected and found != expected:
         raise TrainingError(
             f"the container's image is not the one that the run was submitted with: {start['container_image']}",
@@ -209,20 +220,13 @@ def record_start(manifest: Path, image: Path = _IMAGE, *, num_restarts: int = 0)
     allowed = repeats.get("allowed")
     if not (isinstance(allowed, list) and "data" in allowed):
         digests = mapping(repeats.get("data")).items()
-        if differing := [name for name, digest in digests if prepared["data"].get(name, digest) != digest]:
+        if differing := [name for name, digest in digests if data.get(name, digest) != digest]:
             raise TrainingError(
                 f"this is not the data of {repeats.get('run')}: {', '.join(differing)} differs",
                 meaning="a data file, the tokenizer, or a library that reads and tokenizes has changed since",
                 fix="restore the data; or run it anyway: ftkit rerun RUN --allow data",
                 name="data-of-rerun",
             )
-    if num_restarts > 1 and failure and failure == former.get("failure"):
-        raise TrainingError(
-            f"{failure['where']}, twice in a row: {end}",
-            meaning="the same failure at the same step is rarely chance: the data, the code, or a node is the cause",
-            fix=f"see the logs of the ranks; once the cause is fixed: ftkit resume {layout.root.name}",
-            name="repeated-failure",
-        )
 
 
 def trained_data(starts: object) -> Values:

@@ -237,7 +237,7 @@ def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str],
     files = sorted(
         (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path == folder / last, path)
     )
-    for path in files:
+    for path in sorted(files, key=lambda path: (path == folder / last, path)):
         name = path.relative_to(folder).as_posix()
         if existing.get(name) == path.stat().st_size and store.holds(name, path):
             continue
