@@ -7,10 +7,11 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 from safetensors import safe_open
 
@@ -23,7 +24,7 @@ from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLL
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
@@ -42,17 +43,19 @@ _GEMMA_SCALAR = 256
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
-class _AdapterConfig(TypedDict, total=False):
-    target_modules: list[str] | None
-    modules_to_save: list[str] | None
-    bias: str
-    r: int
+@dataclass(frozen=True)
+class _AdapterConfig:
+    target_modules: tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    bias: str = "none"
+    r: int | None = None
 
 
-class _Record(TypedDict, total=False):
-    run: str
-    end_tokens: list[int]
-    precision: str
+@dataclass(frozen=True)
+class _Record:
+    run: str | None = None
+    end_tokens: tuple[int, ...] = ()
+    precision: str = "bf16"
 
 
 def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
@@ -120,15 +123,14 @@ def verify_vllm_lora(folder: Path) -> int:
 
     vLLM silently drops unknown tensors, and then serves the base model.
     """
-    config = read_json_if_valid(folder / ADAPTER_CONFIG, _AdapterConfig) or {}
+    config = read_json_if_valid(folder / ADAPTER_CONFIG, _AdapterConfig) or _AdapterConfig()
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         names = list(file.keys())
-    targets = set(config.get("target_modules") or ())
+    targets = config.target_modules or ()
     wrong = [name for name in names if not (match := _VLLM_MODULE.fullmatch(name)) or match["module"] not in targets]
-    wrong += ["modules_to_save"] if config.get("modules_to_save") else []
-    wrong += [f"bias {config['bias']}"] if config.get("bias", "none") != "none" else []
-    rank = config.get("r")
-    if wrong or not names or rank is None:
+    wrong += ["modules_to_save"] if config.modules_to_save else []
+    wrong += [f"bias {config.bias}"] if config.bias != "none" else []
+    if wrong or not names or (rank := config.r) is None:
         raise TrainingError(
             f"vLLM would ignore parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
             meaning="its LoRA loader reads only lora_A and lora_B of the target modules",
@@ -163,11 +165,11 @@ def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str],
     converter = find_converter()
     report(f"converting to GGUF by {converter}")
     record = _record(export)
-    ends = record.get("end_tokens") or []
+    ends = record.end_tokens
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         words = [sys.executable, str(converter), str(export), "--outtype", {"fp32": "f32"}.get(precision, precision)]
-        name = ["--model-name", record.get("run") or export.name]
+        name = ["--model-name", record.run or export.name]
         _run("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
         fields = _read_fields(temporary)
         if ends and ends[0] not in _end_tokens(fields):
@@ -200,14 +202,14 @@ def _run(program: str, words: list[str], output: Path, file: Path) -> None:
 
 def read_precision(export: Path) -> str:
     """Return the dtype of an export's weights."""
-    return _record(export).get("precision", "bf16")
+    return _record(export).precision
 
 
 def _record(export: Path) -> _Record:
-    return read_json_if_valid(export / EXPORT_RECORD, _Record) or {}
+    return read_json_if_valid(export / EXPORT_RECORD, _Record) or _Record()
 
 
-def _check_gguf(fields: Mapping[str, object], export: Path, ends: list[int]) -> None:
+def _check_gguf(fields: Mapping[str, object], export: Path, ends: Sequence[int]) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
 
     tokenizer = AutoTokenizer.from_pretrained(export)
