@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.training import Precision
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.inference import config_of, tokenizer_of
+from ftkit.evaluate.loaded_model import config_of, tokenizer_of
 from ftkit.evaluate.source import TrainedStep
 from ftkit.evaluate.verify_export import check_memory, peak_bytes
 from ftkit.files import atomic_folder

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.errors import FtkitError, one_line
-from ftkit.evaluate.inference import available_devices, load_model
+from ftkit.evaluate.loaded_model import available_devices, load_model
 from ftkit.evaluate.results import to_record
 from ftkit.evaluate.scoring import MeasureSettings, Ranks, evaluation_set, joined_ranks, measure
 from ftkit.evaluate.source import TrainedStep
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.cases import EvaluationSet
     from ftkit.data.metrics import Metric
-    from ftkit.evaluate.inference import LoadedModel
+    from ftkit.evaluate.loaded_model import LoadedModel
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan
 

@@ -16,7 +16,7 @@ from ftkit.data.conversations import Conversation, JsonObject, Message
 from ftkit.data.prompts import encode_prompt, encode_prompts, renderer_of
 from ftkit.data.rows import Row, read_json_lines
 from ftkit.errors import DataError
-from ftkit.evaluate.inference import GeneratingModel
+from ftkit.evaluate.loaded_model import GeneratingModel
 from ftkit.files import load_json
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.cases import EvaluationSet
     from ftkit.data.metrics import Metric
-    from ftkit.evaluate.inference import LoadedModel
+    from ftkit.evaluate.loaded_model import LoadedModel
     from ftkit.evaluate.scoring import Measured
 
 NUM_RESAMPLES = 2000

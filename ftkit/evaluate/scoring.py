@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.inference import GeneratingModel
+    from ftkit.evaluate.loaded_model import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
 from ftkit.errors import PrerequisiteError, TrainingError, one_line, plural
-from ftkit.evaluate.inference import GeneratingModel, find_generation, tokenizer_of
+from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, find_base
 from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, base_of, distance
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS

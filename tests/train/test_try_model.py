@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.cli.main import main
 from ftkit.data.store import PreparedData
 from ftkit.errors import NotFoundError
-from ftkit.evaluate.inference import LoadedModel, load_model
+from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.source import ModelFolder, find_target
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.runs.records import EvaluationRecord
