@@ -24,7 +24,7 @@ from ftkit.hub.client import find_tokenizer
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_path, is_pattern
-from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import DocumentFit
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
-    return not plan.is_data_prepared or not are_weights_here(plan, environment)
+    return not plan.data.is_prepared or not are_weights_here(plan, environment)
 
 
 def prepare_here(
@@ -183,7 +183,7 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
     lengths: dict[str, list[int]] = {}
     counted = []
     for plan in plans:
-        if plan.is_data_prepared:
+        if plan.data.is_prepared:
             counted.append(replace(plan, documents=_count_prepared(plan)))
             continue
         key = plan.recipe.model_dump_json(include={"data", "model"})
@@ -196,7 +196,7 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
 
 
 def _count_prepared(plan: RunPlan) -> DocumentFit | None:
-    prepared = read_json_if_valid(DataLayout(plan.data_directory).manifest, dict[str, object]) or {}
+    prepared = read_json_if_valid(plan.data.manifest, dict[str, object]) or {}
     total, num_too_long, longest = (prepared.get(name) for name in ("num_documents", "num_too_long", "max_seqlen"))
     if not (isinstance(total, int) and isinstance(num_too_long, int) and isinstance(longest, int) and total):
         return None

@@ -20,6 +20,7 @@ from ftkit.data.rows import errors_at
 from ftkit.data.sources import peek_rows
 from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
 from ftkit.data.vocabulary import read_vocabulary
+from ftkit.data.weights import weights_to_export
 from ftkit.errors import (
     DataError,
     FtkitError,
@@ -116,7 +117,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _check_sync(destination: str) -> list[str]:
-    from ftkit.runs.storage.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
+    from ftkit.runs.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
 
     check_destination(destination)
     return []
@@ -145,7 +146,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
     They raise `NotFoundError` for what does not exist, `PrerequisiteError` for what is gated, `ConfigError` if the
     recipe contradicts the weights' configuration, and `DataError` for a tokenizer or first rows that can't be used.
     """
-    recipe, exported = plan.recipe, plan.weights_to_export
+    recipe, exported = plan.recipe, weights_to_export(plan)
     later = None if exported is None else Path(exported.folder)
     unseen = {key: path for key, path in local_paths(recipe) if not path.exists() and path != later}
     for key, path in unseen.items():
@@ -155,7 +156,7 @@ def source_checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Che
         yield lambda: filter(None, [check_weights(recipe.model, environment, home)])
     if recipe.model.adapter is not None:
         yield partial(check_adapter, recipe)
-    if not plan.is_data_prepared:
+    if not plan.data.is_prepared:
         tokenizer = find_tokenizer(recipe.model, environment, home)
         if tokenizer is not None:
             yield partial(_check_tokenizer, recipe, tokenizer)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
+from ftkit.data.weights import weights_to_export
 from ftkit.launch.templates import as_bash, fill
-from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import PlacementPlan, RunPlan
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _render(
     cluster, num_nodes, resources = plan.cluster, plan.placement.num_nodes, plan.resources
     if isinstance(plan, RunPlan):
         folders = mounted_folders(plan.recipe, cluster, plan.workspace, num_nodes)
-        exported = plan.weights_to_export
-        manifest, weights = DataLayout(plan.data_directory).manifest, exported and Path(exported.folder)
+        exported = weights_to_export(plan)
+        manifest, weights = plan.data.manifest, exported and Path(exported.folder)
         payload: dict[str, object] = {"module": "ftkit.train", "data_manifest": manifest, "weights": weights}
         can_restart = True
     else:

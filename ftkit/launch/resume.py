@@ -23,7 +23,7 @@ from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
 from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
 from ftkit.launch.user_script import copy_script
-from ftkit.planning.layout import SCRIPT_CODE, DataLayout, Workspace
+from ftkit.planning.layout import SCRIPT_CODE, Workspace
 from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.planning.planner import plan_run
 
@@ -176,7 +176,7 @@ def replan(
         python=plan.python,
         created=plan.created,
         suffix=plan.id.rpartition("-")[2],
-        **read_packs(DataLayout(plan.data_directory)),
+        **read_packs(plan.data),
         model=plan.recipe.model,
         origins=Origins(recipe=loaded.layers, cluster=layers),
     )

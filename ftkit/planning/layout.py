@@ -139,7 +139,7 @@ class RunLayout:
     disk_full = FilePath("disk-full")
     """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
     sync = FilePath("sync.json")
-    """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
+    """The progress of the run's copy at its `sync` destination: `ftkit.runs.sync`."""
     sync_log = FilePath("logs/sync.log")
     state = FilePath("state.json")
     """The final state of the run, written by the first command that observed it."""

@@ -25,7 +25,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
+    from ftkit.models.architecture import ArchitectureSpec
 
 PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
@@ -208,20 +208,14 @@ class RunPlan(JobPlan):
         return self.recipe.training.checkpointing_label(num_layers, self.engine.name)
 
     @property
+    def data(self) -> DataLayout:
+        """The folder of the tokenized and packed data, which an earlier run may have prepared."""
+        return DataLayout(Workspace(self.workspace).data / self.fingerprint)
+
+    @property
     def data_directory(self) -> Path:
-        """Folder of the tokenized and packed data."""
-        return Workspace(self.workspace).data / self.fingerprint
-
-    @property
-    def is_data_prepared(self) -> bool:
-        """Whether an earlier run has prepared the same data."""
-        return DataLayout(self.data_directory).is_prepared
-
-    @property
-    def weights_to_export(self) -> TrainedWeights | None:
-        """The checkpoint of an earlier run that must be exported first; None if there is none."""
-        trained = self.recipe.model.trained
-        return None if trained is None or Path(trained.folder).is_dir() else trained
+        """The same, as a path."""
+        return self.data.root
 
 
 def setup_of(
@@ -353,7 +347,7 @@ def read_plan_to_use(layout: RunLayout) -> RunPlan:
     """
     plan = read_plan(layout)
     here = replace(plan, workspace=layout.root.parent.parent)
-    return here if here.is_data_prepared else plan
+    return here if here.data.is_prepared else plan
 
 
 def _read_file(layout: RunLayout) -> bytes:
