@@ -75,15 +75,7 @@ class BuildResult:
 def build(
     definition: ImageDefinition, request: BaseRequest, *, no_cache: bool = False, report: Report = ignore_progress
 ) -> BuildResult:
-    """Build an image, unless its inputs are unchanged since the last build.
-
-    Raises:
-        ConfigError: the name is not valid, or the base's digest is fixed and can't be resolved again.
-        ImageError: the base's digest can't be resolved, the lock is stale, a step failed, or the image fails its
-            self-check.
-        NotFoundError: there is no such base.
-        PrerequisiteError: no docker engine responds.
-    """
+    """Build an image, unless its inputs are unchanged since the last build."""
     spec = definition.spec
     name = parse_name(spec.reference).docker_name
     context = assemble(definition)
@@ -120,13 +112,7 @@ def build(
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry.
-
-    Raises:
-        ConfigError: the definition sets the digest, so it can't be resolved again.
-        NotFoundError: the registry has no such base.
-        ImageError: the registry does not return its digest.
-    """
+    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry."""
     spec = definition.spec
     written = parse_reference(request.name or spec.base.reference)
     digest, is_recorded = spec.base.digest, definition.is_base_recorded
@@ -181,9 +167,6 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
     """Record the base's digest in the lock next to the definition, or in the user's own lock if that is read-only.
 
     ftkit never changes the locks that it ships, even in a checkout.
-
-    Raises:
-        ImageError: neither can be written.
     """
     if base.digest is None:
         raise AssertionError("a base without a digest can't be recorded")
@@ -267,11 +250,7 @@ class BuildFollower:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_SHOWN_LINES))
 
     def follow(self, events: Iterable[Mapping[str, object]]) -> Digest:
-        """Follow a build to its end, and return the image's id.
-
-        Raises:
-            ImageError: a step failed; the message has its last lines.
-        """
+        """Follow a build to its end, and return the image's id."""
         image_id = None
         for event in events:
             if "error" in event:

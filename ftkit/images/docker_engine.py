@@ -148,11 +148,7 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
-    """Return an image that has to exist; `fix` is the advice if it does not.
-
-    Raises:
-        NotFoundError: the engine does not have it.
-    """
+    """Return an image that has to exist; `fix` is the advice if it does not."""
     image = inspect(client, name)
     if image is None:
         raise NotFoundError(f"docker has no image {name}", meaning="it was not built on this machine", fix=fix)

@@ -175,12 +175,7 @@ class EnrootSource:
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:
-    """Import an image into a file that does not exist yet.
-
-    Raises:
-        PrerequisiteError: enroot or sbatch is missing.
-        ImageError: the import failed, or the file would have another image, or one that only root can unpack.
-    """
+    """Import an image into a file that does not exist yet."""
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
     words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]

@@ -123,11 +123,7 @@ class RegistrySource:
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Download the compressed layers, and build the file from their flattened content.
-
-        Raises:
-            ImageError: a layer differs from the manifest or the configuration.
-        """
+        """Download the compressed layers, and build the file from their flattened content."""
         folder = partial.with_name(f"{partial.name}.layers")
         folder.mkdir(mode=0o700)
         try:
@@ -183,12 +179,7 @@ class SifSource:
         self.origin = known.origin
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Run the program, and report its output, all of which is on stderr.
-
-        Raises:
-            PrerequisiteError: the program or spython is missing.
-            ImageError: the program failed.
-        """
+        """Run the program, and report its output, all of which is on stderr."""
         program = shutil.which("apptainer") or shutil.which("singularity")
         if program is None:
             raise PrerequisiteError(
@@ -268,13 +259,7 @@ class ImportRequest:
 
 
 def select_source(request: ImportRequest, report: Report) -> ImageSource:
-    """Return the source to import from.
-
-    Raises:
-        ConfigError: the options don't go together.
-        NotFoundError: neither engine nor registry has the image.
-        PrerequisiteError: a program or service that the request needs is missing.
-    """
+    """Return the source to import from."""
     if request.on_node:
         where, message, fix = "", "", "Leave --on-node out."
         if request.format == "sif":
@@ -349,10 +334,6 @@ def import_image(
 
     That the layers of a registry's image match its configuration is known only once they were read. Until then, an
     earlier import counts as the same image only if it came from the same manifest.
-
-    Raises:
-        PrerequisiteError: the folder can't be written to, or a program is missing.
-        ImageError: the source's data is truncated, or the disk is full.
     """
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)

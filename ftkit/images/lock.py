@@ -33,12 +33,7 @@ _PLATFORM: Final = "x86_64-manylinux_2_28"
 
 
 def write_lock(definition: ImageDefinition) -> dict[str, str]:
-    """Resolve the packages of an image and write its lock; return the pinned versions.
-
-    Raises:
-        PrerequisiteError: uv is not installed.
-        ImageError: the packages can't be resolved.
-    """
+    """Resolve the packages of an image and write its lock; return the pinned versions."""
     spec = definition.spec
     with tempfile.TemporaryDirectory() as folder:
         requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
@@ -73,11 +68,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
 
 
 def write_lock_file(path: Path, text: str) -> None:
-    """Write a lock, of packages or of bases.
-
-    Raises:
-        ImageError: the file can't be written.
-    """
+    """Write a lock, of packages or of bases."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, text.encode())
@@ -88,12 +79,7 @@ def write_lock_file(path: Path, text: str) -> None:
 
 
 def read_lock(definition: ImageDefinition) -> str:
-    """Read the lock of an image.
-
-    Raises:
-        ImageError: there is none, it does not match the definition, it would replace a package of the base, or it lacks
-            a hash.
-    """
+    """Read the lock of an image."""
     spec, path = definition.spec, definition.lock_file
     fix = f"write it: ftkit images lock {spec.reference}"
     try:

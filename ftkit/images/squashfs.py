@@ -107,11 +107,7 @@ def disk_full(folder: Path) -> ImageError:
 
 
 def check_squashfs(path: Path) -> None:
-    """Check that a file has a squashfs superblock, and is not shorter than its superblock says.
-
-    Raises:
-        ImageError: the file is something else, or truncated.
-    """
+    """Check that a file has a squashfs superblock, and is not shorter than its superblock says."""
     size = path.stat().st_size
     with open_regular(path) as file:
         head = file.read(_SUPERBLOCK.size)
@@ -143,10 +139,6 @@ def build_squashfs(
     """Build a squashfs file from the members of an image.
 
     The same members give the same bytes.
-
-    Raises:
-        PrerequisiteError: no program that builds squashfs is on PATH.
-        ImageError: the source's data is truncated, the program failed, or the disk is full.
     """
     tool = find_tool()
     if tool is None:

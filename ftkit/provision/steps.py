@@ -141,11 +141,7 @@ def read_state(folder: Path) -> ProvisionState:
 
 
 def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
-    """Return the state of an earlier start of the same creation, or a new state.
-
-    Raises:
-        ConfigError: the cluster was created with other settings.
-    """
+    """Return the state of an earlier start of the same creation, or a new state."""
     before = read_json(folder / _STATE, ProvisionState)
     if before is None:
         return new
@@ -160,12 +156,7 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
-    """Create the missing resources.
-
-    Raises:
-        ProvisionError: a check or a command failed; created resources are recorded.
-        PrerequisiteError: a program is missing.
-    """
+    """Create the missing resources."""
     for check in provision.checks:
         say(f"check: {check.title}")
         done = process.run(words_of(check.command, folder), timeout_seconds=120)
@@ -197,9 +188,6 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
     """Remove created resources in reverse order, then the cluster's folder; return whether it is gone.
 
     A resource that something else uses stays and is recorded, so that a repetition removes it once it is unused.
-
-    Raises:
-        ProvisionError: a command failed; remaining resources are recorded.
     """
     state = read_state(folder)
     is_shared = False
@@ -241,9 +229,6 @@ def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ..
     """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
 
     `answers` keeps the provider's answers, which are the same for several steps.
-
-    Raises:
-        ProvisionError: the provider does not respond.
     """
     users = []
     for other in sorted(folder.parent.iterdir()) if step.users else ():

@@ -106,11 +106,7 @@ def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
 
 
 def call(login: Login, request: Request, on_output: Callable[[bytes], None] | None) -> int:
-    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status.
-
-    Raises:
-        PrerequisiteError: ftkit is not set up there.
-    """
+    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status."""
     argument = base64.b64encode(to_json(request).encode()).decode()
     if on_output is not None:
         return _run_quietly(login, request, argument, None, on_output)
@@ -193,11 +189,7 @@ class Missing(TypedDict):
 
 
 def ask(login: Login, request: Request, files: Mapping[str, str]) -> Missing:
-    """Ask which local files are missing there; `files` are the project's.
-
-    Raises:
-        PrerequisiteError: the login node can't be reached, or ftkit is not set up there.
-    """
+    """Ask which local files are missing there; `files` are the project's."""
     output = bytearray()
     code = with_project(login, request, files, lambda: call_through_pipe(login, request, output.extend))
     lines = output.decode(errors="replace").splitlines()
@@ -258,11 +250,7 @@ rm -f {wheel}
 
 
 def install(login: Login, extras: Sequence[str] = ()) -> None:
-    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit.
-
-    Raises:
-        PrerequisiteError: the login node can't be reached, or has no Python that is new enough.
-    """
+    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit."""
     chosen = f"[{','.join(extras)}]" if extras else ""
     script = _INSTALL.format(
         folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON,

@@ -111,11 +111,7 @@ class DocumentKind(_Document):
 
 
 def read_document(body: bytes, whose: str) -> Index | Manifest:
-    """Parse an index or a manifest.
-
-    Raises:
-        ImageError: it is neither, or could be read as both.
-    """
+    """Parse an index or a manifest."""
     kind = parse_json(DocumentKind, body, f"{whose} has a manifest that")
     if kind.manifests is None:
         return parse_json(Manifest, body, f"{whose} has a manifest that")
@@ -129,11 +125,7 @@ def read_document(body: bytes, whose: str) -> Index | Manifest:
 
 
 def parse_json(model: type[ModelT], body: bytes, what: str) -> ModelT:
-    """Parse JSON and validate it; `what` begins the error's message.
-
-    Raises:
-        ImageError: it is not JSON, or does not match the schema.
-    """
+    """Parse JSON and validate it; `what` begins the error's message."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
