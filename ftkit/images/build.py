@@ -12,12 +12,12 @@ from ftkit import assets
 from ftkit.config.image import base_lock_text, read_base_lock
 from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
+from ftkit.files import write_file
 from ftkit.images import docker_engine
 from ftkit.images.build_context import assemble
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.events import ProgressEvent, Report, ignore_progress
 from ftkit.images.inside import PASSED
-from ftkit.images.lock import write_lock_file
 from ftkit.images.oci.credentials import find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.transfer import pull
@@ -183,7 +183,8 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
                 f"{lock} records another digest of {base.tagged}, and you may not change it",
                 fix="ask its owner to pin the base again, or define your own image with 'extends:'",
             )
-    write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}).encode())
     return path
 
 

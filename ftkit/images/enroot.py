@@ -17,7 +17,8 @@ from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
 from ftkit.images.events import ProgressEvent
-from ftkit.images.squashfs import SBOM_PATH, Contents, MadeFile
+from ftkit.images.oci.documents import untrusted
+from ftkit.images.squashfs import SBOM_PATH, MadeFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -171,7 +172,7 @@ class EnrootSource:
         """Write the file with enroot."""
         report(ProgressEvent(f"enroot imports {self._address.uri}"))
         import_to(partial, self._address, self._node)
-        return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
+        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=squashfs.read_file(partial, SBOM_PATH))
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:
@@ -244,10 +245,8 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
     last = lines[-1] if lines else ""
     meaning = ""
     if done.returncode == _WRONG_LAYERS:
-        what = f"the layers of {address.uri} are not those that its configuration lists"
-        meaning = "other content was pushed under this image's name"
-        fix = "push the image again from the machine that it was built on"
-    elif done.returncode == _WRONG_IMAGE:
+        return untrusted(f"the layers of {address.uri} are not those that its configuration lists")
+    if done.returncode == _WRONG_IMAGE:
         what = f"enroot imported another image than {address.uri}"
         meaning = f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image now"
         fix = "import with --with ftkit and without --on-node, which imports by digest"

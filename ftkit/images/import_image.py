@@ -49,12 +49,9 @@ _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 class ImageSource(Protocol):
     """An image that can be imported into a file of a format.
 
-    Attributes:
-        image_id: digest of its configuration, which lists the layers, and so identifies it everywhere.
-        registry_digest: digest of its manifest in a registry; None if it is in none.
-        is_vouched_for: whether the docker engine has compared the layers with the configuration already.
-        config: how it is run.
-        origin: where it comes from.
+    `image_id` is the digest of its configuration, which lists the layers, and so identifies it everywhere;
+    `registry_digest` that of its manifest in a registry, None if it is in none. With `is_vouched_for`, the docker
+    engine has compared the layers with the configuration already.
     """
 
     format: ImageFormat
@@ -208,7 +205,7 @@ class SifSource:
         with partial.open("rb") as file:
             if not file.read(_SIF_MAGIC_END).endswith(b"SIF_MAGIC"):
                 raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
-        return MadeFile(squashfs.Contents(), name)
+        return MadeFile(name)
 
 
 @contextmanager
@@ -366,7 +363,7 @@ def import_image(
         if source.format == "sqsh" and (found := existing(layers_were_compared=True)):
             return found
         manifest = _make_manifest(reference, source, temporary, final.name, made, report)
-        store.publish(temporary, manifest, made.contents.sbom)
+        store.publish(temporary, manifest, made.sbom)
     return ImportResult(final, link, manifest, is_new=True)
 
 
@@ -397,11 +394,11 @@ def _make_manifest(
         sha256=digests.sha256,
         block_size=BLOCK_SIZE,
         blocks=digests.blocks,
-        root_bytes=made.contents.num_bytes,
-        num_entries=made.contents.num_entries,
+        root_bytes=made.num_bytes,
+        num_entries=made.num_entries,
         labels=source.config.labels,
-        sbom=sbom_file(Path(file)).name if made.contents.sbom else "",
+        sbom=sbom_file(Path(file)).name if made.sbom else "",
         imported=time.time(),
         ftkit_version=__version__,
-        left_out=tuple(made.contents.left_out),
+        left_out=tuple(made.left_out),
     )

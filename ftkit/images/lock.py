@@ -63,19 +63,8 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit images lock {spec.reference}'.\n"
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
-    write_lock_file(definition.lock_file, head + done.stdout)
+    write_file(definition.lock_file, (head + done.stdout).encode())
     return parse_pins(done.stdout)
-
-
-def write_lock_file(path: Path, text: str) -> None:
-    """Write a lock, of packages or of bases."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text.encode())
-    except OSError as error:
-        raise ImageError(
-            f"can't write {path}: {one_line(error)}", fix="free space, or check the folder's permissions"
-        ) from error
 
 
 def read_lock(definition: ImageDefinition) -> str:

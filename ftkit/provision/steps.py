@@ -160,7 +160,11 @@ def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) 
     for check in provision.checks:
         say(f"check: {check.title}")
         done = process.run(words_of(check.command, folder), timeout_seconds=120)
-        problem = check.problem(done.stdout) if done.returncode == 0 else one_line(done.stderr or done.stdout)
+        problem = (
+            check.problem(done.stdout)
+            if done.returncode == 0
+            else one_line(done.stderr or done.stdout or f"exit status {done.returncode}")
+        )
         if problem is not None:
             raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
     folder.mkdir(parents=True, exist_ok=True)
@@ -256,7 +260,7 @@ def _ask(command: str, step: Step, folder: Path) -> str:
     if done.returncode != 0:
         raise ProvisionError(
             f"can't find out whether this exists, or what uses it: {step.title}: "
-            + one_line(done.stderr or done.stdout),
+            + one_line(done.stderr or done.stdout or f"exit status {done.returncode}"),
             meaning="the login has expired, an API is disabled, or the network is down",
             fix="fix the cause and repeat the command: it continues here",
         )

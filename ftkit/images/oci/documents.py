@@ -110,17 +110,23 @@ class DocumentKind(_Document):
     layers: object = None
 
 
+def untrusted(what: str) -> ImageError:
+    """Return the error for content that differs from the digests or documents that lead to it."""
+    return ImageError(
+        what,
+        meaning="a download or a disk is corrupted, a broken program pushed it, or someone changed the image",
+        fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
+        name="untrusted-image",
+    )
+
+
 def read_document(body: bytes, whose: str) -> Index | Manifest:
     """Parse an index or a manifest."""
     kind = parse_json(DocumentKind, body, f"{whose} has a manifest that")
     if kind.manifests is None:
         return parse_json(Manifest, body, f"{whose} has a manifest that")
     if kind.config is not None or kind.layers is not None:
-        raise ImageError(
-            f"{whose} has a manifest that is also an index",
-            meaning="different programs would read different images from it; this does not happen by accident",
-            fix="don't use this image, and report it to the registry's administrator",
-        )
+        raise untrusted(f"{whose} has a manifest that is also an index: different programs would read different images")
     return parse_json(Index, body, f"{whose} has an index that")
 
 
