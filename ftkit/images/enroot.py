@@ -119,12 +119,6 @@ class ComputeNode:
     local_folder: str
 
 
-def address_in_docker(image_id: Digest) -> Address:
-    """Return the address of an image in the docker engine: its id, because its name can move."""
-    uri = f"dockerd://{image_id}"
-    return Address(uri, uri)
-
-
 def address_in_registry(
     reference: RegistryImage, digest: Digest, image_id: Digest, layers: Iterable[tuple[Digest, Digest]]
 ) -> Address:

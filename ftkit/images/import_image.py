@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from ftkit.config.image_reference import Digest
     from ftkit.images.docker_engine import DockerImage
-    from ftkit.images.enroot import Address
     from ftkit.images.image_store import ImageStore
     from ftkit.images.oci.credentials import Credentials
     from ftkit.images.oci.tar import Entry
@@ -80,9 +78,10 @@ class DockerSource:
         self.registry_digest = next((digest for _, digest in image.repo_digests), None)
         self.origin = f"docker engine, {name}"
 
-    def enroot_address(self) -> Address:
+    def enroot_address(self) -> enroot.Address:
         """Return enroot's address of exactly this image."""
-        return enroot.address_in_docker(self.image_id)
+        uri = f"dockerd://{self.image_id}"  # its name can move
+        return enroot.Address(uri, uri)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Export the image, and build the file from the stream."""
@@ -114,7 +113,7 @@ class RegistrySource:
         self.config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
         self.origin = f"registry, {self._reference}"
 
-    def enroot_address(self) -> Address:
+    def enroot_address(self) -> enroot.Address:
         """Return enroot's address of exactly this image."""
         layers = ((layer.digest, diff_id) for layer, diff_id in self._layers)
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
@@ -355,7 +354,7 @@ def import_image(
         return found
     store.prepare()
     waiting = partial(report, ProgressEvent("waiting for another import of this image"))
-    with store.partial(final, waiting) as temporary, _explain_full_disk(store.root):
+    with store.partial(final, waiting) as temporary:
         if found := existing():
             return found
         made = source.make_file(temporary, report)
@@ -365,17 +364,6 @@ def import_image(
         manifest = _make_manifest(reference, source, temporary, final.name, made, report)
         store.publish(temporary, manifest, made.sbom)
     return ImportResult(final, link, manifest, is_new=True)
-
-
-@contextmanager
-def _explain_full_disk(folder: Path) -> Iterator[None]:
-    """Convert the system's error for a full disk to an `ImageError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(folder) from error
-        raise
 
 
 def _make_manifest(

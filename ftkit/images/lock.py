@@ -35,6 +35,14 @@ _PLATFORM: Final = "x86_64-manylinux_2_28"
 def write_lock(definition: ImageDefinition) -> dict[str, str]:
     """Resolve the packages of an image and write its lock; return the pinned versions."""
     spec = definition.spec
+    own = Path(sys.executable).with_name("uv")
+    uv = str(own) if own.is_file() else shutil.which("uv")
+    if not uv:
+        raise PrerequisiteError(
+            "the program 'uv' was not found",
+            meaning="locks are made with uv, because it can resolve for another version of Python than this one",
+            fix="pip install 'ftkit[images]'",
+        )
     with tempfile.TemporaryDirectory() as folder:
         requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
         requirements.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
@@ -43,7 +51,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
                     else f"{name}; {_EXCLUDED}" for name, version in sorted(spec.provided.items()))  # fmt: skip
         overrides.write_text("".join(f"{line}\n" for line in provided), encoding="utf-8")
         command = [
-            *_uv(), "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
+            uv, "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
             "--python-version", spec.python, "--python-platform", _PLATFORM,
             "--no-header", "--no-annotate", "--no-emit-index-url",
         ]  # fmt: skip
@@ -105,15 +113,3 @@ def _requirements(spec: ImageSpec) -> list[str]:
     """Return the packages of the image, and the dependencies of ftkit."""
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
     return sorted({*spec.packages, *own})
-
-
-def _uv() -> list[str]:
-    in_environment = Path(sys.executable).with_name("uv")
-    found = str(in_environment) if in_environment.is_file() else shutil.which("uv")
-    if not found:
-        raise PrerequisiteError(
-            "the program 'uv' was not found",
-            meaning="locks are made with uv, because it can resolve for another version of Python than this one",
-            fix="pip install 'ftkit[images]'",
-        )
-    return [found]

@@ -171,11 +171,6 @@ def test_a_local_registry_is_accessed_without_tls(
     assert ("ENROOT_ALLOW_HTTP=yes\n" in (record / "enroot.env").read_text()) == is_plain
 
 
-def test_an_image_of_the_engine_is_requested_by_its_id() -> None:
-    address = enroot.address_in_docker(Known.image_id)
-    assert address.uri == address.by_tag == f"dockerd://{Known.image_id}"
-
-
 @pytest.mark.parametrize(("has_tool", "kind"), [(True, Known), (False, EnrootSource)])
 def test_enroot_is_used_only_if_ftkit_cannot_pack_the_image(
     record: Path,
