@@ -53,16 +53,10 @@ WARNING_PREFIX = "ftkit-warning "
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of one node.
+    """Results of one node, which can't be used if a finding failed.
 
-    Attributes:
-        host: its name.
-        findings: findings of all checks; the node can't be used if one failed.
-        devices: rates of each device.
-        within: collectives among the devices of the node.
-        between: collectives among all healthy nodes.
-        pairs: bus bandwidth in GB/s of all-reduces with another node, by its name.
-        seconds: duration of the checks.
+    Collectives are `within` the node, and `between` all healthy nodes; `pairs` has the bus bandwidth in GB/s with each
+    partner.
     """
 
     host: str

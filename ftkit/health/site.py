@@ -56,20 +56,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """The detected site. Empty text or 0 means absent.
+    """The detected site. Empty text or 0 means absent; of programs, the text is the version.
 
-    Attributes:
-        slurm_version: version of Slurm's programs, if they respond.
-        cluster_name: Slurm's name of the cluster.
-        partitions: partitions that jobs can be submitted to.
-        accounts: Slurm accounts of this user.
-        has_pyxis: whether srun has `--container-image`.
-        enroot, apptainer, docker: version of enroot, of Apptainer or Singularity, of a docker engine that responds.
-        shared_folders: mount points of network file systems.
-        local_folder: a folder that is probably on each node's own disk.
-        num_gpus: GPUs of this machine.
-        unknown: undetected properties, with the reason.
-        is_slurm_silent: whether Slurm is installed, and its controller does not respond.
+    `accounts` are the user's Slurm accounts, `shared_folders` mount points of network file systems, `local_folder` is
+    probably on each node's own disk, and `unknown` are undetected properties, with the reason. If `is_slurm_silent`,
+    Slurm is installed, and its controller does not respond.
     """
 
     slurm_version: str

@@ -94,13 +94,9 @@ next import on that node removes what a killed one left.
 class Address:
     """The address of exactly one image for enroot: by digest, or by the engine's id.
 
-    Attributes:
-        uri: the address.
-        by_tag: the same for enroot before 4.0, which does not support digests in registries.
-        config: digest of the configuration that the imported image must have; None if `by_tag` is exact too.
-        layers: for each layer, the digest of its blob in the registry, and of its uncompressed content.
-        host: the registry; empty for the docker engine.
-        is_http: whether the registry is on this machine, without TLS.
+    `by_tag` is for enroot before 4.0, which does not support digests in registries; `config` the digest of the
+    configuration that the imported image must have, None if `by_tag` is exact too; `layers` has the digests of each
+    layer's blob in the registry, and of its uncompressed content.
     """
 
     uri: str

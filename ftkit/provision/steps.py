@@ -48,13 +48,10 @@ class Check:
 class Step:
     """A command that creates a resource.
 
-    Attributes:
-        existing: a command that prints something if the resource already exists: then it is neither created nor
-            removed.
-        undo: commands that remove it; none if it stays, or is removed with another one. Clusters whose commands are
-            equal share the resource.
-        users: commands that print what else uses it, one per line: then it is not removed.
-        is_image: whether it creates the operating system's image, which can be kept for the next cluster.
+    `existing` prints something if the resource already exists: then it is neither created nor removed. `undo` removes
+    it; none if it stays, or is removed with another one; clusters whose commands are equal share the resource. `users`
+    print what else uses it, one per line: then it is not removed. With `is_image`, it is the operating system's image,
+    which can be kept for the next cluster.
     """
 
     id: str

@@ -72,17 +72,10 @@ class SentFile:
 class Request:
     """A request to the login node.
 
-    Attributes:
-        action: `run` a command; run it exactly `once`, even if the connection is lost; `store` the project's files;
-            list a run's `missing` local files and code; or `unpack` its code.
-        identity: identity of the code here.
-        project: name of the project's folder there.
-        digest: digest of the project's files here.
-        words: the command, for this `cluster`, with `environment`.
-        submission: id of a command that runs exactly once.
-        secrets: environment variables that are passed only on standard input.
-        files: files by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
-        code: digest of the archive of the run's code, empty if it has none; `archive` is the archive in base64.
+    The `action` is to `run` a command; to run it exactly `once` (for a `submission`), even if the connection is lost;
+    to `store` the project's files; to list a run's `missing` local files and code; or to `unpack` its code. `identity`
+    is that of the code here, `digest` that of the project's files, `code` that of the archive of the run's code, which
+    is empty if it has none. `secrets` are variables that are passed only on standard input.
     """
 
     action: Literal["run", "once", "store", "missing", "unpack"]

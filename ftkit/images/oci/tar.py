@@ -74,7 +74,10 @@ class TarReader:
         """Yield the members; content that was not read is skipped. An ImageError if the stream is damaged."""
         path, target, size = b"", b"", -1
         while True:
-            self._skip_rest()
+            for _ in self.content():  # that was not read
+                pass
+            self._exactly(self._padding)
+            self._padding = 0
             header = self._exactly(BLOCK)
             if header == _ZEROS:
                 while self._source.read(CHUNK):  # to the end, so that the writer does not get SIGPIPE
@@ -108,12 +111,6 @@ class TarReader:
                 raise _damaged("it is truncated")
             self._unread -= len(chunk)
             yield chunk
-
-    def _skip_rest(self) -> None:
-        for _ in self.content():
-            pass
-        self._exactly(self._padding)
-        self._padding = 0
 
     def _exactly(self, size: int) -> bytes:
         data = self._source.read(size) if size else b""
