@@ -24,8 +24,7 @@ from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import stored_dtypes, tensors_of_model
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.components.export import ExportRecord, Logits, sample_logits
-from ftkit.train.components.generation import render, tokenizer_digests
+from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.build import auto_class_of, load_pretrained
 from ftkit.train.model.weight_conversion import converts_layout

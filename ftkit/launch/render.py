@@ -148,7 +148,7 @@ def _payload(plan: RunPlan | ScriptPlan) -> _Payload:
         return _Payload("ftkit.train", manifest, weights, can_restart=True, max_restarts=restarts)
     can_restart = plan.script.can_restart
     restarts = restarts if can_restart else 0
-    return _Payload("ftkit.train.script", None, None, can_restart=can_restart, max_restarts=restarts)
+    return _Payload("ftkit.train.user_script", None, None, can_restart=can_restart, max_restarts=restarts)
 
 
 def _image_to_start(*, is_staged: bool) -> dict[str, object]:

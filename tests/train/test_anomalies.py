@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.errors import TrainingError
 from ftkit.train.components.batches import StepBatch
-from ftkit.train.observers.metrics import AnomalyWatch
-from ftkit.train.observers.observer import StepResult, StepTiming
+from ftkit.train.loop import StepResult, StepTiming
+from ftkit.train.observers.step_metrics import AnomalyWatch
 
 if TYPE_CHECKING:
     from ftkit.config.training import OnNonfinite

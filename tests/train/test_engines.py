@@ -27,8 +27,8 @@ from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.verification import verify_sharding
 from ftkit.train.distributed.zero3 import Zero3Engine, hide_activations
 from ftkit.train.model.build import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method

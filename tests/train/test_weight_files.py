@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ftkit.errors import TrainingError
 from ftkit.models.adapters import LoraSpec
-from ftkit.train.components.export_files import write_weights
+from ftkit.train.components.exporter import write_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors
 from ftkit.train.model.weight_conversion import LazyTensors
 

@@ -71,18 +71,16 @@ def run_probe(
     is_kept, is_later = (
         torch.from_numpy(of[:, part].reshape(-1)).to(world.device) for of in (layout.is_kept, layout.is_later)
     )
+    num_logits = min(32, part.stop - part.start)
     with torch.random.fork_rng(devices=[] if world.device.type == "cpu" else [world.device]):
         torch.manual_seed(0)  # for dropout of the model's own class
         with engine.probe() as model:
-            states, own_logits, expected_logits = model(
-                compute=_class_logits, batch=first, num_logits=min(32, part.stop - part.start)
-            )
+            states, own_logits, expected_logits = model(compute=_class_logits, batch=first, num_logits=num_logits)
         kept_states = _kept_states(states, is_kept)
         del states
         torch.manual_seed(0)
         with engine.probe() as model:
             other_states, gradients = _states_and_gradients(model, second, is_kept)
-    _check_num_tokens(len(gradients), is_kept.numel())
     both = (kept_states, _kept_states(other_states, is_kept))
     norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
     kept_norm = world.context_sum(norms[is_kept].sum()) / world.context_sum(is_kept.sum())
@@ -91,7 +89,13 @@ def run_probe(
 
 def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
     """Copy hidden states of the kept tokens to host memory."""
-    _check_num_tokens(len(states), is_kept.numel())
+    if len(states) != len(is_kept):
+        raise TrainingError(
+            f"the model's class computes hidden states of other tokens too: {len(states):,} for {len(is_kept):,} "
+            "tokens",
+            meaning="it adds special tokens that ftkit does not know",
+            fix="choose another model",
+        )
     if not states.isfinite().all():  # host sync: before step 1
         raise TrainingError(
             "the model computes hidden states that are not finite, before any training",
@@ -101,23 +105,13 @@ def _kept_states(states: torch.Tensor, is_kept: torch.Tensor) -> torch.Tensor:
     return states[is_kept].cpu()
 
 
-def _check_num_tokens(found: int, num_tokens: int) -> None:
-    if found != num_tokens:
-        raise TrainingError(
-            f"the model's class computes hidden states of other tokens too: {found:,} for {num_tokens:,} tokens",
-            meaning="it adds special tokens that ftkit does not know",
-            fix="choose another model",
-        )
-
-
 def _class_logits(
     model: CausalLM, batch: MicroBatch, num_logits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the model's own class. Within `CausalLM.forward` only.
 
-    Returns:
-        Its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those that
-        `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
+    Returns its last hidden states, [N, H]; its logits for the last `num_logits` tokens of each row, [M, V]; and those
+    that `CausalLM.loss` would compute its loss from, [M, V]: those of the class, if it has layers in between.
     """
     states: list[torch.Tensor] = []
     expected: list[torch.Tensor] = []
@@ -139,28 +133,17 @@ def _class_logits(
         kept = torch.arange(-num_logits, 0, device=batch.input_ids.device)  # with a number, Gemma 4 skips other tokens
         inputs = model_inputs(hf_model, batch) | accepted_inputs(hf_model, {"logits_to_keep": kept})
         logits = hf_model(**inputs).logits[:, -num_logits:].detach()
-    return (
-        states[0].flatten(0, 1),
-        logits.flatten(0, 1),
-        (logits if model.has_head_layers else expected[0]).flatten(0, 1),
-    )
+    expected_logits = logits if model.has_head_layers else expected[0]
+    return states[0].flatten(0, 1), logits.flatten(0, 1), expected_logits.flatten(0, 1)
 
 
 def _states_and_gradients(
     model: CausalLM, batch: MicroBatch, is_kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states, and gradients of the kept ones with respect to the first layer's output.
+    """Return the last hidden states, and gradients of the kept ones with respect to the first layer's output, [N, …].
 
-    Not with respect to the embeddings: a frozen table has no gradient in training, and adding one would recompile the
-    first layer.
-
-    Args:
-        model: the model that is trained.
-        batch: N tokens.
-        is_kept: bool [N]; the gradient is of these tokens' hidden states, projected on a random direction.
-
-    Returns:
-        Both with N rows.
+    The hidden states of the kept tokens are projected on a random direction. Gradients are not with respect to the
+    embeddings: a frozen table has no gradient in training, and adding one would recompile the first layer.
     """
     outputs: list[torch.Tensor] = []
 
@@ -172,15 +155,11 @@ def _states_and_gradients(
         states = model(compute=CausalLM.hidden_states, batch=batch).flatten(0, 1)
     direction = torch.randn(states.shape, dtype=states.dtype, device=states.device).mul_(is_kept[:, None])
     (gradients,) = torch.autograd.grad(states, outputs[:1], direction)
-    return states.detach(), _by_token(gradients, batch.input_ids.shape)
-
-
-def _by_token(values: torch.Tensor, batch: torch.Size) -> torch.Tensor:
-    """Flatten a layer's output for B rows of T tokens to [N, …]; some models have S streams: [S, B, T, H]."""
-    if values.shape[:2] == batch:
-        return values.flatten(0, 1)
-    axis = next((axis for axis in range(1, values.ndim - 1) if values.shape[axis : axis + 2] == batch), 0)
-    return values.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
+    # To one row for each of the N = B * T tokens; some models have S streams: [S, B, T, H].
+    rows = batch.input_ids.shape
+    axis = next((axis for axis in range(gradients.ndim - 1) if gradients.shape[axis : axis + 2] == rows), 0)
+    by_token = gradients.movedim((axis, axis + 1), (0, 1)).flatten(0, 1).flatten(1)
+    return states.detach(), by_token
 
 
 _DOCUMENT_SHARES = (0.05, 0.62, 0.03, 0.11)
@@ -193,18 +172,12 @@ _KEPT_SHARE = 0.75
 
 @dataclass(frozen=True)
 class _Layout:
-    """Layout of documents in a probe's micro-batch.
-
-    Attributes:
-        is_kept, is_later: as in `ProbeResult`, bool [B, T].
-        positions: int32 [B, T], within documents.
-        lengths: int64 [B], tokens of each row's document; None for packs.
-    """
+    """Documents in a probe's micro-batch, [B, T]."""
 
     is_kept: NDArray[np.bool_]
     is_later: NDArray[np.bool_]
-    positions: NDArray[np.int32]
-    lengths: NDArray[np.int64] | None
+    positions: NDArray[np.int64]  # within documents
+    lengths: NDArray[np.int64] | None  # [B], tokens of each row's document; None for packs
 
 
 def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
@@ -217,8 +190,9 @@ def _packed_layout(micro_batch_size: int, length: int) -> _Layout:
     positions = np.arange(length) - begins[document]
     is_chosen = (document + np.arange(micro_batch_size)[:, None]) % 2 == 1
     is_first_part = positions < np.ceil(_KEPT_SHARE * lengths[document])
-    every_row = np.broadcast_to(positions.astype(np.int32), is_chosen.shape)
-    return _Layout(is_chosen & is_first_part, is_chosen & ~is_first_part, every_row, None)
+    return _Layout(
+        is_chosen & is_first_part, is_chosen & ~is_first_part, np.broadcast_to(positions, is_chosen.shape), None
+    )
 
 
 def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
@@ -229,16 +203,17 @@ def _padded_layout(micro_batch_size: int, length: int) -> _Layout:
     lengths = np.maximum(1, np.resize(_ROW_SHARES, num_rows) * width).astype(np.int64)
     is_chosen = (rows % 2 == 0) & (places < lengths[:, None])
     is_first_part = places < np.ceil(_KEPT_SHARE * lengths)[:, None]
-    every_row = np.broadcast_to(places.astype(np.int32), is_chosen.shape)
-    return _Layout(is_chosen & is_first_part, is_chosen & ~is_first_part, every_row, lengths)
+    return _Layout(
+        is_chosen & is_first_part, is_chosen & ~is_first_part, np.broadcast_to(places, is_chosen.shape), lengths
+    )
 
 
 def _probe_batch(layout: _Layout, vocab_size: int, seed: int, world: World) -> MicroBatch:
     """Return random documents; their kept tokens are the same with every seed."""
     kept = layout.is_kept
     same, other = (np.random.default_rng(number).integers(0, vocab_size, kept.shape) for number in (0, seed))
-    tokens = np.where(kept, same, other).astype(np.int32)
-    values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1)
+    tokens = np.where(kept, same, other)
+    values = np.stack([tokens, np.full_like(tokens, IGNORED), layout.positions], axis=1).astype(np.int32)
     if layout.lengths is None:
         return to_micro_batch(values, world.device, context=world.context)
     offsets = np.arange(len(values)) * values.shape[2]

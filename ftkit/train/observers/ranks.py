@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from ftkit.files import read_json_if_valid, write_file, write_json
 from ftkit.runs.failure import record_rank_error
 from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
-from ftkit.train.observers.observer import Observer
+from ftkit.train.loop import Observer
 from ftkit.train.private_apis.torch import dump_collectives
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.observers.observer import Phase, StepResult
-    from ftkit.train.observers.progress import Progress
+    from ftkit.train.loop import Phase, StepResult
+    from ftkit.train.run_progress import Progress
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class Watchdog(Observer):
     """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called."""
 
     def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
-        """Start to measure how long a step takes; shorter ones than `floor_seconds` never count as a hang."""
         self._layout = layout
         self._world = world
         self._progress = progress
@@ -91,7 +90,6 @@ class Watchdog(Observer):
             self._now = self._progress.step + 1, time.monotonic()
 
     def end_step(self) -> None:
-        """Record that the step has ended; there is no limit until the next one begins."""
         if self._now is not None:
             self._seconds.append(time.monotonic() - self._now[1])
         self._now = None
@@ -119,8 +117,7 @@ class Watchdog(Observer):
                 faulthandler.dump_traceback(file)
             if collectives := dump_collectives():
                 layout.collectives(rank).write_bytes(collectives)
-        reports = self._gather_reports()
-        cause = describe_culprits(reports, self._world.size, step)
+        cause = describe_culprits(self._gather_reports(), self._world.size, step)
         error = HangError(
             f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
         )
@@ -130,11 +127,10 @@ class Watchdog(Observer):
     def _gather_reports(self) -> dict[int, HangReport]:
         deadline = time.monotonic() + _GRACE_SECONDS
         while True:
-            found = {
-                rank: report
-                for rank in range(self._world.size)
-                if (report := read_json_if_valid(self._layout.hang_report(rank), HangReport))
+            read = {
+                rank: read_json_if_valid(self._layout.hang_report(rank), HangReport) for rank in range(self._world.size)
             }
+            found = {rank: report for rank, report in read.items() if report}
             if len(found) == self._world.size or time.monotonic() > deadline:
                 return found
             time.sleep(0.5)
@@ -158,20 +154,16 @@ def _ranks(words: list[str]) -> str:
     return f"rank{'s' if len(words) > 1 else ''} {shown}"
 
 
+# --- Stragglers ----------------------------------------------------------------------------------
+
+
 _WINDOW = 100
 _WRITE_SECONDS = 60.0
 """Between two writes of a rank: thousands of ranks may share a file system."""
 
 
-# --- Stragglers ----------------------------------------------------------------------------------
-
-
-Mark = torch.cuda.Event | float
-"""A CUDA event on the compute stream of a GPU, or seconds on the clock of a CPU."""
-
-
 class LayerMarks:
-    """Records in `marks` when the device reaches a decoder layer, begins it and ends it.
+    """Records when the device reaches a decoder layer, begins it and ends it, in `marks` unless that is None.
 
     On a GPU with CUDA events on the compute stream, read once the device has passed them anyway; on a CPU with the
     clock. FSDP2 all-gathers a layer's weights in a forward pre-hook: the time between a hook before that one and a hook
@@ -179,9 +171,8 @@ class LayerMarks:
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Register hooks before and after those of FSDP2."""
         self._is_cuda = device.type == "cuda"
-        self.marks: list[Mark] | None = None
+        self.marks: list[torch.cuda.Event | float] | None = None
         for layer in layers:
             layer.register_forward_pre_hook(self._mark, prepend=True)
             layer.register_forward_pre_hook(self._mark)
@@ -197,40 +188,35 @@ class LayerMarks:
         else:
             self.marks.append(time.perf_counter())
 
-    def seconds(self, marks: list[Mark]) -> tuple[float, float]:
-        """Return the seconds in layers, and of waiting before them. The device must be past all marks."""
-        if self._is_cuda:
-            events = cast("list[torch.cuda.Event]", marks)
-            between = [first.elapsed_time(second) / 1000 for first, second in pairwise(events)]
-        else:
-            between = [second - first for first, second in pairwise(cast("list[float]", marks))]
-        return sum(between[1::3]), sum(between[::3])
+
+def _seconds_between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) -> float:
+    """Return the seconds between two marks, which the device must have passed."""
+    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
+        return float(first.elapsed_time(second)) / 1000
+    return cast("float", second) - cast("float", first)
 
 
 class RankTimes(Observer):
     """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0."""
 
     def __init__(self, progress: Progress, world: World, layers: Iterable[nn.Module]) -> None:
-        """Begin to measure decoder layers; remove files of earlier starts."""
         self._progress = progress
         self._layout = progress.plan.layout
         self._world = world
         # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
         self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
-        self._pending: dict[int, list[Mark]] = {}
+        self._pending: dict[int, list[torch.cuda.Event | float]] = {}
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._last_step = 0
         self._num_unwritten = 0
         self._written = time.monotonic()
         self._reported: set[str] = set()
-        self._remove_old_files()
-
-    def _remove_old_files(self) -> None:
-        own = self._layout.rank_timing(self._world.rank)
-        old = self._layout.logs.glob("timing-*.json") if self._world.is_first else [own]
+        old = [self._layout.rank_timing(world.rank)]  # files of earlier starts
+        if world.is_first:
+            old = [*self._layout.logs.glob("timing-*.json"), self._layout.stragglers]
         with suppress(OSError):
-            for path in [*old, *([self._layout.stragglers] if self._world.is_first else [])]:
+            for path in old:
                 path.unlink(missing_ok=True)
 
     def begin(self, phase: Phase) -> None:
@@ -242,11 +228,11 @@ class RankTimes(Observer):
             self._layers.marks = None
 
     def report(self, result: StepResult) -> None:
-        """Add a step that the device has completed."""
         marks = self._pending.pop(result.step, None)
         if not marks:
             return
-        computing, waiting = self._layers.seconds(marks)
+        between = [_seconds_between(first, second) for first, second in pairwise(marks)]
+        computing, waiting = sum(between[1::3]), sum(between[::3])
         self._steps.append((result.timing.seconds, result.timing.wait_seconds, computing, waiting))
         self._last_step = result.step
         self._num_unwritten += 1
@@ -261,7 +247,7 @@ class RankTimes(Observer):
         rank, host, device = self._world.rank, socket.gethostname(), self._world.device.type
         timing = RankTiming(rank, host, device, self._last_step, len(self._steps), *map(float, medians))
         with suppress(OSError):
-            write_json(self._layout.rank_timing(self._world.rank), timing)
+            write_json(self._layout.rank_timing(rank), timing)
             if is_due and self._world.is_first:
                 self.report_stragglers()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from ftkit.errors import DataError, TrainingError
 from ftkit.planning.plan import RunPlan
@@ -30,6 +30,29 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.first_step = self.state.step + 1
+
+    @classmethod
+    def resume(cls, plan: RunPlan, batches: BatchSchedule, state: TrainState) -> Self:
+        """Continue from a checkpoint's state, or begin.
+
+        A best evaluation by a metric that the run no longer compares is forgotten.
+
+        Raises:
+            TrainingError: the run is planned to end before its newest checkpoint.
+        """
+        max_steps, criterion = plan.recipe.training.max_steps, plan.recipe.evaluation.selection
+        num_steps = (batches.count_steps() or 0) if max_steps is None else max_steps
+        if state.step > num_steps:
+            key = "num_epochs" if max_steps is None else "max_steps"
+            raise TrainingError(
+                f"the newest checkpoint is of step {state.step}, and the run is planned to end after step {num_steps}",
+                meaning=f"training.{key} was lowered below what is trained already",
+                fix=f"raise it to continue: ftkit resume {plan.id} training.{key}=N; "
+                f"or use the checkpoint as it is: ftkit export {plan.id}",
+            )
+        if criterion is None or (state.best is not None and state.best.metric != criterion.metric):
+            state = replace(state, best=None, evaluations_without_improvement=0)
+        return cls(plan, batches, state, num_steps)
 
     def advance(self, batch: StepBatch) -> None:
         """Count one more step."""
@@ -89,54 +112,28 @@ class Progress:
         is_end = self.step in {self.first_step, self.num_steps}
         return is_end or self.is_stopped or self.is_evaluation_due or self.is_checkpoint_due
 
+    def add_evaluation(self, record: EvaluationRecord, criterion: BestSpec) -> None:
+        """Compare an evaluation with the best one so far, and count those without improvement.
 
-def last_step(plan: RunPlan, batches: BatchSchedule, state: TrainState) -> int:
-    """Return the number of steps of a run, those before its newest checkpoint included.
+        As in transformers: any better value becomes the best one, but one that is better by at most the threshold does
+        not count as an improvement. A value that is not finite is never better.
 
-    Raises:
-        TrainingError: the run is planned to end before its newest checkpoint.
-    """
-    max_steps = plan.recipe.training.max_steps
-    step = (batches.count_steps() or 0) if max_steps is None else max_steps
-    if state.step > step:
-        key = "num_epochs" if max_steps is None else "max_steps"
-        raise TrainingError(
-            f"the newest checkpoint is of step {state.step}, and the run is planned to end after step {step}",
-            meaning=f"training.{key} was lowered below what is trained already",
-            fix=f"raise it to continue: ftkit resume {plan.id} training.{key}=N; "
-            f"or use the checkpoint as it is: ftkit export {plan.id}",
+        Raises:
+            DataError: the evaluation did not measure the metric.
+        """
+        check_is_measured(record, criterion)
+        state, threshold = self.state, self.plan.recipe.evaluation.early_stopping_threshold
+        value, gain = record.value_of(criterion.metric), math.inf
+        if state.best is not None:
+            gain = (state.best.value - value) * (1 if criterion.is_lower_better else -1)
+        if not math.isfinite(value) or gain <= 0:
+            gain = 0.0
+        self.is_best = gain > 0
+        self.state = replace(
+            state,
+            best=BestEvaluation(record.step, criterion.metric, value) if gain else state.best,
+            evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
         )
-    return step
-
-
-def by_criterion(state: TrainState, criterion: BestSpec | None) -> TrainState:
-    """Return a checkpoint's state without the best evaluation by a metric that the run no longer compares."""
-    if criterion is not None and (state.best is None or state.best.metric == criterion.metric):
-        return state
-    return replace(state, best=None, evaluations_without_improvement=0)
-
-
-def with_evaluation(state: TrainState, record: EvaluationRecord, criterion: BestSpec, threshold: float) -> TrainState:
-    """Return the state after an evaluation: the best one so far, and the number of them without improvement.
-
-    As in transformers: any better value becomes the best one, but one that is better by at most `threshold` does not
-    count as an improvement. A value that is not finite is never better.
-
-    Raises:
-        DataError: the evaluation did not measure the metric.
-    """
-    check_is_measured(record, criterion)
-    value, best = record.value_of(criterion.metric), state.best
-    if best is not None and best.metric != criterion.metric:  # the run was resumed with another metric
-        best = None
-    gain = math.inf if best is None else (best.value - value) * (1 if criterion.is_lower_better else -1)
-    if not math.isfinite(value) or gain <= 0:
-        gain = 0.0
-    return replace(
-        state,
-        best=BestEvaluation(record.step, criterion.metric, value) if gain else best,
-        evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
-    )
 
 
 def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | None) -> None:
