@@ -97,7 +97,9 @@ class _WithoutSecrets(logging.Formatter):
 def _start_logs(layout: RunLayout, rank: RunRank) -> None:
     """Send this rank's output to its own log; rank 0 also logs to the job's log."""
     rank.redirect_output()
-    handlers = [logging.FileHandler(layout.rank_log(rank.rank)), *([logging.StreamHandler()] if rank.rank == 0 else [])]
+    handlers: list[logging.Handler] = [logging.FileHandler(layout.rank_log(rank.rank))]
+    if rank.rank == 0:
+        handlers.append(logging.StreamHandler())
     for handler in handlers:
         handler.setFormatter(_WithoutSecrets(f"%(asctime)s rank {rank.rank} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers)

@@ -57,24 +57,18 @@ class ShardingStats:
     is_unsharded: bool = False  # valid only on one process, whose even share is everything
 
 
-@dataclass(frozen=True)
-class ParameterShard:
-    """Elements of one parameter: all of them; those on this rank; and the maximum on this rank."""
-
-    total: int
-    local: int
-    allowed: int
-
-
 def collect_sharding_stats(
     hf_model: nn.Module,
-    shard_of: Callable[[nn.Parameter], ParameterShard],
+    shard_of: Callable[[nn.Parameter], tuple[int, int, int]],
     num_units: int,
     num_sharded_layers: int,
     *,
     is_unsharded: bool = False,
 ) -> ShardingStats:
-    """Count the elements of a model; a quantized matrix counts as its weights."""
+    """Count the elements of a model; a quantized matrix counts as its weights.
+
+    `shard_of` returns the elements of a parameter: all of them, those on this rank, and the maximum on this rank.
+    """
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
@@ -88,10 +82,10 @@ def collect_sharding_stats(
         num_units=num_units,
         num_sharded_layers=num_sharded_layers,
         checkpointed_layers=Counter(activation_checkpointing_of(layer) for layer in layers),
-        total_elements=sum(shard.total for shard in shards.values()) - stored_for_quantized + quantized,
-        local_elements=sum(shard.local for shard in shards.values()),
-        max_local_elements=sum(shard.allowed for shard in shards.values()),
-        trainable_elements=sum(shard.total for parameter, shard in shards.items() if parameter.requires_grad),
+        total_elements=sum(total for total, _, _ in shards.values()) - stored_for_quantized + quantized,
+        local_elements=sum(local for _, local, _ in shards.values()),
+        max_local_elements=sum(allowed for _, _, allowed in shards.values()),
+        trainable_elements=sum(total for parameter, (total, _, _) in shards.items() if parameter.requires_grad),
         quantized_elements=quantized,
         offloaded_layers=sum(is_offloaded(layer) for layer in layers),
         is_unsharded=is_unsharded,

@@ -37,17 +37,10 @@ from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.components.recorder import Recorder, open_trackers
+from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.distributed.verification import (
-    choose_packing,
-    verify_causality,
-    verify_isolation,
-    verify_logits,
-    verify_sharding,
-    verify_targets,
-)
 from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.loop import train
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
@@ -144,9 +137,9 @@ class Trainer:
         log.info("%s after %d steps, %.0f s in total", progress.outcome, progress.step, time.time() - began)
 
     def _build_engine(self) -> tuple[Engine, ExportedParts, ParameterCounts, int]:
-        """Return the engine with its weights loaded, what an export needs, and the expected numbers of parameters.
+        """Return the engine with its weights loaded, what an export needs, and the numbers of parameters.
 
-        The last number is that of all parameters without adapters.
+        The numbers are those that the checks must find, and that of all parameters without adapters.
         """
         recipe = self.plan.recipe
         shape, training = recipe.model.architecture, recipe.training
@@ -215,16 +208,16 @@ class Trainer:
         """Run the checks before step 1; return whether documents are trained in packs."""
         self._stage("verifying sharding and document isolation")
         recipe, training = self.plan.recipe, self.plan.recipe.training
-        checks = verify_sharding(engine.sharding_stats(), training, expected, self.plan.engine.name)
-        checks |= verify_targets(store.num_targets)
-        probe, reason = choose_packing(
+        checks = verification.verify_sharding(engine.sharding_stats(), training, expected, self.plan.engine.name)
+        checks |= verification.verify_targets(store.num_targets)
+        probe, reason = verification.choose_packing(
             engine, self.world, recipe.data.packing, recipe.model.architecture.vocab_size, self.plan.batch, training
         )
         if reason is not None:
             log.info("documents are padded instead of packed, which is slower: %s", reason)
         checks |= {"documents are": "packed" if reason is None else "padded rows"}
-        checks |= verify_causality(probe) | verify_logits(probe)
-        checks |= verify_isolation(probe, shares_scales=training.precision == "fp8")
+        checks |= verification.verify_causality(probe) | verification.verify_logits(probe)
+        checks |= verification.verify_isolation(probe, shares_scales=training.precision == "fp8")
         record = VerificationRecord(time.time(), checks)
         self.recorder.write(record)
         log.info("verified: %s", ", ".join(f"{name} {value}" for name, value in record.texts.items()))
@@ -394,10 +387,10 @@ def _take_step(family: str, world: World) -> float:
     kernel, _ = choose_kernel(training, config, world)
     model = build_empty(config, register_kernel(kernel))
     engine = make_engine("fsdp2", model, training, world, lambda sharded: init_weights(sharded, shape, 0))
-    verify_sharding(engine.sharding_stats(), training, method_counts(shape, training))
+    verification.verify_sharding(engine.sharding_stats(), training, method_counts(shape, training))
     probe = run_probe(engine, world, _VOCABULARY, micro_batch_size=1, sequence_length=_LENGTH)
-    verify_isolation(probe)
-    verify_logits(probe)
+    verification.verify_isolation(probe)
+    verification.verify_logits(probe)
     tokens = np.arange(_LENGTH, dtype=np.int32)
     pack = build_pack([Document(tokens, np.roll(tokens, -1))], _LENGTH)
     loss = engine.forward(to_micro_batch(pack[None], world.device))

@@ -29,15 +29,9 @@ from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.process import num_usable_cpus
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.runs.model_card import read_license, write_card
+from ftkit.train.components import export_record
 from ftkit.train.components.batches import computed_ahead
-from ftkit.train.components.export_record import (
-    ExportRecord,
-    Logits,
-    make_prompts,
-    sample_columns,
-    streamed_logits,
-    tokenizer_digests,
-)
+from ftkit.train.components.export_record import ExportRecord, Logits, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
 from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
@@ -141,13 +135,13 @@ class Exporter:
             base=None if self._base is None else source.weights,
             revision=source.revision,
             end_tokens=end_tokens,
-            prompts=make_prompts(self._parts.tokenizer),
+            prompts=export_record.make_prompts(self._parts.tokenizer),
             trained=None,
             untrained=None,
             exported=None,
             files={},
-            columns=sample_columns(vocab_size, end_tokens),
-            tokenizer=tokenizer_digests(self._parts.tokenizer),
+            columns=export_record.sample_columns(vocab_size, end_tokens),
+            tokenizer=export_record.tokenizer_digests(self._parts.tokenizer),
             version=1,
         )
 
@@ -277,8 +271,7 @@ _MAX_THREADS = 4
 _SHARD_BYTES = 2 * 2**30
 _PIECE_BYTES = 2**23
 """Bytes that are hashed and written at a time: they are read from memory once, and then from a CPU's cache."""
-_ALIGNMENT = 8
-"""Headers are padded with spaces to a multiple of this."""
+_ALIGNMENT = 8  # of headers, which are padded with spaces
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

@@ -156,7 +156,7 @@ MAX_COLUMN_PARTS = 16
 _BYTES, _ABSMAX = "_8bit", "_absmax"
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(FusedAdamW):
     """AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021).
 
     Updates each rank's shards in place; one kernel of bitsandbytes per parameter reads, updates and quantizes its
@@ -168,56 +168,36 @@ class AdamW8bit(torch.optim.Optimizer):
     and is rounded.
     """
 
-    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float], eps: float = 1e-8) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        # As in torch's fused optimizers, scalars on the device: 1 to skip the next step, and a divisor of gradients.
-        self.found_inf: torch.Tensor | None = None
-        self.grad_scale: torch.Tensor | None = None
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, lr, betas)
         self._library = import_bitsandbytes("optimizer 'adamw8bit'")
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
-        """Update the parameters one by one; the small ones together."""
-        del closure
-        if self.found_inf is not None and self.found_inf:  # host sync: its kernel always updates
-            return
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in trained:
-                if self.grad_scale is not None:
-                    parameter.grad.div_(self.grad_scale)
-                if not self.state[parameter]:
-                    self.state[parameter] = _zeros(parameter)
-                if _is_large(parameter):
-                    self._update(parameter, group)
-            self._update_small([parameter for parameter in trained if not _is_large(parameter)], group)
+        if self.found_inf is None or not self.found_inf:  # host sync: bitsandbytes' kernel always updates
+            super().step(closure)
 
-    def _update(self, parameter: torch.Tensor, group: Group) -> None:
-        values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
-        state = self.state[parameter]
-        state["step"] += 1
-        if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
-            return
+    def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
+        super()._update([parameter for parameter in parameters if not _is_large(parameter)], group)
         average, square = _MOMENTS
         beta1, beta2 = group["betas"]
-        self._library.optimizer_update_8bit_blockwise(
-            "adam", gradient, values, state[average + _BYTES], state[square + _BYTES], beta1, beta2, 0.0, 0.0,
-            group["eps"], int(state["step"]), group["lr"], _code(average, values.device), _code(square, values.device),
-            state[average + _ABSMAX], state[square + _ABSMAX], weight_decay=group["weight_decay"],
-        )  # fmt: skip
-
-    def _update_small(self, parameters: list[torch.Tensor], group: Group) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        average, square = _MOMENTS
-        beta1, beta2 = group["betas"]
-        adamw(
-            [local_tensor(parameter) for parameter in parameters],
-            [local_tensor(cast("torch.Tensor", parameter.grad)) for parameter in parameters],
-            [state[average] for state in states], [state[square] for state in states], [],
-            [state["step"] for state in states],
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=False,
-        )  # fmt: skip
+        for parameter in filter(_is_large, parameters):
+            values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
+            state, device = self.state[parameter], values.device
+            if not state:
+                state["step"] = torch.zeros(())
+                for name in _MOMENTS:
+                    state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
+                    state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
+            state["step"] += 1
+            if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
+                continue
+            if self.grad_scale is not None:
+                gradient.div_(self.grad_scale)
+            self._library.optimizer_update_8bit_blockwise(
+                "adam", gradient, values, state[average + _BYTES], state[square + _BYTES], beta1, beta2, 0.0, 0.0,
+                group["eps"], int(state["step"]), group["lr"], _code(average, device), _code(square, device),
+                state[average + _ABSMAX], state[square + _ABSMAX], weight_decay=group["weight_decay"],
+            )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as shards, the bytes without a copy; scales are as many per row as it has runs."""
@@ -244,18 +224,6 @@ def _is_large(parameter: torch.Tensor) -> bool:
     return parameter.numel() >= MIN_8BIT_SIZE
 
 
-def _zeros(parameter: torch.Tensor) -> States:
-    values = local_tensor(parameter)
-    state = {"step": torch.zeros(())}
-    for name in _MOMENTS:
-        if _is_large(parameter):
-            state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
-            state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
-        else:
-            state[name] = torch.zeros_like(values)
-    return state
-
-
 def _run_length(parameter: torch.Tensor) -> int:
     """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row.
 
@@ -267,7 +235,7 @@ def _run_length(parameter: torch.Tensor) -> int:
 
 def _as_shard(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a state as a checkpoint has it: sharded as its parameter; scales as one for each run."""
-    if key == "step":
+    if key == "step" or isinstance(value, DTensor):
         return value
     shape, local = parameter.shape, local_tensor(parameter)
     if key.endswith(_ABSMAX):
@@ -288,8 +256,11 @@ def _from_shards(given: States, parameter: torch.Tensor) -> States:
     A block with one scale does not change. A block with several takes the largest of them, so no state grows.
     """
     device, run = local_tensor(parameter).device, _run_length(parameter)
-    state = {key: local_tensor(value).to(device) for key, value in given.items() if key != "step"}
-    for name in _MOMENTS if _is_large(parameter) else ():
+    if not _is_large(parameter):
+        return {key: value.to(device) for key, value in given.items()}
+    state = {key: local_tensor(value).to(device) for key, value in given.items()}
+    state["step"] = given["step"].cpu().clone()
+    for name in _MOMENTS:
         runs, per_block = state[name + _ABSMAX].flatten(), BLOCK_SIZE // run
         scales = functional.pad(runs, (0, -len(runs) % per_block)).view(-1, per_block).amax(dim=1)
         after = scales.repeat_interleave(per_block)[: len(runs)]
@@ -300,7 +271,7 @@ def _from_shards(given: States, parameter: torch.Tensor) -> States:
             nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)
             state[name + _BYTES] = nearest.to(torch.uint8).view_as(stored)
         state[name + _ABSMAX] = scales
-    return {"step": given["step"].cpu().clone()} | state
+    return state
 
 
 @cache

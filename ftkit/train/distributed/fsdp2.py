@@ -24,7 +24,7 @@ from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAda
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.engine import DEFAULT_SHARDING, ParameterShard, ShardingOptions, collect_sharding_stats
+from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.memory.compile import compiles
@@ -90,11 +90,12 @@ class Fsdp2Engine:
         self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
+        layers = find_decoder_layers(self.model.hf_model)
         return collect_sharding_stats(
             self.model.hf_model,
-            lambda each: ParameterShard(each.numel(), local_tensor(each).numel(), self._even_share(each)),
+            lambda each: (each.numel(), local_tensor(each).numel(), self._even_share(each)),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
-            num_sharded_layers=sum(isinstance(each, FSDPModule) for each in find_decoder_layers(self.model.hf_model)),
+            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
             is_unsharded=self._is_unsharded,
         )
 

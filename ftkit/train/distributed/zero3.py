@@ -16,7 +16,7 @@ from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
 from ftkit.train.dtypes import DTYPES
-from ftkit.train.engine import ParameterShard, collect_sharding_stats
+from ftkit.train.engine import collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.build import find_decoder_layers
@@ -105,18 +105,18 @@ class Zero3Engine:
             num_sharded_layers=sharded_layers,
         )
 
-    def _shard_of(self, parameter: torch.Tensor) -> ParameterShard:
+    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         partition = zero3_partition(parameter)
         total = parameter.numel() if partition is None else partition.shape.numel()
         even_share = -(-total // self._world.size)
         if partition is None:
-            return ParameterShard(total, total, even_share)
+            return total, total, even_share
         persistent = total if partition.is_persistent else 0
-        return ParameterShard(total, partition.values.numel() + parameter.numel(), even_share + persistent)
+        return total, partition.values.numel() + parameter.numel(), even_share + persistent
 
     def _is_partitioned(self, parameter: nn.Parameter) -> bool:
-        shard = self._shard_of(parameter)
-        return zero3_partition(parameter) is not None and shard.local <= shard.allowed
+        _, local, allowed = self._shard_of(parameter)
+        return zero3_partition(parameter) is not None and local <= allowed
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         loss: torch.Tensor = self._engine(batch=batch, source_losses=source_losses)
@@ -163,14 +163,20 @@ class Zero3Engine:
         state = self.state()
         read_state(state, folder)
         write = self._deepspeed.utils
+
+        def padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
+            """Pad a shard to the length of all DeepSpeed partitions."""
+            local = values.to_local()
+            return functional.pad(local, (0, partition.values.numel() - local.numel()))
+
         for name, parameter, partition in self._saved():
-            master = _padded(state["model"][name], partition)
+            master = padded(state["model"][name], partition)
             partition.values.copy_(master)
             if not parameter.requires_grad:
                 continue
             write.safe_set_local_fp32_param(parameter, master)
             for key in _STATES:
-                write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], partition), key)
+                write.safe_set_local_optimizer_state(parameter, padded(state["optimizer"][key][name], partition), key)
         for states in self._optimizer.states.values():
             states["step"].copy_(state["step"])
         self._optimizer.gather_persistent()
@@ -263,12 +269,6 @@ def _deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's optimizer would be compiled at each start
         "steps_per_print": 2**31,
     }
-
-
-def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
-    """Pad a shard to the length of all DeepSpeed partitions."""
-    local = values.to_local()
-    return functional.pad(local, (0, partition.values.numel() - local.numel()))
 
 
 def _init_in_fp32(model: nn.Module, init_weights: InitWeights) -> list[tuple[nn.Parameter, torch.Tensor]]:
