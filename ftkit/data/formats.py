@@ -20,7 +20,7 @@ from ftkit.config.data import (
     TextFormat,
     describe_format,
 )
-from ftkit.config.sources import columns_of, parse_format_string
+from ftkit.config.data_sources import columns_of, parse_format_string
 from ftkit.data.conversations import Conversation, Example, Message, PlainText
 from ftkit.data.tasks import read_pair
 from ftkit.data.turns import check_calls, is_turn, read_tools, read_turns

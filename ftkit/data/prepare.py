@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ftkit.config.data import describe_format
+from ftkit.config.data_sources import GeneratedSource
 from ftkit.config.recipe import RecipePlan
-from ftkit.config.sources import GeneratedSource
 from ftkit.data.conversations import texts_of
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
+from ftkit.config.data_sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.files import count_rows, find_files, read_file
 from ftkit.data.readers import RawRow, without_nulls
 from ftkit.data.tasks import generate_rows
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ftkit.config.data import DataSpec
-    from ftkit.config.sources import ValidationSpec
+    from ftkit.config.data_sources import ValidationSpec
     from ftkit.data.rows import Row
 
 Split = Literal["train", "validation"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ftkit.config.data import DataSpec
-    from ftkit.config.sources import GeneratedSource
+    from ftkit.config.data_sources import GeneratedSource
     from ftkit.config.task import TaskFile
 
 ResultT = TypeVar("ResultT")

@@ -21,7 +21,7 @@ from ftkit.train.components.export_record import streamed_bytes
 from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.build import TextConfig, make_config, read_config
+from ftkit.train.model.hf_model import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

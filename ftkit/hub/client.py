@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from huggingface_hub.errors import HfHubHTTPError
 
-    from ftkit.models.spec import ModelSpec
+    from ftkit.models.architecture import ModelSpec
 
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.data import AutoFormat, describe_format
-from ftkit.config.sources import HubSource
+from ftkit.config.data_sources import HubSource
 from ftkit.data.files import find_files, stamp, walk
 from ftkit.data.formats import DETECTION_ROWS, resolve_format
 from ftkit.data.sources import first_rows, peek_rows

@@ -24,8 +24,8 @@ from ftkit.data.packing import build_pack
 from ftkit.data.store import PackStore, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan, RunPlan
 from ftkit.planning.planner import count_steps, plan_for_counts
 from ftkit.runs.checkpoints import TrainState
@@ -45,10 +45,10 @@ from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
 from ftkit.train.loop import train
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import TextConfig, build_empty, check_positions, make_config, read_config
+from ftkit.train.model.hf_model import TextConfig, build_empty, check_positions, make_config, read_config
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
+from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.observers import make_observers
 from ftkit.train.observers.profiler import check_profile
 from ftkit.train.param_count import count_method, count_modules

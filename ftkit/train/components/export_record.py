@@ -14,7 +14,7 @@ from ftkit.config.training import Precision
 from ftkit.data.limits import NamedTemplate, run_limited
 from ftkit.data.rendering import name_of_template
 from ftkit.runs.checkpoints import SavedFile
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -33,14 +33,14 @@ from ftkit.train.components import export_record
 from ftkit.train.components.batches import computed_ahead
 from ftkit.train.components.export_record import ExportRecord, Logits, streamed_logits
 from ftkit.train.components.generation import Generation, end_token_setting
-from ftkit.train.dtypes import DTYPES
-from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.expert_adapters import transposed_experts
+from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors, is_adapter, peft_config, peft_names, prepare_method
 from ftkit.train.model.peft_names import find_text, to_peft
+from ftkit.train.model.pretrained import PretrainedTensors
 from ftkit.train.model.weight_conversion import LazyTensors, converts_layout, split_as_stored
-from ftkit.train.model.weights import PretrainedTensors
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar
 
 from ftkit.train.loop import Observer, Observers
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.observers.profiler import Profiler
 from ftkit.train.observers.ranks import RankTimes, Watchdog
 from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
