@@ -40,9 +40,9 @@ from ftkit.train.components.recorder import Recorder, open_trackers
 from ftkit.train.distributed import verification
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.pack_parallel import check_context_parallel, check_tensor_parallel, whole_pack_attention
-from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import run_probe
 from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions
-from ftkit.train.loop import train
+from ftkit.train.loop import Progress, check_is_measured, train
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import TextConfig, build_empty, check_positions, make_config, read_config
@@ -52,7 +52,6 @@ from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.observers import make_observers
 from ftkit.train.observers.profiler import check_profile
 from ftkit.train.param_count import count_method, count_modules
-from ftkit.train.run_progress import Progress, check_is_measured
 from ftkit.train.world import World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:
@@ -71,10 +70,6 @@ def run_training(plan: RunPlan, world: World, begun: Mapping[str, float] | None 
     """Execute a plan in this process.
 
     `begun` has the times when earlier stages began, for the record of the first step.
-
-    Raises:
-        FtkitError: a check failed, a checkpoint can't be loaded, the data is not prepared, memory ran out, or a package
-            or tracker is missing.
     """
     world = with_tensor_parallel(world, plan.recipe.training.tensor_parallel)
     data = PreparedData(plan.data_directory)
@@ -96,10 +91,6 @@ def make_engine(
     """Shard a model that is prepared for its method, allocate and initialize its parameters, and return its engine.
 
     Parameters may be on the meta device. zero3 ignores `sharding`.
-
-    Raises:
-        PrerequisiteError: the engine's package is not installed.
-        TrainingError: this version of torch does not support it.
     """
     if name == "zero3":
         from ftkit.train.distributed.zero3 import Zero3Engine  # noqa: PLC0415 - DeepSpeed is an extra
@@ -351,11 +342,7 @@ _VOCABULARY, _LENGTH = 320, 256
 
 
 def self_check() -> str:
-    """Take a training step with each family, on the first GPU if there is one; return the families with their losses.
-
-    Raises:
-        TrainingError: a check failed.
-    """
+    """Take a training step with each family, on the first GPU if there is one; return families and losses."""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # any port that is free

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
@@ -25,12 +25,8 @@ from ftkit.runs.metrics_file import append_record
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import RunRank, end_with_launcher
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _POLL_SECONDS: Final = 2.0
 _SECONDS_BETWEEN_RECORDS: Final = 20.0
-_SIGNALS: Final[Mapping[str, signal.Signals]] = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
 
 
 class ScriptRank:
@@ -72,11 +68,7 @@ class ScriptRank:
         torch_optimizer.register_optimizer_step_post_hook(after)
 
     def check_sharding(self) -> None:
-        """Record how the model is sharded, once.
-
-        Raises:
-            TrainingError: it is not sharded, although sharding was requested.
-        """
+        """Record how the model is sharded, once."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -107,7 +99,7 @@ class ScriptRank:
         while not path.exists():
             time.sleep(_POLL_SECONDS)
         self.is_stop_requested = True
-        number = _SIGNALS.get(self.plan.script.stop_signal)
+        number = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}.get(self.plan.script.stop_signal)
         if number is None:
             return
         if self.rank == 0:

@@ -22,7 +22,7 @@ from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord
-from ftkit.train.run_progress import Progress
+from ftkit.train.loop import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

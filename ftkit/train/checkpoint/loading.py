@@ -67,9 +67,6 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
     """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
 
     `data` is the fingerprint of the prepared data.
-
-    Raises:
-        TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
     """
     found: list[tuple[int, Path]] = []
     if world.is_first:
@@ -161,19 +158,15 @@ def _compare(folder: Path, step: int, rank: int = 0, size: int = 1) -> tuple[Mar
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def read_state(state: State, folder: Path) -> None:
+def read_state(state: State, folder: Path, reader: FileSystemReader | None = None) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
     Collective if there is a process group: every rank must call it. `state` contains only tensors.
     """
-    _read(state, _Reader(folder))
-
-
-def _read(state: State, reader: _Reader) -> None:
     with warnings.catch_warnings():
         # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
+        state_dict_loader.load(state, storage_reader=reader or _Reader(folder), planner=_TensorsOnlyPlanner())
 
 
 def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
@@ -205,7 +198,7 @@ class CheckpointTensors(LazyTensors):
         Raises:
             DamagedCheckpointError: the index is damaged, or belongs to another model.
         """
-        self._reader, self._lock = _Reader(folder), Lock()
+        self._folder, self._reader, self._lock = folder, _Reader(folder), Lock()
         self._stored = _tensors_of(self._reader.read_metadata(), _MODEL)
         self._shapes = shapes
         super().__init__(self._stored)
@@ -219,7 +212,7 @@ class CheckpointTensors(LazyTensors):
         stored = self._stored[name]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with self._lock:
-            _read({_MODEL + name: tensor}, self._reader)
+            read_state({_MODEL + name: tensor}, self._folder, self._reader)
         return tensor.view(self._shapes[name])
 
 

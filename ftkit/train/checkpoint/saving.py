@@ -103,11 +103,7 @@ class Checkpointer:
             self._thread.shutdown()
 
     def save(self, engine: Engine, progress: TrainState, *, in_background: bool) -> None:
-        """Start to write a checkpoint once the previous one is complete. Collective: every rank must call it.
-
-        Raises:
-            TrainingError: this one, or the previous one, can't be written.
-        """
+        """Start to write a checkpoint once the previous one is complete. Collective: every rank must call it."""
         began = time.perf_counter()
         self.wait()
         state = engine.state()
@@ -128,11 +124,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the current checkpoint, if there is one, and report it.
-
-        Raises:
-            TrainingError: it can't be written.
-        """
+        """Wait for the current checkpoint, if there is one, and report it."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -172,11 +164,7 @@ class Checkpointer:
         return self._has_room
 
     def _write(self, state: State, progress: TrainState) -> float:
-        """Write a checkpoint, in the thread; return the time at which it was complete.
-
-        Raises:
-            _SaveError: on all ranks.
-        """
+        """Write a checkpoint, in the thread; return the time at which it was complete."""
         if self._world.device.type == "cuda":
             torch.cuda.set_device(self._world.device)  # a new thread starts on the first one
         is_first, final = self._world.is_first, self._plan.layout.checkpoint(progress.step)
@@ -215,11 +203,7 @@ class Checkpointer:
             log.warning("an older checkpoint can't be deleted: %s", error)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Run one stage of a save; return its results on all ranks. Collective.
-
-        Raises:
-            _SaveError: on all ranks, if it failed on one.
-        """
+        """Run one stage of a save; return its results on all ranks. Collective."""
         value, reason = None, ""
         try:
             value = action()

@@ -90,11 +90,7 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Render a conversation with a tokenizer's chat template, as transformers does.
-
-    Raises:
-        DataError: the template reaches a limit.
-    """
+    """Render a conversation with a tokenizer's chat template, as transformers does."""
     template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
     return run_limited(template, _render, tokenizer, prompt)
 

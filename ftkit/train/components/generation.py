@@ -39,9 +39,6 @@ class Generation:
 
         The tokenizer may be that of another model: end tokens of the weights that are ordinary text in it are dropped.
         `_from_model_config` is not exported: with it, transformers 4 uses the model's configuration instead.
-
-        Raises:
-            NotFoundError: a file of the weights can't be read.
         """
         pretrained = [] if weights is None else read_end_tokens(weights)
         pretrained = [token for token in pretrained if token in tokenizer.added_tokens_decoder]

@@ -39,8 +39,7 @@ CLOSE_SECONDS = 60.0
 """Seconds that the end of a run waits for all of its trackers together."""
 _DEFAULT_PROJECT = "ftkit"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_REJECTED = re.compile(r"^[./]+|[^\w.-]+")
-"""Characters that MLflow rejects in a name, and those that would make a path."""
+_REJECTED = re.compile(r"^[./]+|[^\w.-]+")  # by MLflow in a name, or would make a path
 _MLFLOW_STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _NOT_MEASURED = {"time", "step", "num_steps"}
 
@@ -221,74 +220,62 @@ def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callabl
     """Yield a function that sends a record to the trackers: first a start record, last an end record.
 
     On ranks other than 0 it does nothing. Each rank checks packages, keys and addresses of the trackers first.
-
-    Raises:
-        PrerequisiteError: a tracker's package, key or address is missing.
     """
     tracking = plan.recipe.tracking
     check_packages(tracking)
     check_access(tracking, os.environ, sees_home=True)
-    workers = [_Worker(name, plan) for name in (tracking.sinks if world is None or world.is_first else ())]
+    queues: dict[SinkName, SimpleQueue[Record | None]] = {}
+    if world is None or world.is_first:
+        queues = {name: SimpleQueue() for name in tracking.sinks}
+    threads = [
+        Thread(target=_talk_to, args=(name, plan, queue), name=name, daemon=True) for name, queue in queues.items()
+    ]
+    for thread in threads:
+        thread.start()
 
     def send(record: Record | None) -> None:
-        for worker in workers:
-            worker.records.put(record)
+        for queue in queues.values():
+            queue.put(record)
 
     try:
         yield send
     finally:
         send(None)
         deadline = time.monotonic() + CLOSE_SECONDS
-        for worker in workers:
-            worker.thread.join(max(0.0, deadline - time.monotonic()))
-            if worker.thread.is_alive():
-                log.warning("tracker %s did not accept all records in time: metrics.jsonl has them", worker.name)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                log.warning("tracker %s did not accept all records in time: metrics.jsonl has them", thread.name)
 
 
-class _Worker:
-    """The thread that talks to one tracker; None in `records` ends it.
+def _talk_to(name: SinkName, plan: RunPlan, records: SimpleQueue[Record | None]) -> None:
+    """Send records to one tracker, until one is None.
 
     The first error is logged as a warning. The next record tries again, and opens the tracker if it is not open.
-    metrics.jsonl has the records that a tracker lost.
     """
-
-    def __init__(self, name: SinkName, plan: RunPlan) -> None:
-        self.name: SinkName = name
-        self.records: SimpleQueue[Record | None] = SimpleQueue()
-        self._plan = plan
-        self._has_warned = False
-        self._tracker: Tracker | None = None
-        self._start: StartRecord | None = None
-        self._outcome: Outcome = "failed"
-        self.thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self.thread.start()
-
-    def _work(self) -> None:
-        is_over = False
-        while not is_over:
-            record = self.records.get()
-            is_over = record is None
-            try:
-                self._take(record)
-            except Exception as error:  # noqa: BLE001 - trackers may raise any exception, and training continues
-                if not self._has_warned:
-                    what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
-                    log.warning("tracker %s failed, training continues: %s", self.name, what)
-                self._has_warned = True
-
-    def _take(self, record: Record | None) -> None:
-        if isinstance(record, StartRecord):
-            self._start = record
-        elif isinstance(record, EndRecord):
-            self._outcome = record.outcome
-        if self._tracker is None and self._start is not None and record is not None:
-            self._tracker = TRACKERS[self.name](self._plan, self._start)
-        if self._tracker is None:
-            return
-        if record is None:
-            self._tracker.close(self._outcome)
-        elif isinstance(record, StepRecord | EvaluationRecord):
-            self._tracker.log(scalars_of(record), record.step)
+    tracker: Tracker | None = None
+    start: StartRecord | None = None
+    outcome: Outcome = "failed"
+    is_over = has_warned = False
+    while not is_over:
+        record = records.get()
+        is_over = record is None
+        try:
+            if isinstance(record, StartRecord):
+                start = record
+            elif isinstance(record, EndRecord):
+                outcome = record.outcome
+            if tracker is None and start is not None and not is_over:
+                tracker = TRACKERS[name](plan, start)
+            if tracker is not None and isinstance(record, StepRecord | EvaluationRecord):
+                tracker.log(scalars_of(record), record.step)
+            elif tracker is not None and is_over:
+                tracker.close(outcome)
+        except Exception as error:  # noqa: BLE001 - trackers may raise any exception, and training continues
+            if not has_warned:
+                what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
+                log.warning("tracker %s failed, training continues: %s", name, what)
+            has_warned = True
 
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:

@@ -166,11 +166,7 @@ class CopyEngineCollectives:
 
 
 def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
-    """Return the copy engines' collectives if the recipe allows them and they work here; None for NCCL's. Collective.
-
-    Raises:
-        TrainingError: the recipe asks for copy engines, and they don't work.
-    """
+    """Return the copy engines' collectives if the recipe allows them and they work here, or None. Collective."""
     is_required = training.collectives == "copy_engine"
     if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_required):
         return None

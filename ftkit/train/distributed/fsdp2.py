@@ -226,11 +226,7 @@ class Fsdp2Engine:
 
 
 def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
-    """Refuse models that this version of torch can't shard.
-
-    Raises:
-        TrainingError: it can't.
-    """
+    """Refuse models that this version of torch can't shard."""
     torch_version = f"FSDP2 of torch {TORCH[0]}.{TORCH[1]}"
     layers = [{id(parameter) for parameter in layer.parameters()} for layer in find_decoder_layers(model)]
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_CPUS:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from ftkit.train.components.evaluate import Evaluator
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.engine import Engine
-    from ftkit.train.loop import Phase, StepResult
+    from ftkit.train.loop import Phase, Progress, StepResult
     from ftkit.train.memory.usage import MemoryTrace
-    from ftkit.train.run_progress import Progress
 
 log = logging.getLogger(__name__)
 

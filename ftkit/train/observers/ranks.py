@@ -1,9 +1,4 @@
-"""Watch the ranks: end a run that hangs, and time each rank so that stragglers can be found.
-
-Every rank watches its own steps. All ranks notice a hang, since they wait for each other. Each writes its Python
-stacks, torch's record of the last collectives, and a report; the rank without a report, or behind the others, is the
-cause. The processes then end, and the job script restarts them from the newest checkpoint.
-"""
+"""Watch the ranks: end a run that hangs, and time each rank so that stragglers can be found."""
 
 from __future__ import annotations
 
@@ -35,18 +30,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.loop import Phase, StepResult
-    from ftkit.train.run_progress import Progress
+    from ftkit.train.loop import Phase, Progress, StepResult
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 
 _LIMIT_IN_MEDIANS = 10.0
 _NUM_TIMED_STEPS = 64
-_MIN_TIMED_STEPS = 5
-"""Steps before there is a limit: the first ones compile."""
-_GRACE_SECONDS = 15.0
-"""Seconds to wait for the reports of the other ranks."""
+_MIN_TIMED_STEPS = 5  # before there is a limit: the first ones compile
+_GRACE_SECONDS = 15.0  # to wait for the reports of the other ranks
 _MAX_SHOWN = 8
 
 
@@ -64,7 +56,12 @@ class HangReport:
 
 
 class Watchdog(Observer):
-    """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called."""
+    """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called.
+
+    All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
+    collectives, and a report; the rank without a report, or behind the others, is the cause. The processes then end,
+    and the job script restarts them from the newest checkpoint. Steps shorter than `floor_seconds` are no hang.
+    """
 
     def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
         self._layout = layout
@@ -73,13 +70,12 @@ class Watchdog(Observer):
         self._floor = floor_seconds
         self._waits_for_batch = False
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
-        self._now: tuple[int, float] | None = None
+        self._now: tuple[int, float] | None = None  # the current step, and when it began
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         self._ended.set()
@@ -109,31 +105,24 @@ class Watchdog(Observer):
 
     def _end_run(self, step: int, limit: float) -> None:
         """Write stacks, collectives and the report, and end this process."""
-        rank, layout = self._world.rank, self._layout
-        report = HangReport(socket.gethostname(), step, self._waits_for_batch)
+        rank, layout, ranks = self._world.rank, self._layout, range(self._world.size)
         with suppress(OSError):
-            write_json(layout.hang_report(rank), report)
+            write_json(layout.hang_report(rank), HangReport(socket.gethostname(), step, self._waits_for_batch))
             with layout.stacks(rank).open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
             if collectives := dump_collectives():
                 layout.collectives(rank).write_bytes(collectives)
-        cause = describe_culprits(self._gather_reports(), self._world.size, step)
+        deadline, reports = time.monotonic() + _GRACE_SECONDS, dict[int, HangReport]()
+        while len(reports) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            read = {each: read_json_if_valid(layout.hang_report(each), HangReport) for each in ranks}
+            reports = {each: report for each, report in read.items() if report}
+        cause = describe_culprits(reports, len(ranks), step)
         error = HangError(
             f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
         )
         log.error("%s", error)
         os._exit(record_rank_error(error, layout.rank_error(rank), layout.disk_full, rank=rank))
-
-    def _gather_reports(self) -> dict[int, HangReport]:
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while True:
-            read = {
-                rank: read_json_if_valid(self._layout.hang_report(rank), HangReport) for rank in range(self._world.size)
-            }
-            found = {rank: report for rank, report in read.items() if report}
-            if len(found) == self._world.size or time.monotonic() > deadline:
-                return found
-            time.sleep(0.5)
 
 
 def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
@@ -160,58 +149,36 @@ def _ranks(words: list[str]) -> str:
 _WINDOW = 100
 _WRITE_SECONDS = 60.0
 """Between two writes of a rank: thousands of ranks may share a file system."""
-
-
-class LayerMarks:
-    """Records when the device reaches a decoder layer, begins it and ends it, in `marks` unless that is None.
-
-    On a GPU with CUDA events on the compute stream, read once the device has passed them anyway; on a CPU with the
-    clock. FSDP2 all-gathers a layer's weights in a forward pre-hook: the time between a hook before that one and a hook
-    after it is waiting, and the forward itself is computing.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self.marks: list[torch.cuda.Event | float] | None = None
-        for layer in layers:
-            layer.register_forward_pre_hook(self._mark, prepend=True)
-            layer.register_forward_pre_hook(self._mark)
-            layer.register_forward_hook(self._mark, prepend=True)
-
-    def _mark(self, *_: object) -> None:
-        if self.marks is None:
-            return
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-
-def _seconds_between(first: torch.cuda.Event | float, second: torch.cuda.Event | float) -> float:
-    """Return the seconds between two marks, which the device must have passed."""
-    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return float(first.elapsed_time(second)) / 1000
-    return cast("float", second) - cast("float", first)
+Mark = torch.cuda.Event | float
 
 
 class RankTimes(Observer):
-    """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0."""
+    """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0.
+
+    Marks are recorded when the device reaches a decoder layer, begins it and ends it: on a GPU with CUDA events on the
+    compute stream, read once the device has passed them anyway; on a CPU with the clock. FSDP2 all-gathers a layer's
+    weights in a forward pre-hook: the time between a hook before that one and a hook after it is waiting, and the
+    forward itself is computing.
+    """
 
     def __init__(self, progress: Progress, world: World, layers: Iterable[nn.Module]) -> None:
         self._progress = progress
         self._layout = progress.plan.layout
         self._world = world
-        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
-        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
-        self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
-        self._pending: dict[int, list[torch.cuda.Event | float]] = {}
+        self._is_cuda = world.device.type == "cuda"
+        self._marks: list[Mark] | None = None  # of the current forward, if it is measured
+        self._pending: dict[int, list[Mark]] = {}
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._last_step = 0
         self._num_unwritten = 0
         self._written = time.monotonic()
         self._reported: set[str] = set()
+        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
+        if world.size > 1 and world.context.size == 1:
+            for layer in filter(lambda each: isinstance(each, FSDPModule), layers):
+                layer.register_forward_pre_hook(self._mark, prepend=True)
+                layer.register_forward_pre_hook(self._mark)
+                layer.register_forward_hook(self._mark, prepend=True)
         old = [self._layout.rank_timing(world.rank)]  # files of earlier starts
         if world.is_first:
             old = [*self._layout.logs.glob("timing-*.json"), self._layout.stragglers]
@@ -219,13 +186,23 @@ class RankTimes(Observer):
             for path in old:
                 path.unlink(missing_ok=True)
 
+    def _mark(self, *_: object) -> None:
+        if self._marks is None:
+            return
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
     def begin(self, phase: Phase) -> None:
         """Mark the layers of the forward of a step's first micro-batch."""
         step = self._progress.step + 1
         if phase == "forward" and step not in self._pending:
-            self._layers.marks = self._pending[step] = []
+            self._marks = self._pending[step] = []
         else:
-            self._layers.marks = None
+            self._marks = None
 
     def report(self, result: StepResult) -> None:
         marks = self._pending.pop(result.step, None)
@@ -266,3 +243,10 @@ class RankTimes(Observer):
             with suppress(OSError):
                 lines = [f"{each.host}\t{each.reason}\n" for each in found[:1]]
                 write_file(self._layout.stragglers, "".join(lines).encode())
+
+
+def _seconds_between(first: Mark, second: Mark) -> float:
+    """Return the seconds between two marks, which the device must have passed."""
+    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
+        return float(first.elapsed_time(second)) / 1000
+    return cast("float", second) - cast("float", first)

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from ftkit.config.training import OnNonfinite, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
-    from ftkit.train.loop import StepOutcome
+    from ftkit.train.loop import Progress, StepOutcome
     from ftkit.train.memory.usage import MemoryTrace
-    from ftkit.train.run_progress import Progress
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
