@@ -120,11 +120,11 @@ def test_nccl_is_used_without_nvlink(
     monkeypatch.setattr("ftkit.train.world.World.sum", lambda _, values: values)
     with caplog.at_level(logging.INFO):
         assert choose_collectives(training(), two(world, size=3, device=torch.device("cuda"))) is None
-    assert caplog.messages == ["collectives: NCCL (no NVLink between the GPUs)"]
+    assert "NCCL (no NVLink" in caplog.text
 
 
 def test_requested_but_unavailable_copy_engines_are_an_error(world: World) -> None:
-    with pytest.raises(TrainingError, match="copy engines can't run the collectives: there are no GPUs"):
+    with pytest.raises(TrainingError, match="no GPUs"):
         choose_collectives(training(collectives="copy_engine"), two(world))
 
 

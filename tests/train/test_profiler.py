@@ -74,7 +74,7 @@ def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) ->
 
 def test_a_run_shorter_than_its_profile_is_rejected() -> None:
     check_profile(SPEC, 8)
-    with pytest.raises(TrainingError, match="takes 8 steps, the run has 7"):
+    with pytest.raises(TrainingError, match=r"8 steps.* 7"):
         check_profile(SPEC, 7)
 
 
