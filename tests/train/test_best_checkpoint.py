@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ftkit.cli.main import main
 from ftkit.config.recipe import BestSpec
 from ftkit.errors import DataError
-from ftkit.evaluate.load import load_model
+from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.source import find_target
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
