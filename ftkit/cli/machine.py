@@ -113,8 +113,6 @@ def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
     facts.append(("containers", ", ".join(found) or "none found"))
     if not site.has_slurm:
         facts.append(("GPUs here", str(site.num_gpus)))
-    if site.networks:
-        facts.append(("network", ", ".join(site.networks)))
     if site.shared_folders:
         facts.append(("shared", ", ".join(site.shared_folders)))
     chosen = f"{proposed.name}, which extends {proposed.extends}" if proposed.extends else proposed.name
