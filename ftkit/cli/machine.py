@@ -251,10 +251,9 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),
             folder,
-            ctx.project,
         )
         say_overridden(terminal, ctx.project)
-        return check_nodes(checks, hosts, os.environ)
+        return check_nodes(checks, hosts, os.environ, ctx.project)
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
