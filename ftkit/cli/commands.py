@@ -14,7 +14,17 @@ from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+
+_SHARED_HELP = {
+    "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
+    "or 'last'.",
+    "{MODEL}": "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the "
+    "newest step with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by "
+    "validation loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model).",
+}
+"""Texts in the help of several commands, by what stands for them in docstrings."""
 
 
 class ExamplesCommand(WithOutputOptions):
@@ -23,6 +33,8 @@ class ExamplesCommand(WithOutputOptions):
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
+        for placeholder, text in _SHARED_HELP.items():
+            self.help = (self.help or "").replace(placeholder, text)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
@@ -30,6 +42,13 @@ class ExamplesCommand(WithOutputOptions):
         with formatter.section("Examples"):
             for example in self.examples:
                 formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+def command(
+    name: str, *examples: str, cls: type[ExamplesCommand] = ExamplesCommand
+) -> Callable[[Callable[..., object]], ExamplesCommand]:
+    """Return the decorator that makes a command of a function."""
+    return click.command(name, cls=cls, examples=examples)
 
 
 @dataclass(frozen=True)

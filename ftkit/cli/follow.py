@@ -16,7 +16,7 @@ from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.scheduler import scheduler_for
-from ftkit.runs.job import Job, RunState
+from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.records import Record
 
 _READ_SECONDS = 0.3
@@ -36,12 +35,7 @@ _SECONDS_BETWEEN_STEPS = 30
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one.
-
-    Raises:
-        RunFailedError: it failed or was canceled.
-        KeyboardInterrupt: the user stops following; the run continues.
-    """
+    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one."""
     tail = tail or RecordTail(run.layout.metrics)
     view = LiveView(terminal) if terminal.is_live else PlainView(terminal)
     try:
@@ -90,9 +84,6 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
 
     Ends after a final state.
-
-    Raises:
-        RunFailedError: the scheduler has not known the job for a minute.
     """
     pause = scheduler_for(run.submission.scheduler).poll_seconds
     last_known = time.monotonic()

@@ -65,11 +65,7 @@ _MAX_WAIT_SECONDS: Final = 30
 
 
 def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
-    """Run a command on a login node, and return its exit status.
-
-    Raises:
-        FtkitError: it could not be run there.
-    """
+    """Run a command on a login node, and return its exit status."""
     files = project_files(ctx)
     variables = {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ}
     project, digest = project_name(ctx.project), digest_of(files)
@@ -177,11 +173,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
-    """Send a run's recipe, local files and code; return its arguments with paths on the login node.
-
-    Raises:
-        ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
-    """
+    """Send a run's recipe, local files and code; return its arguments with paths on the login node."""
     login, terminal = forwarded.login, forwarded.terminal
     names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
     words: tuple[str, ...] = params["words"]

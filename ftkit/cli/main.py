@@ -56,7 +56,7 @@ _SECTIONS = {
         LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data."),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
         LazyCommand("generate", "ftkit.cli.chat", "Complete a file of prompts, as JSON Lines."),
-        LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model to other programs, with vLLM."),
+        LazyCommand("serve", "ftkit.cli.chat", "Serve a trained model to other programs, with vLLM."),
         LazyCommand("verify", "ftkit.cli.export", "Verify an imported image, or an export."),
     ),
     "Images": (

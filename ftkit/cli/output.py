@@ -100,9 +100,7 @@ _option = partial(click.Option, expose_value=False, callback=_store)
 OUTPUT_OPTIONS = (
     _option(["-q", "--quiet"], is_flag=True, help="Print only data, warnings and errors."),
     _option(
-        ["-v", "--verbose"],
-        is_flag=True,
-        help="Print which configuration files are read, and which programs are run.",
+        ["-v", "--verbose"], is_flag=True, help="Print which configuration files are read, and which programs are run."
     ),
     _option(
         ["--color/--no-color"],

@@ -9,25 +9,20 @@ from contextlib import suppress
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, get_submission, get_sweep, json_option, run_argument
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.arguments import get_run, get_submission, get_sweep, json_option, run_argument
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.errors import FtkitError, NotFoundError
 
 
-@click.command(
-    "status",
-    cls=ForwardedCommand,
-    examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
-    help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.
-
-    {RUN_HELP} The id or the name of a sweep lists its runs.
-    """,
-)
+@forwarded_command("status", "ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json")
 @run_argument
 @click.option("--follow", "-f", is_flag=True, help="Follow the run until it ends.")
 @json_option
 def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
-    """Show a run."""
+    """Show a run: its state, progress, results, the error that ended it, and what to do next.
+
+    {RUN} The id or the name of a sweep lists its runs.
+    """
     from ftkit.cli.follow import follow as follow_run
     from ftkit.cli.terminal.console import Terminal
     from ftkit.cli.terminal.run_table import show_runs

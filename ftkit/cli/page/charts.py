@@ -69,11 +69,7 @@ class Line:
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn here.
-
-    Raises:
-        PrerequisiteError: matplotlib is not installed.
-    """
+    """Check that charts can be drawn here."""
     try:
         import matplotlib as mpl
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ftkit.cli.terminal.format import count, duration
 from ftkit.config.training import ActivationCheckpointing
@@ -15,6 +15,7 @@ from ftkit.runs.records import (
     FailedCheckpointRecord,
     FirstStepRecord,
     MemoryRecord,
+    Record,
     ScriptStepRecord,
     ShardingRecord,
     StageRecord,
@@ -22,9 +23,6 @@ from ftkit.runs.records import (
     StepRecord,
     VerificationRecord,
 )
-
-if TYPE_CHECKING:
-    from ftkit.runs.records import Record
 
 
 def sharding_text(record: ShardingRecord) -> str:

@@ -16,7 +16,7 @@ from ftkit.launch.job_states import LOST, observe_all
 from ftkit.runs.ends import log_tail
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
-from ftkit.runs.job import FAILURES, Job, RunState
+from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
 from ftkit.runs.metrics_file import find_damage
 from ftkit.runs.progress import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.find import RunFolder
     from ftkit.runs.gpu_samples import GpuSummary
-    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.records import EvaluationRecord, Sample, StepRecord
 
 STATE_STYLES = {
@@ -130,11 +129,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
 
 
 def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
-    """Show how a run ended: of a completed one the steps with their time, the results, and the model's folder.
-
-    Raises:
-        RunFailedError: it did not complete.
-    """
+    """Show how a run ended: of a completed one the steps with their time, the results, and the model's folder."""
     if seen.state is not RunState.COMPLETED:
         failure = explain_failure(run, seen)
         if failure:

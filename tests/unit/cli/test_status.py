@@ -14,7 +14,7 @@ from rich.console import Console
 from ftkit.cli.follow import LiveView, PlainView
 from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
-from ftkit.cli.terminal.console import Column, Terminal
+from ftkit.cli.terminal.console import Terminal
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
 from ftkit.cli.terminal.run_view import choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
@@ -338,9 +338,7 @@ def test_following_a_run_that_slurm_lost_ends(
 
 def test_only_shrinkable_columns_are_truncated_on_a_narrow_screen() -> None:
     terminal, output = screen(40)
-    terminal.table(
-        (Column("NAME", can_shrink=True), Column("ID")), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")]
-    )
+    terminal.table(("NAME…", "ID"), [("a-very-long-name-for-a-run-of-ours", "0123456789abcdef")])
     lines = output.getvalue().splitlines()
     assert "0123456789abcdef" in lines[1]
     assert "…" in lines[1]
@@ -409,7 +407,7 @@ def test_a_correct_and_a_wrong_sample_are_shown_if_both_exist() -> None:
 def test_escape_sequences_of_models_and_logs_do_not_reach_the_terminal() -> None:
     terminal, output = screen()
     terminal.say("a\x1b[31mb\x1b[0m \x1b[2J\x07c\nd")
-    terminal.table((Column("NAME"),), [["a\x1b]0;title\x07b\nc"]])
+    terminal.table(("NAME",), [["a\x1b]0;title\x07b\nc"]])
     assert "a\\x1b[31mb\\x1b[0m \\x1b[2J\\x07c\nd" in output.getvalue()
     assert "a\\x1b]0;title\\x07b c" in output.getvalue()
 
