@@ -6,7 +6,7 @@ The shell completes commands with this module, so pydantic is imported only when
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.listing import RunEntry
 
+Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 SpecT = TypeVar("SpecT")
 _NUM_RUNS = 50
@@ -36,22 +37,14 @@ _NUM_RUNS = 50
 # --- Shell completion ---------------------------------------------------------------------------
 
 
-def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a recipe."""
-    del ctx, param
-    return _starting_with(incomplete, list_names("recipe", Context.here()))
+def _completing(find: Callable[[Context], Sequence[str]]) -> Completion:
+    """Return the function that completes one of the names that `find` returns."""
+    return lambda _ctx, _param, incomplete: [name for name in find(Context.here()) if name.startswith(incomplete)]
 
 
-def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a cluster profile."""
-    del ctx, param
-    return _starting_with(incomplete, list_names("cluster", Context.here()))
-
-
-def complete_image(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of an image."""
-    del ctx, param
-    return _starting_with(incomplete, list_images(Context.here()))
+complete_recipe = _completing(lambda ctx: list_names("recipe", ctx))
+complete_cluster = _completing(lambda ctx: list_names("cluster", ctx))
+complete_image = _completing(list_images)
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -61,12 +54,9 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
         here = Context.here()
         workspace = Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
         runs = list_runs(workspace)[:_NUM_RUNS]
-        return _starting_with(incomplete, ["last", *(run.name for run in runs), *(run.id for run in runs)])
+        words = dict.fromkeys(["last", *(run.name for run in runs), *(run.id for run in runs)])
+        return [word for word in words if word.startswith(incomplete)]
     return []
-
-
-def _starting_with(incomplete: str, words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(word for word in words if word.startswith(incomplete)))
 
 
 # --- Arguments and options: one definition of each, so that it means the same everywhere -----------
@@ -107,7 +97,6 @@ def dry_run_option(printed: str) -> Decorator:
 
 
 def image_option(about: str) -> Decorator:
-    """Return `--image`."""
     return click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help=about)
 
 
@@ -124,19 +113,16 @@ def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None
 
 
 def name_option(default: str) -> Decorator:
-    """Return `--name`."""
     return click.option("--name", metavar="NAME", callback=check_run_name, help=f"Name of the run; default: {default}.")
 
 
 def time_option(default: str) -> Decorator:
-    """Return `--time`."""
     return click.option(
         "--time", "time_limit", metavar="LIMIT", help=f"Time limit in Slurm's format (2-00:00:00); default: {default}."
     )
 
 
 def signing_options(what: str) -> Decorator:
-    """Return `--sign` and `--key`; `what` completes the help of `--sign`."""
     return together(
         click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}"),
         file_option("--key", about="Private SSH key for --sign; or a public key whose private key the agent holds."),

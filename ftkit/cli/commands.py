@@ -37,7 +37,6 @@ class ExamplesCommand(WithOutputOptions):
             self.help = (self.help or "").replace(placeholder, text)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
         del ctx
         with formatter.section("Examples"):
             for example in self.examples:
@@ -83,14 +82,12 @@ class LazyGroup(ExamplesCommand, click.Group):
         self._by_name = {command.name: command for section in sections.values() for command in section}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the default command."""
         names = (*self._by_name, "-h", "--help")
         if self.default and not ctx.resilient_parsing and (not args or args[0] not in names):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the sections."""
         del ctx
         return list(self._by_name)
 
@@ -124,7 +121,6 @@ class LazyGroup(ExamplesCommand, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections."""
         del ctx
         for title, commands in self.sections.items():
             with formatter.section(title):

@@ -78,7 +78,6 @@ def show_command(
 
 
 def _samples_of_run(words: tuple[str, ...], packs: str) -> Iterable[Sample]:
-    """Return documents of a run's prepared data."""
     from ftkit.data.inspection import samples_of_packs
     from ftkit.data.store import PreparedData
 

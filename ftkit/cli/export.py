@@ -126,7 +126,6 @@ def _check_destination(destination: str) -> None:
 
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
-    """Copy an export; return its address."""
     try:
         if destination.startswith(_HUB):
             return push_to_hub(exported, destination, terminal.say)

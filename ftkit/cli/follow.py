@@ -119,7 +119,6 @@ class PlainView:
             self._shown = words
 
     def note(self, text: str) -> None:
-        """Show a message about the job."""
         self._terminal.say(text)
 
     def record(self, record: Record) -> None:
@@ -132,8 +131,7 @@ class PlainView:
             self._next_step = record.time + _SECONDS_BETWEEN_STEPS
         self._terminal.say(record_line(record))
 
-    def close(self) -> None:
-        """End: no record follows."""
+    def close(self) -> None: ...
 
 
 class LiveView(PlainView):
@@ -165,7 +163,6 @@ class LiveView(PlainView):
         self._is_waiting = not is_running
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(text)
 
     def record(self, record: Record) -> None:
@@ -207,5 +204,4 @@ class LiveView(PlainView):
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
     def close(self) -> None:
-        """Remove the bar."""
         self._progress.stop()

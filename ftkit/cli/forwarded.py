@@ -39,7 +39,6 @@ class ForwardedCommand(ExamplesCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command there or here."""
         place = find_login_node(ctx.params)
         if place is None:
             return super().invoke(ctx)

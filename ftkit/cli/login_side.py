@@ -118,7 +118,6 @@ def _run_once(request: Request, folder: Path, environment: dict[str, str]) -> in
 
 
 def _attach(folder: Path) -> int:
-    """Pass on the output of a submission until it has ended."""
     offset, started = 0, time.monotonic()
     while True:
         is_over = (folder / "exit-code").is_file() or _has_died(folder, started)

@@ -208,7 +208,6 @@ def _check_here(
 
 
 def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
-    """Run the checks on Slurm nodes."""
     cluster = place.cluster
     if cluster.scheduler != "slurm" or cluster.device == "auto":
         fix = "On this machine, in the Python or the image that trains: python -m ftkit.health"
@@ -241,7 +240,6 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
-    """Print a line for each node, then each failure and warning."""
     rows: list[list[Cell]] = []
     for each in results:
         report = each.report or {}

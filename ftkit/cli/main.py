@@ -111,7 +111,6 @@ class _TopGroup(LazyGroup):
             return ctx.exit(_report(error, ctx.obj))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the environment variables and the exit codes."""
         del ctx
         for title, rows in (("Environment", VARIABLES), ("Exit codes", EXIT_CODES)):
             with formatter.section(title):

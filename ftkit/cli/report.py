@@ -108,37 +108,25 @@ def page_handler(render: Callable[[], str], path: str) -> type[BaseHTTPRequestHa
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
-            """Log no requests."""
+        def log_message(self, *args: object) -> None: ...
 
     return PageHandler
 
 
-@forwarded_command(
-    "compare",
-    "ftkit compare demo other",
-    "ftkit compare demo other --json | jq .results",
-    "ftkit compare demo other --html comparison.html",
-)
+@forwarded_command("compare", "ftkit compare demo other", "ftkit compare demo other --json | jq .results")
 @_references_argument
-@arguments.file_option("--html", about="Write an HTML page instead.", exists=False)
 @arguments.json_option
-def compare_command(references: tuple[str, ...], *, html: Path | None, as_json: bool) -> None:
+def compare_command(references: tuple[str, ...], *, as_json: bool) -> None:
     """Show runs side by side: differences in recipe, data, image, versions and cluster; results; and losses.
 
     Losses are shown where all have a record: after the same number of tokens, or else at the same step. The last line
-    says whether the losses are equal, bit for bit.
+    says whether the losses are equal, bit for bit. 'ftkit report' writes a page with the same, and curves.
 
     {RUN} The id or the name of a sweep selects all of its runs.
     """
     terminal, layouts = Terminal(), [folder.layout for folder in arguments.get_runs(references)]
     if len(layouts) < 2:  # noqa: PLR2004 - a comparison needs two
         raise arguments.usage_error("compare needs at least two different runs")
-    if html:
-        require_matplotlib()
-        save_page(comparison_page(layouts), html)
-        terminal.data(f"{short_path(html.absolute())}\n")
-        return
     runs = [read_run(layout) for layout in layouts]
     if as_json:
         terminal.json(comparison_as_json(runs))

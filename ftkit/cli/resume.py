@@ -17,19 +17,12 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.image_reference import parse_image
 from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
+from ftkit.launch import rerun
 from ftkit.launch.code import copies_of_run
 from ftkit.launch.inputs import count_documents
 from ftkit.launch.jobs import read_resumable_plan, resume, submit
 from ftkit.launch.preflight import check_trackers, run_checks
 from ftkit.launch.render import render_job
-from ftkit.launch.rerun import (
-    RerunArgs,
-    changed_inputs,
-    changes_between_starts,
-    check_inputs,
-    plan_rerun,
-    repetition_record,
-)
 from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
@@ -163,8 +156,8 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     if public_key:
         verify_beside(path, public_key, SIGNED_AS)
     original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
-    args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
-    plan = plan_rerun(original, args, ctx, workspace, arguments.current_settings().settings.image)
+    args = rerun.RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
+    plan = rerun.plan_rerun(original, args, ctx, workspace, arguments.current_settings().settings.image)
     folder = (
         arguments.get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
     )
@@ -181,7 +174,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
     ready = replace(
         ready,
-        manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
+        manifest={**ready.manifest, "repeats": rerun.repetition_record(original, allowed)},
         files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit(ready)
@@ -199,11 +192,10 @@ def rerun_command(  # noqa: PLR0913 - one for each option
 def _list_changes(
     original: Original, plan: RunPlan, manifest: Mapping[str, object], allowed: Sequence[str], terminal: Terminal
 ) -> None:
-    """List the differences between a planned run and its original."""
-    differences = changed_inputs(original, plan, manifest)
-    check_inputs(differences, allowed)
+    differences = rerun.changed_inputs(original, plan, manifest)
+    rerun.check_inputs(differences, allowed)
     for each in differences:
         before, after = each.values
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
-    for text in changes_between_starts(original):
+    for text in rerun.changes_between_starts(original):
         terminal.warn(text)

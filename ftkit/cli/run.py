@@ -133,7 +133,6 @@ def run_command(  # noqa: PLR0913 - one for each option
 def _run_trainer(
     args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
 ) -> None:
-    """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     ctx = current_context()
     plans = _plan_all(args, request.environment)
     scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
@@ -156,7 +155,6 @@ def _run_trainer(
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
-    """Plan a run, or each run of a sweep."""
     ctx = current_context()
     trials = expand(args, ctx)
     return count_documents(plan_sweep(trials, ctx) if len(trials) > 1 else [resolve(args, ctx)], environment)

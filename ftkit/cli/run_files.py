@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout, Workspace
 
 
+_Item = tuple[str, str, int, str]
+"""What can be removed: kind, name, bytes, and reason."""
+
+
 @dataclass(frozen=True)
 class _Listed:
     """A checkpoint.
@@ -153,12 +157,11 @@ def rm_command(
         _find_unused(terminal, with_checkpoints=with_checkpoints) if unused else _find_runs(references, terminal)
     )
     if as_json:
-        terminal.json([{"kind": each.kind, "name": each.name, "bytes": each.size, "reason": each.reason}
-                       for each in found])  # fmt: skip
+        terminal.json([dict(zip(("kind", "name", "bytes", "reason"), each, strict=True)) for each in found])
     elif found and unused:
         terminal.table(
             ("WHAT", "NAME…", "#SIZE", "WHY…"),
-            [(each.kind, each.name, gib(each.size / 2**30), each.reason) for each in found],
+            [(kind, name, gib(size / 2**30), why) for kind, name, size, why in found],
         )
     if not found:
         terminal.say("nothing to remove")
@@ -167,16 +170,8 @@ def rm_command(
     if dry_run or (as_json and not yes) or not terminal.confirm(question, yes=yes):
         return
     freed = gib(remove() / 2**30)  # an upper bound: images of the docker engine share layers
-    names = ", ".join(each.name for each in found)
+    names = ", ".join(name for _, name, _, _ in found)
     terminal.say(f"removed; this frees up to {freed}" if unused else f"removed {names}")
-
-
-@dataclass(frozen=True)
-class _Item:
-    kind: str
-    name: str
-    size: int
-    reason: str
 
 
 def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], Callable[[], int]]:
@@ -189,12 +184,12 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
         if layout.export.is_dir():
             facts.append(("export", f"{short_path(layout.export)} is also removed"))
         terminal.facts(facts, is_data=False)
-        items.append(_Item("run", folder.id, size, ""))
+        items.append(("run", folder.id, size, ""))
 
     def remove() -> int:
         for folder in folders:
             remove_run(folder)
-        return sum(each.size for each in items)
+        return sum(size for _, _, size, _ in items)
 
     return items, remove
 
@@ -205,8 +200,8 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
     for warning in found.warnings:
         terminal.warn(warning)
     images = find_removable(arguments.image_store(), _image_files_in_use(workspace))
-    items = [_Item(each.kind, each.path.name, each.size_bytes, each.reason) for each in found.items]
-    items += [_Item("image", each.name, each.size, each.reason) for each in images]
+    items = [(str(each.kind), each.path.name, each.size_bytes, each.reason) for each in found.items]
+    items += [("image", each.name, each.size, each.reason) for each in images]
     return items, lambda: remove_all(images) + prune(found.items)
 
 

@@ -83,8 +83,6 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn chart with its heading."""
-
     title: str
     svg: str
     is_wide: bool = False
@@ -268,7 +266,6 @@ def _format(axis: Axis, form: Callable[[float], str]) -> None:
 
 
 def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, height: int) -> str:
-    """Draw a figure of the given size in pixels and return it as SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

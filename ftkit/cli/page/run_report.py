@@ -42,8 +42,6 @@ _TIME_USE = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A headline number with its caption."""
-
     title: str
     value: str
     detail: str = ""
@@ -211,7 +209,6 @@ def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
 
 
 def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
-    """Return the run's inputs, by section."""
     recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
     git = (manifest.get("ftkit") or {}).get("git") or {}
     start = history.starts[-1] if history.starts else None
@@ -286,7 +283,6 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
 
 
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
-    """Draw the charts that a run has data for."""
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
     losses = [
@@ -352,7 +348,6 @@ def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
 
 
 def _draw_experts(history: History) -> str:
-    """Draw the load of the busiest experts by tokens; nothing for a dense model."""
     found = [(step.tokens, step.routers) for step in history.steps.values() if step.routers is not None]
     tokens, unit = [each for each, _ in found], "× the mean load of its layer"
     lines = [

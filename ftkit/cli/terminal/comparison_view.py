@@ -58,7 +58,6 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
-    """Compare runs."""
     names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
     rows = [
         (title, [_shown(getattr(run.results, field), form) for run in runs])

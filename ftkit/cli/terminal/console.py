@@ -65,7 +65,6 @@ class Terminal:
 
     @property
     def is_screen(self) -> bool:
-        """Whether data goes to a screen that can be redrawn."""
         return self._out.is_terminal and not self._out.is_dumb_terminal
 
     @property
@@ -113,7 +112,6 @@ class Terminal:
         _print(self._out if is_data else self.talk, _text(cell))
 
     def say(self, cell: Cell = "", *, indent: int = 0) -> None:
-        """Write a paragraph to stderr."""
         _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def plan_facts(plan: RunPlan) -> Facts:
-    """Return the rows of the plan's table."""
     return [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -47,7 +46,6 @@ def plan_facts(plan: RunPlan) -> Facts:
 
 
 def script_facts(plan: ScriptPlan) -> Facts:
-    """Return the rows of a script's plan."""
     script, config = plan.script, plan.script.accelerate
     accelerate = "no configuration: accelerate and the Trainer replicate the model in every process"
     if config is not None:

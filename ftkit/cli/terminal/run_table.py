@@ -45,7 +45,6 @@ class _Row:
 
 
 def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool, is_sweep: bool = False) -> None:
-    """Print runs; those of a sweep with their values."""
     rows = _rows(entries, terminal)
     if as_json:
         terminal.json([_as_json(row) for row in rows])

@@ -13,22 +13,13 @@ from ftkit.cli.terminal.format import age, count, duration, energy, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
+from ftkit.runs import progress
 from ftkit.runs.ends import log_tail
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
 from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
 from ftkit.runs.metrics_file import find_damage
-from ftkit.runs.progress import (
-    Silence,
-    TrainingSummary,
-    excluded_nodes,
-    list_anomalies,
-    list_checkpoints,
-    measure_silence,
-    seconds_left,
-    summarize,
-)
 from ftkit.runs.storage.sync import read_status
 
 if TYPE_CHECKING:
@@ -65,9 +56,9 @@ class RunStatus:
     entry: RunEntry
     facts: RunFacts
     seen: Job
-    summary: TrainingSummary
+    summary: progress.TrainingSummary
     failure: Failure | None
-    silence: Silence | None
+    silence: progress.Silence | None
     metrics_problem: str
 
     @property
@@ -79,11 +70,10 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining time of a running training."""
         trainer = self.facts.trainer
         if self.seen.state is not RunState.RUNNING or trainer is None:
             return None
-        return seconds_left(self.summary, trainer.recipe.training.log_every_steps)
+        return progress.seconds_left(self.summary, trainer.recipe.training.log_every_steps)
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
@@ -95,9 +85,9 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         entry=entry,
         facts=facts,
         seen=seen,
-        summary=summarize(layout),
+        summary=progress.summarize(layout),
         failure=explain_failure(entry.run, seen) if entry.run else None,
-        silence=None if layout.is_script else measure_silence(layout, seen, interval, time.time()),
+        silence=None if layout.is_script else progress.measure_silence(layout, seen, interval, time.time()),
         metrics_problem=find_damage(layout.metrics),
     )
 
@@ -113,7 +103,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
         *_result_facts(status.summary),
         *_progress_facts(status),
         *([("GPUs", _gpu_text(status.facts.gpus))] if status.facts.gpus else []),
-        *((f"excluded {host}", Styled(why, "yellow")) for host, why in excluded_nodes(layout).items()),
+        *((f"excluded {host}", Styled(why, "yellow")) for host, why in progress.excluded_nodes(layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
@@ -135,7 +125,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
         if failure:
             _show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = summarize(run.layout)
+    summary = progress.summarize(run.layout)
     results = dict(_result_facts(summary))
     if "time" in results and "progress" in results:
         results["progress"] = f"{results['progress']}, {results.pop('time')}"
@@ -158,7 +148,6 @@ def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedEr
 
 
 def state_cell(seen: Job) -> Cell:
-    """Return the state in its color."""
     return Styled(str(seen), STATE_STYLES[seen.state])
 
 
@@ -198,8 +187,7 @@ def _job_facts(status: RunStatus) -> Facts:
     return facts
 
 
-def _result_facts(summary: TrainingSummary) -> Facts:
-    """Return the rows about the training's progress and its results."""
+def _result_facts(summary: progress.TrainingSummary) -> Facts:
     facts: Facts = []
     end, sharding = summary.end, summary.sharding
     if summary.script_step:
@@ -240,7 +228,7 @@ def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     return facts
 
 
-def _saved_facts(summary: TrainingSummary) -> Facts:
+def _saved_facts(summary: progress.TrainingSummary) -> Facts:
     facts: Facts = []
     if summary.end and summary.end.best_step is not None:
         facts.append(("best", f"step {summary.end.best_step}"))
@@ -255,7 +243,6 @@ def _saved_facts(summary: TrainingSummary) -> Facts:
 
 
 def _progress_facts(status: RunStatus) -> Facts:
-    """Return the rows about the time left, a stall, restarts, anomalies and slow nodes."""
     facts: Facts = []
     if status.seconds_left is not None:
         facts.append(("left", f"about {duration(status.seconds_left)} at this rate"))
@@ -273,7 +260,7 @@ def _progress_facts(status: RunStatus) -> Facts:
     ]
     if lines:
         facts.append(("restarts", "\n".join([f"{len(restarts)}, newest last", *lines])))
-    anomalies = list_anomalies(status.entry.folder.layout)
+    anomalies = progress.list_anomalies(status.entry.folder.layout)
     for kind, title, what in (("nonfinite", "skipped", ", not finite"), ("spike", "spikes", "")):
         steps = [str(each.step) for each in anomalies if each.kind == kind]
         if steps:
@@ -289,7 +276,6 @@ def _progress_facts(status: RunStatus) -> Facts:
 
 
 def _gpu_text(gpus: GpuSummary) -> str:
-    """Describe the GPUs: their load, memory, temperature and energy."""
     busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity
     known = (
         ("", busy, "% busy"),
@@ -317,7 +303,7 @@ def _place_facts(status: RunStatus) -> Facts:
         facts.append(("plan", status.facts.plan_problem))
     if plan and plan.image:
         facts.append(("image", plan.image))
-    checkpoints = [path.name for _, path in list_checkpoints(layout)][-_NUM_SHOWN:]
+    checkpoints = [path.name for _, path in progress.list_checkpoints(layout)][-_NUM_SHOWN:]
     if checkpoints:
         facts.append(("checkpoints", f"{', '.join(checkpoints)} in {short_path(layout.checkpoints)}"))
     facts += _file_facts(layout)
@@ -343,7 +329,6 @@ def _file_facts(layout: RunLayout) -> Facts:
 
 
 def _show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
-    """Show two questions of the validation split with their completions."""
     for sample in choose_samples(evaluation.samples):
         verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
         facts: Facts = [("question", sample.question), ("answer", sample.answer), ("", verdict)]
@@ -418,14 +403,14 @@ def run_status_as_json(status: RunStatus) -> dict[str, object]:
         "silent_seconds": status.silence.seconds if status.silence else None,
         "is_stalled": bool(status.silence and status.silence.is_stalled),
         "restarts": [asdict(restart) for restart in facts.restarts],
-        "anomalies": [asdict(each) for each in list_anomalies(layout)],
+        "anomalies": [asdict(each) for each in progress.list_anomalies(layout)],
         "stragglers": [asdict(each) for each in facts.stragglers],
         "not_repeatable": facts.doubts,
         "repetition": facts.verdict and {**asdict(facts.verdict), "is_repeated": facts.verdict.is_repeated},
         "sync": copy and asdict(copy),
         "gpus": facts.gpus and asdict(facts.gpus),
-        "excluded_nodes": excluded_nodes(layout),
-        "checkpoints": [{"step": step, "path": str(path)} for step, path in list_checkpoints(layout)],
+        "excluded_nodes": progress.excluded_nodes(layout),
+        "checkpoints": [{"step": step, "path": str(path)} for step, path in progress.list_checkpoints(layout)],
         "exit_code": status.exit_code,
         "error": asdict(failure.error) if failure and failure.error else None,
         "folder": str(layout.root),
