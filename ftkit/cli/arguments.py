@@ -269,9 +269,9 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 def get_submission(folder: RunFolder) -> SubmittedRun:
     """Return a run with its job."""
     from ftkit.launch.jobs import adopt_job
-    from ftkit.runs.job import SubmittedRun
+    from ftkit.runs.job import SubmittedRun, read_submitted
 
-    if run := folder.submitted:
+    if run := read_submitted(folder.layout):
         return run
     submission, unasked = None, ""
     try:

@@ -125,8 +125,6 @@ def create_command(
 
 
 def _script(provision: Provision, folder: Path) -> str:
-    """Return all files and commands as a shell script."""
-
     def line(command: str) -> str:
         return shlex.join(words_of(command, folder)) + "\n"
 

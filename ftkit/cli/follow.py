@@ -16,17 +16,16 @@ from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.scheduler import scheduler_for
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.progress import excluded_nodes
-from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
+from ftkit.runs.records import EndRecord, MemoryRecord, Record, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.records import Record
 
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60

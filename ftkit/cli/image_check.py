@@ -21,12 +21,10 @@ from ftkit.images.import_image import ImportRequest, ImportResult, import_image,
 from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
-from ftkit.planning.plan import RunPlan
+from ftkit.planning.plan import JobPlan, RunPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ftkit.planning.plan import JobPlan
 
 
 def missing_image(plan: JobPlan) -> NotFoundError | None:

@@ -33,13 +33,12 @@ from ftkit.launch.render import render_job
 from ftkit.launch.resolve import RunArgs, resolve
 from ftkit.launch.script import ScriptArgs
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
-from ftkit.planning.plan import plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.cli.arguments import RunOptions
-    from ftkit.planning.plan import RunPlan
     from ftkit.planning.script import StopSignal
     from ftkit.runs.job import SubmittedRun
 

@@ -17,7 +17,7 @@ from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.facts import read_facts
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, gpu_curve
-from ftkit.runs.history import History, merge_spans, read_history
+from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ftkit.data.inspection import Sample as TrainedSample
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.script import ScriptPlan
+    from ftkit.runs.history import History
     from ftkit.runs.records import Sample, StepRecord
 
 _NUM_EXAMPLES = 6
@@ -59,7 +60,8 @@ class Comparison:
 
 def read_report(layout: RunLayout, state: str) -> dict[str, object]:
     """Collect the content of a run's page, by names in its template; `state` is the run's state in a word."""
-    history, facts = read_history(layout), read_facts(layout)
+    facts = read_facts(layout)
+    history = facts.history
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     job, plan = facts.plan, facts.trainer
     tiles = [*_tiles(plan, history), *(_gpu_tiles(facts.gpus, history) if facts.gpus else [])]
