@@ -268,7 +268,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
     """Return a run with its job."""
-    from ftkit.launch.jobs import adopt_job
+    from ftkit.launch.submission import adopt_job
     from ftkit.runs.job import SubmittedRun, read_submitted
 
     if run := read_submitted(folder.layout):

@@ -25,7 +25,7 @@ from ftkit.config.load import load_cluster
 from ftkit.data.turns import read_tools
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.source import ModelFolder, Target, find_target
-from ftkit.launch.side_jobs import ServeArgs, SideJob, plan_serving, submit, tunnel, wait_for_server
+from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server
 from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ftkit.evaluate.generate import ChatSession
     from ftkit.evaluate.vllm import EngineName
+    from ftkit.launch.render import SideJob
 
 _EXPORT_SECONDS = 6 * 3600
 _decoding_options = arguments.together(
