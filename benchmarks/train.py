@@ -37,7 +37,8 @@ from recording import Row, Training, nvidia_smi, record_of, write_record
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
+from ftkit.data.documents import TRAINED, DocumentBatch
+from ftkit.data.prepared_data import DataManifest, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError
 from ftkit.planning.plan import RunPlan, plan_to_json

@@ -24,8 +24,8 @@ from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
+from ftkit.data.conversations import read_tools
 from ftkit.data.imports import import_transformers
-from ftkit.data.turns import read_tools
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError
 from ftkit.evaluate.source import ModelFolder, find_target
 from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server

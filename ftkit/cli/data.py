@@ -90,7 +90,7 @@ def show_command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as
 def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_json: bool) -> None:
     """Print documents of a run's prepared data."""
     from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.store import PreparedData
+    from ftkit.data.prepared_data import PreparedData
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):

@@ -134,7 +134,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
             terminal, as_json=as_json,
         )  # fmt: skip
         return
-    from ftkit.data.metrics import choose_metrics
+    from ftkit.data.completion_metrics import choose_metrics
     from ftkit.evaluate.measure import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:

@@ -1,4 +1,7 @@
-"""Import transformers without packages that ftkit does not use, and keep the bytecode of what it imports."""
+"""Import transformers without packages that ftkit does not use, and keep the bytecode of what it imports.
+
+The private name of transformers that preparing data needs is here; those of training are in `ftkit.train.private_apis`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ from functools import cache
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
+    import jinja2
 
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
 """Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
@@ -26,7 +31,7 @@ _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends")
 
 
 @cache
-def import_transformers() -> Any:
+def import_transformers() -> ModuleType:
     """Import transformers as if `UNUSED` packages were not installed, nor torchvision if it is broken.
 
     Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works. Warnings of
@@ -46,12 +51,25 @@ def import_transformers() -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     hidden = (*UNUSED, *(("torchvision",) if is_broken("torchvision") else ()))
     with without_packages(*hidden):
-        import transformers  # noqa: PLC0415 - seconds of imports
-        from transformers.utils import import_utils  # noqa: PLC0415
+        import transformers.utils.import_utils  # noqa: PLC0415 - seconds of imports
 
         for name in hidden:
-            getattr(import_utils, f"is_{name}_available", bool)()  # it remembers the result
-    return transformers
+            getattr(transformers.utils.import_utils, f"is_{name}_available", bool)()  # it remembers the result
+    return cast("ModuleType", transformers)
+
+
+def compile_chat_template(template: str) -> jinja2.Template:
+    """Return a chat template in the environment in which `apply_chat_template` renders it.
+
+    `transformers.utils.chat_template_utils._compile_jinja_template`, transformers 4.57 to 5.23, which keeps the newest
+    templates compiled. The public `render_jinja_template` checks and copies each conversation, for longer than the
+    rendering takes. If it goes: use that.
+    """
+    import_transformers()
+    from transformers.utils import chat_template_utils  # noqa: PLC0415 - seconds of imports
+
+    compiled: jinja2.Template = chat_template_utils._compile_jinja_template(template)  # noqa: SLF001
+    return compiled
 
 
 def keep_bytecode() -> Path | None:
@@ -59,9 +77,7 @@ def keep_bytecode() -> Path | None:
 
     uv installs packages so. Where they are read-only, or gone after the job, as in an image, each process compiles all
     that it imports: 7 of a rank's 24 s until the end of step 1 on an H200.
-
-    Returns:
-        The folder; None if torch has bytecode, or the user's environment has a folder for it.
+    Returns the folder; None if torch has bytecode, or the user's environment has a folder for it.
     """
     cache, spec = os.environ.get("FTKIT_CACHE_DIR"), find_spec("torch")
     if not cache or spec is None or spec.origin is None or sys.pycache_prefix is not None:
@@ -95,7 +111,7 @@ def without_packages(*names: str) -> Iterator[None]:
     A library that tests for a package in the block may remember that it is missing; an import of the package itself
     works again after the block.
     """
-    modules: dict[str, Any] = sys.modules
+    modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     imported = {name: modules[name] for name in names if name in modules}
     modules.update(dict.fromkeys(names))  # None in sys.modules: there is no such module
     try:

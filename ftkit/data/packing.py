@@ -1,23 +1,22 @@
-"""Pack whole documents into packs of a fixed length, one window of documents at a time."""
+"""Pack whole documents into packs of a fixed length, one window of documents at a time; the order of training."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DocumentBatch
+from ftkit.data.documents import IGNORED, DocumentBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ftkit.data.encoding import Document
+    from ftkit.data.documents import Document
 
 WINDOW_TOKENS = 8 << 20
 """Tokens of a window: 32 MiB, with enough documents to fill the packs."""
@@ -59,11 +58,7 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
-    """Concatenate documents.
-
-    Returns:
-        int32 array of shape [3, length]: tokens, labels, positions, as `PackStore.read` returns them.
-    """
+    """Concatenate documents: int32 [3, length] of tokens, labels, positions, as `PackStore.read` returns them."""
     pack = np.empty((3, length), dtype=np.int32)
     pack[0], pack[1] = documents[0].tokens[0], IGNORED
     start = 0
@@ -139,20 +134,8 @@ def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
 
 
-def document_digests(documents: DocumentBatch) -> Iterator[bytes]:
-    """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
-    tokens = documents.tokens.astype("<u4", copy=False)
-    ends = np.cumsum(documents.lengths)
-    for begin, end in zip(ends - documents.lengths, ends, strict=True):
-        yield sha256(tokens[begin:end].data).digest()
-
-
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return a mask of the padding of packs, int32 [B, 4, T]: the repeated token at the end, without labels.
-
-    Returns:
-        bool array of shape [B, T].
-    """
+    """Return a mask of the padding of packs: the repeated token at the end, without labels. [B, 4, T] -> [B, T]."""
     tokens, labels, positions = packs[:, 0], packs[:, 1], packs[:, 2]
     place = np.arange(packs.shape[2])
     last_start = np.where(positions == 0, place, 0).max(axis=1, keepdims=True)
@@ -160,3 +143,18 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
     is_blank = (labels == IGNORED) & (tokens == tokens[:, -1:])
     is_padding: NDArray[np.bool_] = is_last & (is_blank | ~is_last).all(axis=1, keepdims=True)
     return is_padding
+
+
+@lru_cache(maxsize=2)
+def _permutation(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_packs)
+
+
+def pack_at(index: int, num_packs: int, seed: int) -> int:
+    """Return the number of the `index`-th pack in training order, counting over all epochs.
+
+    Each pack occurs once in each epoch. The order is independent of world size, batch size and restarts, so a run that
+    continues on another number of GPUs sees each pack as often as an uninterrupted run.
+    """
+    epoch, position = divmod(index, num_packs)
+    return int(_permutation(num_packs, seed, epoch)[position])

@@ -1,4 +1,7 @@
-"""Stage weights on a node's local disk: one copy per node, verified at each start, shared by the node's ranks."""
+"""Bring a run's weights to its GPUs: exported or downloaded, and staged on each node's local disk.
+
+Of a staged copy there is one per node, verified at each start and shared by the node's ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,27 @@ import hashlib
 import os
 import shutil
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit import process
+from ftkit.errors import NotFoundError, one_line
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
-from ftkit.hub.client import find_folder
+from ftkit.hub.client import find_folder, is_fetched
+from ftkit.hub.readiness import check_weights, download_weights
 from ftkit.models.folder import SMALL_FILES
 from ftkit.models.weight_files import UNREADABLE, weight_files
 from ftkit.paths import is_path
-from ftkit.planning.layout import Workspace
-from ftkit.runs.checkpoints import SavedFile
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.runs.checkpoints import MARKER, SavedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from ftkit.planning.plan import RunPlan
 
@@ -35,8 +42,65 @@ MAX_COPYING_NODES = 15
 """On more nodes, weights are not copied. N copies read the shared file system N times; ranks that read only their
 shards read it about once in total. So a copy pays off after about N starts with the same weights on the same nodes
 (docs/reference/many-nodes.md)."""
+_EXPORT_SECONDS = 24 * 3600.0
 _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
+
+
+def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
+    """Return whether all weights are present. The cluster profile's variables override the environment's."""
+    variables = {**environment, **plan.cluster.environment}
+    return plan.weights_to_export is None and is_fetched(
+        plan.recipe.model, variables, Workspace(plan.workspace).hub_home
+    )
+
+
+def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Download the weights of a hub model, if missing.
+
+    Raises:
+        NotFoundError: they can't be downloaded, or contradict their configuration.
+    """
+    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
+    if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
+        report(f"downloading the weights of {model.weights}")
+        download_weights(model, environment, home)
+        if warning := check_weights(model, environment, home):
+            report(f"warning: {warning}")
+
+
+def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
+    """Export the checkpoint that training continues from, if not yet exported.
+
+    Raises:
+        NotFoundError: the checkpoint is missing, was replaced, or can't be exported.
+    """
+    trained = plan.weights_to_export
+    if trained is None:
+        return
+    layout = RunLayout(Path(trained.folder).parents[1])
+    marker = layout.checkpoint(trained.step) / MARKER
+    if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
+            meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
+            fix=f"list its checkpoints, and submit again: ftkit runs checkpoints {trained.run}",
+        )
+    report(f"exporting the checkpoint of step {trained.step} of {trained.run}")
+    command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]
+    done = process.run_stoppable(
+        [*command, "--to", trained.folder, "--no-verify"],
+        timeout_seconds=_EXPORT_SECONDS,
+        environment={**os.environ, "FTKIT_WORKSPACE": str(plan.workspace)},
+    )
+    if done.returncode:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} can't be exported: {one_line(done.stderr)}",
+            fix=f"run it manually: ftkit export {trained.run} --step {trained.step} --to {trained.folder}",
+        )
+
+
+# --- Staging -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,16 +179,16 @@ def _verify(folder: Path) -> list[str] | None:
     staged = read_json_if_valid(folder / _MARKER, StagedFiles)
     if staged is None:
         return [_MARKER] if folder.is_dir() else []
+
+    def is_intact(name: str) -> bool:
+        try:
+            return SavedFile.of(folder / name) == staged.files[name]
+        except OSError:
+            return False
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        intact = threads.map(lambda each: _is_intact(folder / each[0], each[1]), staged.files.items())
-        return [name for name, is_intact in zip(staged.files, intact, strict=True) if not is_intact] or None
-
-
-def _is_intact(path: Path, expected: SavedFile) -> bool:
-    try:
-        return SavedFile.of(path) == expected
-    except OSError:
-        return False
+        intact = threads.map(is_intact, staged.files)
+        return [name for name, is_same in zip(staged.files, intact, strict=True) if not is_same] or None
 
 
 def _copy(source: Path, files: list[Path], folder: Path, size: int) -> None:

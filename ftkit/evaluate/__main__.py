@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.data.cases import EvaluationSet
-    from ftkit.data.metrics import Metric
+    from ftkit.data.completion_metrics import Metric
     from ftkit.evaluate.measure import MeasureSettings, Ranks
 
 POLL_SECONDS = 5.0

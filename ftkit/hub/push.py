@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from huggingface_hub import HfApi
+
 _PATHS_PER_REQUEST = 100
 _XET_RETRIES = ("HF_XET_CLIENT_RETRY_MAX_DURATION", "60s")
 """How long hf_xet repeats a request that fails. By default it is silent for 4 minutes."""
@@ -67,7 +69,7 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
     return str(commit.commit_url)
 
 
-def _hub() -> Any:
+def _hub() -> HfApi:
     os.environ.setdefault(*_XET_RETRIES)
     from huggingface_hub import HfApi  # noqa: PLC0415 - heavy, and only copies to the hub need it
 

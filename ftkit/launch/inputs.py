@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.sources import HubSource
-from ftkit.data.files import find_files, stamp, walk
-from ftkit.data.formats import DETECTION_ROWS, resolve_format
-from ftkit.data.sources import first_rows, peek_rows
+from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
+from ftkit.data.selection import first_rows, peek_rows
+from ftkit.data.source_files import find_files, stamp, walk
 from ftkit.errors import DataError, FtkitError, NotFoundError, PrerequisiteError, UnreachableError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
@@ -40,7 +40,7 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
-    from ftkit.data.weights import are_weights_here  # noqa: PLC0415 - the hub's client
+    from ftkit.data.staging import are_weights_here  # noqa: PLC0415 - the hub's client
 
     return not plan.is_data_prepared or not are_weights_here(plan, environment)
 
@@ -63,7 +63,7 @@ def prepare_here(
             fix="pip install 'ftkit[train]'; or let a job do it: --prepare job",
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
-    from ftkit.data.weights import export_weights, fetch_weights  # noqa: PLC0415 - the hub's client
+    from ftkit.data.staging import export_weights, fetch_weights  # noqa: PLC0415 - the hub's client
 
     export_weights(plan, report)
     prepare(plan, report, num_workers)

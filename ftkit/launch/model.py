@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ftkit import process
 from ftkit.config.context import cache_folder
 from ftkit.config.load import shipped_config
-from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
+from ftkit.data.tokenizer_files import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
@@ -87,7 +87,7 @@ def _resolve(model: ModelSpec, environment: Mapping[str, str], home: Path) -> Mo
     if folder is None and model.weights != "random" and not is_path(model.weights):
         config = _shipped_config(model)
         if config is None and not isinstance(model.architecture, ArchitectureSpec):
-            from ftkit.hub.access import fetch_config  # noqa: PLC0415 - the hub's client
+            from ftkit.hub.readiness import fetch_config  # noqa: PLC0415 - the hub's client
 
             config = fetch_config(model, environment, home)
             folder = find_folder(model, environment, home)
@@ -112,7 +112,7 @@ def pin_revision(plan: RunPlan, environment: Mapping[str, str]) -> RunPlan:
 
 
 def _pin_revision(model: ModelPlan, environment: Mapping[str, str], home: Path) -> ModelPlan:
-    from ftkit.hub.access import find_commit  # noqa: PLC0415 - the hub's client
+    from ftkit.hub.readiness import find_commit  # noqa: PLC0415 - the hub's client
 
     commit = find_commit(model, environment, home)
     if commit is None or commit == model.revision:
@@ -172,7 +172,7 @@ def _read_vocabulary(model: ModelSpec, environment: Mapping[str, str], home: Pat
     tokenizer = model.tokenizer
     if tokenizer.vocab_size is not None:  # it is not trained yet: all but its own special tokens are new
         return Vocabulary({}, tokenizer.vocab_size)
-    from ftkit.hub.access import fetch_files  # noqa: PLC0415 - the hub's client
+    from ftkit.hub.readiness import fetch_files  # noqa: PLC0415 - the hub's client
 
     owner = model if tokenizer.source == "model" else ModelSpec(weights=tokenizer.source)
     is_folder = is_path(owner.weights)

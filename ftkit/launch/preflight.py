@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from ftkit.config.data import AutoFormat
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.data.conversations import Conversation
-from ftkit.data.formats import check_split, read_example
+from ftkit.data.row_formats import check_split, read_example
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import peek_rows
-from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
-from ftkit.data.vocabulary import read_vocabulary
+from ftkit.data.selection import peek_rows
+from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading, read_vocabulary
 from ftkit.errors import (
     DataError,
     FtkitError,
@@ -27,10 +26,9 @@ from ftkit.errors import (
     PrerequisiteError,
     UnreachableError,
     missing_package_error,
-    plural,
 )
-from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.client import TOKENIZER_FILE, find_tokenizer
+from ftkit.hub.readiness import check_data, check_weights
 from ftkit.launch.inputs import data_files, local_paths, read_available, stat_path, with_formats
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
@@ -194,24 +192,7 @@ def check_examples(recipe: RecipeSpec) -> list[str]:
             num_bad += 1
             if num_bad > recipe.data.skip_bad:
                 raise
-    return _unused_metrics(recipe, rows)
-
-
-def _unused_metrics(recipe: RecipeSpec, rows: list[Row]) -> list[str]:
-    """Return warnings about metrics of the recipe that have no score for any of these rows."""
-    generation = recipe.evaluation.generation
-    if not rows or generation is None or not generation.metrics:
-        return []
-    from ftkit.data.cases import untokenized_cases  # noqa: PLC0415 - only these recipes need it
-    from ftkit.data.metrics import find_unmet_needs  # noqa: PLC0415
-
-    pairs = with_formats(recipe.data, rows)
-    cases = [case for row, form in pairs for case in untokenized_cases(row, recipe.data, form)]
-    seen = f"the first {plural(len(rows), 'row')}"
-    return [
-        f"evaluation.generation.metrics: {name} has no score without {need}, which none of {seen} has"
-        for name, need in find_unmet_needs(generation.metrics, cases).items()
-    ]
+    return []
 
 
 def _check_adapter(recipe: RecipePlan) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.execution import ParameterCounts, method_counts
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
 from ftkit.planning.plan import RunPlan

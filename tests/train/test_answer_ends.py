@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
 
-from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
+from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import DataError, NotFoundError
 from ftkit.models.spec import ArchitectureSpec, ModelSpec

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import Document
+from ftkit.data.documents import Document
 from ftkit.data.packing import build_pack
 from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch

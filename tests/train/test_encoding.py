@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from base64 import b64encode
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,14 @@ from transformers import AutoTokenizer
 
 from ftkit.config.data import DataSpec
 from ftkit.data import rendering
-from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import IGNORED, Document, RowEncoder, check_tokens, find_end_tokens, shorten
-from ftkit.data.formats import resolve_format
+from ftkit.data.documents import IGNORED, Document, shorten
+from ftkit.data.encoding import RowEncoder, check_tokens, find_end_tokens
+from ftkit.data.row_formats import resolve_format
 from ftkit.data.rows import Row
+from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.data.tokenizers import (
     _set_template,
     _with_padding,
-    check_conversion,
     check_size,
     learn_tokenizer,
     load_tokenizer,
@@ -427,33 +426,6 @@ def test_a_tokenizer_that_is_unsuitable_for_packs_is_rejected(changes: dict[str,
     whole = {"is_fast": True, "pad_token_id": 0, "eos_token": "<eos>"}
     with pytest.raises(DataError, match=message):
         _with_padding(SimpleNamespace(**(whole | changes)), "org/model")
-
-
-def test_a_converted_tokenizer_that_divides_texts_in_another_way_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = SimpleNamespace(
-        get_piece_size=lambda: 2, id_to_piece=["<s>", "▁a"].__getitem__, encode=lambda text, **_: [f"▁{text}"]
-    )
-    stand_in = SimpleNamespace(SentencePieceProcessor=lambda **_: model, __spec__=True)
-    monkeypatch.setitem(sys.modules, "sentencepiece", stand_in)  # type: ignore[arg-type]
-    (tmp_path / "tokenizer.model").write_bytes(b"sp")
-    texts = {1: "▁a", 2: "a"}
-    of_class, without = (_Converted(texts, [number]) for number in (1, 2))
-    check_conversion(of_class, tmp_path)
-    with pytest.raises(DataError, match=r"into a …, where its tokenizer\.model has ▁a …"):
-        check_conversion(without, tmp_path)
-
-
-class _Converted:
-    def __init__(self, texts: dict[int, str], ids: list[int]) -> None:
-        self.texts, self.ids = texts, ids
-
-    def __call__(self, _text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": self.ids}
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [self.texts[number] for number in ids]
 
 
 def test_a_custom_template_is_used_and_one_of_another_family_is_rejected(chatml: PreTrainedTokenizerBase) -> None:

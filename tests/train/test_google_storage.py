@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 from object_storage import BUCKET, gcs_server
 
-from ftkit.data.files import find_files, read_file, stamp
+from ftkit.data.source_files import find_files, read_file, stamp
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from object_storage import hub_server
 
-from ftkit.data.files import find_files, read_file, stamp
+from ftkit.data.source_files import find_files, read_file, stamp
 from ftkit.errors import NotFoundError
 
 if TYPE_CHECKING:

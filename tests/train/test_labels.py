@@ -18,10 +18,11 @@ from template_constructions import CONSTRUCTIONS, Construction, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from ftkit.config.data import DataSpec, MessagesFormat
-from ftkit.data.encoding import IGNORED, Document, RowEncoder
+from ftkit.data.documents import IGNORED, Document
+from ftkit.data.encoding import RowEncoder
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
-from ftkit.data.template_fields import shapes
+from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError
 from ftkit.launch.preflight import _check_labels
 from ftkit.models.spec import ModelSpec

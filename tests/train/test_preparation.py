@@ -18,9 +18,9 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_image, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.__main__ import main
-from ftkit.data.encoding import IGNORED
+from ftkit.data.documents import IGNORED
 from ftkit.data.prepare import prepare as prepare_in_process
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import DataError
 from ftkit.planning.plan import RunPlan, plan_to_json

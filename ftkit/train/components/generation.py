@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ftkit.data.completion_metrics import Completion
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.limits import NamedTemplate, run_limited
-from ftkit.data.metrics import Completion
+from ftkit.data.limits import Template, run_limited
 from ftkit.data.rendering import name_of_template
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
@@ -171,7 +171,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     Raises:
         DataError: the template reaches a limit.
     """
-    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
+    template = Template(name_of_template(tokenizer), tokenizer.get_chat_template())
     return run_limited(template, _render, tokenizer, prompt)
 
 

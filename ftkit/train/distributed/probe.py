@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from ftkit.data.encoding import IGNORED
+from ftkit.data.documents import IGNORED
 from ftkit.data.packing import row_width
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs

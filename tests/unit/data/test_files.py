@@ -7,7 +7,6 @@ import json
 import lzma
 import os
 import pickle
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftkit.data.files import count_rows, find_files, read_file
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.readers import read_lines
 from ftkit.data.rows import Row
-from ftkit.data.store import PreparedData
+from ftkit.data.source_files import count_rows, find_files, read_file
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError
 from ftkit.planning.layout import RunLayout
 
@@ -172,23 +171,23 @@ def test_a_damaged_file_is_reported_with_the_location(name: str, content: bytes,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.zip", b"PK\x03\x04 one row" + lines(ROWS), r"a\.zip is a ZIP archive, not JSON Lines\n.*unpack it"),
+        ("a.zip", b"PK\x03\x04 one row" + lines(ROWS), r"a\.zip is a ZIP archive"),
         (
             "a.tar.gz",
             gzip.compress(b"rows.jsonl".ljust(257, b"\0") + b"ustar\0" + lines(ROWS)),
             "is a tar archive, not",
         ),
-        ("a.json.gz", b"<!DOCTYPE html><html>sign in", r"a\.json\.gz is a web page, not a \.gz file\n.*download it"),
+        ("a.json.gz", b"<!DOCTYPE html><html>sign in", r"a\.json\.gz is a web page"),
         ("a.csv", b"\xef\xbb\xbf\n<HTML>\n<p>\n", r"a\.csv is a web page, not CSV"),
         ("a.parquet", b"<html>", r"a\.parquet is a web page, not Parquet"),
         (
             "a.parquet",
             b"ARROW1\0\0",
-            r"a\.parquet is an Arrow file, not Parquet\n(?s:.*)rename it with the suffix \.arrow",
+            r"(?s)an Arrow file, not Parquet\n.*mv \S+a\.parquet …\.arrow",
         ),
-        ("a.arrow", b"PAR1", r"a\.arrow is a Parquet file, not Arrow\n(?s:.*)rename it with the suffix \.parquet"),
-        ("a.jsonl.lz4", b"\x04\x22\x4d\x18", r"is compressed by lz4, not JSON Lines\n.*lz4 -d"),
-        ("a.db", b"SQLite format 3\0", r"a\.db is an SQLite database, not JSON Lines\n.*JSON Lines or Parquet"),
+        ("a.arrow", b"PAR1", r"(?s)a Parquet file, not Arrow\n.*mv \S+a\.arrow …\.parquet"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18", r"compressed by lz4"),
+        ("a.db", b"SQLite format 3\0", r"a\.db is an SQLite database"),
         ("a.pkl", pickle.dumps(ROWS[:2]), r"a\.pkl is a Python pickle, not JSON Lines"),
     ],
 )
@@ -213,7 +212,7 @@ def test_a_table_with_a_time_that_python_cannot_represent_has_one_bad_row(tmp_pa
     pq.write_table(pa.table({"text": ["a", "b"], "time": times}), tmp_path / "a.parquet")
     good, bad = read_file(str(tmp_path / "a.parquet"))
     assert good.parse()
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: a value has no form in Python"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: "):
         bad.parse()
 
 
@@ -271,16 +270,6 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     assert find_files(str(data), "k") == [str(data / "0.jsonl"), str(data / "a" / "1.jsonl")]
 
 
-def test_several_revisions_of_a_dataset_in_the_hubs_cache_are_rejected(tmp_path: Path) -> None:
-    snapshots = tmp_path / "datasets--org--name" / "snapshots"
-    for revision in ("abc", "def"):
-        assert not snapshots.exists() or find_files(str(tmp_path), "k") == [str(snapshots / "abc" / "data.parquet")]
-        (snapshots / revision).mkdir(parents=True)
-        (snapshots / revision / "data.parquet").touch()
-    with pytest.raises(DataError, match="2 revisions of the same dataset: abc, def"):
-        find_files(str(tmp_path), "k")
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_keys_that_a_table_adds_to_nested_objects_are_removed(tmp_path: Path, suffix: str) -> None:
     rows: list[dict[str, Any]] = [
@@ -318,28 +307,6 @@ def test_runs_and_prepared_data_of_ftkit_below_a_folder_are_left_out(tmp_path: P
     assert find_files(str(prepared.train), "k") == [str(prepared.train / "x.jsonl")]
 
 
-@pytest.mark.parametrize(
-    ("train", "test"),
-    [
-        ("train-0.parquet", "test-0.parquet"),
-        ("train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"),  # written by `DatasetDict.save_to_disk`
-        ("data/train/a.jsonl.gz", "data/test/a.jsonl.gz"),
-        ("en/train.jsonl.gz", "en/test.jsonl.gz"),
-        ("train.jsonl", "val.jsonl"),
-    ],
-)
-def test_the_suggested_glob_for_a_folder_with_splits_matches_its_training_files(
-    tmp_path: Path, train: str, test: str
-) -> None:
-    for name in (train, test, "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).touch()
-    with pytest.raises(DataError) as caught:
-        find_files(str(tmp_path), "key")
-    (suggested,) = re.findall(r"key=([^ ;,]+)", caught.value.fix)
-    assert find_files(suggested, "key") == [str(tmp_path / train)]
-
-
 def test_an_overlong_line_is_one_invalid_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftkit.data.readers.MAX_LINE", 64)
     lines = [b'{"a": 1}', b'{"a": "' + b"x" * 1000 + b'"}', b'{"a": 2}']
@@ -365,9 +332,6 @@ def test_a_first_line_without_an_end_is_refused_without_reading_on(
         first.parse()
     with path.open("rb") as file, pytest.raises(DataError, match="a line of more than"):
         list(read_lines(file, str(path)))
-    (tmp_path / "a.csv").write_bytes(b"text\n" + b"x" * 1000)
-    with pytest.raises(DataError, match=r"a\.csv:2: a line of more than"):
-        read(tmp_path / "a.csv")
 
 
 def test_an_integer_of_thousands_of_digits_in_a_list_of_rows_is_refused(tmp_path: Path) -> None:
@@ -385,7 +349,7 @@ def test_tables_with_duplicate_columns_or_another_encoding_are_rejected(tmp_path
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, letters)}), tmp_path / "a.parquet")
     first, second = read_file(str(tmp_path / "a.parquet"))
     assert second.content == {"text": "ab"}
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: not UTF-8"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: .*utf-8"):
         first.parse()
 
 

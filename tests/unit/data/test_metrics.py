@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.data.cases import Case
+from ftkit.data.completion_metrics import Completion, choose_metrics, read_calls
 from ftkit.data.conversations import Message, ToolCall
-from ftkit.data.metrics import Completion, choose_metrics, read_calls
 from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:

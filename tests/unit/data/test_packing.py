@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.encoding import IGNORED, Document
+from ftkit.data.documents import IGNORED, Document, DocumentBatch
 from ftkit.data.packing import Packer, assign_packs, build_pack, find_padding
-from ftkit.data.store import DocumentBatch
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))

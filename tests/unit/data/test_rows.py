@@ -7,11 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ftkit.data.files import read_file
-from ftkit.data.rows import MAX_DEPTH, Row, errors_at, read_json_lines, write_json_lines
+from ftkit.data.readers import read_json_lines
+from ftkit.data.rows import MAX_DEPTH, Row, errors_at
+from ftkit.data.source_files import read_file
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -122,25 +121,3 @@ def test_an_error_reports_the_location_and_the_beginning_of_the_example() -> Non
     assert len(caught.value.meaning) < 300
     assert caught.value.meaning.isprintable()
     assert caught.value.fix == "make it even"
-
-
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(
-        st.dictionaries(TEXTS, TEXTS | st.none() | st.integers() | st.lists(TEXTS, max_size=2), max_size=3), max_size=3
-    )
-)
-def test_rows_are_read_back_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, Any]]
-) -> None:
-    path = tmp_path_factory.mktemp("rows") / "heldout.jsonl"
-    write_json_lines(path, [Row(each, "") for each in values])
-    assert columns(path) == values
-
-
-def test_values_without_a_json_representation_are_written_as_text(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "heldout.jsonl", [Row({"blob": b"x"}, "")])
-    assert columns(tmp_path / "heldout.jsonl") == [{"blob": "b'x'"}]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.config.sources import FilesSource, GeneratedSource, ValidationSpec
 from ftkit.config.task import TaskFile
-from ftkit.data.sources import peek_rows, read_rows, split_of
+from ftkit.data.selection import peek_rows, read_rows, split_of
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from ftkit.checkout import read_commit
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.metrics import METRICS
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
@@ -189,7 +188,7 @@ def test_a_folder_with_too_many_files_for_a_data_set_is_rejected(
         (tmp_path / name / "rows.jsonl").write_text("{}")
     recipe = recipe_with_source(kind="hub", dataset=str(tmp_path), num_heldout=100)
     assert data_stamp(recipe).count("rows.jsonl") == 3
-    monkeypatch.setattr("ftkit.data.files.MAX_FILES", 5)
+    monkeypatch.setattr("ftkit.data.source_files.MAX_FILES", 5)
     with pytest.raises(NotFoundError, match=r"data\.source\.dataset: there are more than 5 files and folders in"):
         data_stamp(recipe)
 
@@ -309,35 +308,6 @@ def test_conversations_that_would_be_split_stop_a_run_before_submission(plan: Ru
     overrides = [source, "data.format=auto", "data.too_long=split", "evaluation.generation=null"]
     with pytest.raises(DataError, match=r"data\.too_long is 'split', but the rows are conversations"):
         check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-
-
-@pytest.mark.parametrize(
-    ("row", "without_score"),
-    [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "calls"),
-        ({"prompt": "q", "completion": "a"}, "calls"),
-        ({"text": "a"}, "calls exact_match repetition"),
-        (
-            {
-                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-            },
-            "",
-        ),
-    ],
-)
-def test_each_metric_that_has_no_score_for_any_row_is_a_warning(
-    row: dict[str, object], without_score: str, plan: RunPlan, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
-    source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
-    metrics = f"evaluation={{generation: {{metrics: [{', '.join(METRICS)}]}}}}"
-    overrides = [source, "data.format=auto", "data.ignore_columns=[]", metrics]
-    if "text" in row:
-        overrides.append("data.train_on=all")
-    found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-    warned = [warning.partition(": ")[2].partition(" has no score without ")[0] for warning in found]
-    assert warned == without_score.split()
 
 
 def test_generated_data_has_no_stamp() -> None:

@@ -1,33 +1,33 @@
-"""Select rows from a recipe's sources, split them, and order them.
-
-Rows are processed as a stream.
-"""
+"""Select rows from a recipe's sources, split them, and order them. Rows are processed as a stream."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import merge
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
-from ftkit.data.files import count_rows, find_files, read_file
-from ftkit.data.readers import RawRow, without_nulls
+from ftkit.data.readers import without_nulls
+from ftkit.data.rows import RawRow
+from ftkit.data.source_files import count_rows, find_files, read_file
 from ftkit.data.tasks import generate_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
+
+    from datasets import Dataset
 
     from ftkit.config.data import DataSpec
     from ftkit.config.sources import ValidationSpec
-    from ftkit.data.rows import Row
+    from ftkit.data.rows import Columns, Row
 
 Split = Literal["train", "validation"]
 
@@ -38,7 +38,7 @@ _DETECTION_BYTES = 64 << 20
 """Maximum bytes of the rows from which a format is detected."""
 
 
-class SourceRow(NamedTuple):
+class SelectedRow(NamedTuple):
     """A selected row: the source's index in `data.source`, and its split; None if the row's content decides."""
 
     source: int
@@ -46,7 +46,7 @@ class SourceRow(NamedTuple):
     row: RawRow
 
 
-def read_rows(data: DataSpec) -> Iterator[SourceRow]:
+def read_rows(data: DataSpec) -> Iterator[SelectedRow]:
     """Yield the rows to train and to validate on, in an order that depends on the recipe and the data alone.
 
     Raises:
@@ -61,12 +61,13 @@ def read_rows(data: DataSpec) -> Iterator[SourceRow]:
         rows = sources[0].taken()
     else:
         rows = (row for *_, row in merge(*(source.taken_evenly() for source in sources)))
+    validation = [(each.number, each.validation) for each in sources if each.validation]
     if data.validation is not None:
         rows = _split(rows, sources, data.validation)
-    validation = [(source.number, source.validation) for source in sources if source.validation]
-    if data.validation is not None and data.validation.file is not None:
-        validation.append((0, _Files(data.validation.file, "data.validation.file")))
-    return chain(rows, *(_validation_rows(number, files) for number, files in validation))
+        if data.validation.file is not None:
+            validation.append((0, _Files(data.validation.file, "data.validation.file")))
+    more = (SelectedRow(number, "validation", row) for number, files in validation for row in files.read())
+    return chain(rows, more)
 
 
 def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
@@ -78,13 +79,38 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
         one = {"num_train": 1, "num_heldout": 0}
         raw = [row for _, _, row in _generate(data, data.source.model_copy(update=one))]
     else:
-        raw, left = [], _DETECTION_BYTES
-        for row in islice(_open_sources(data, count=False)[source].rows.read(), num_rows):
-            raw.append(row)
-            left -= len(row.content) if isinstance(row.content, bytes) else 0
-            if left < 0:
-                break
+        raw = list(_limited(_open_sources(data, count=False)[source].rows.read(), num_rows, _DETECTION_BYTES))
     return _parsed(raw, max_bad=len(raw) - 1)
+
+
+def peek_rows(data: DataSpec) -> list[Row]:
+    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator.
+
+    Raises:
+        DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
+        PrerequisiteError: a package or credentials are missing.
+    """
+    if isinstance(data.source, GeneratedSource):
+        return []  # preparation runs the task
+    _check_overlap(data)
+    files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
+    seen = [raw for file, key in files for raw in _limited(read_file(file, key), FIRST_ROWS, FIRST_BYTES)]
+    rows = _parsed(seen, max_bad=data.skip_bad)
+    are_local = not any(isinstance(source, HubSource) for source in data.sources) and all(
+        not is_address(place) for _, place in data.files
+    )
+    if are_local and sum(Path(f).stat().st_size for key, p in data.files for f in find_files(p, key)) <= FIRST_BYTES:
+        for _ in read_rows(data):  # counts them
+            pass
+    return rows
+
+
+def _limited(rows: Iterable[RawRow], num_rows: int, num_bytes: int) -> Iterator[RawRow]:
+    for row in islice(rows, num_rows):
+        yield row
+        num_bytes -= len(row.content) if isinstance(row.content, bytes) else 0
+        if num_bytes < 0:
+            return
 
 
 def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
@@ -102,41 +128,12 @@ def _parsed(raw: Iterable[RawRow], max_bad: int) -> list[Row]:
     return rows
 
 
-def split_of(columns: Mapping[str, Any], validation: ValidationSpec) -> Split:
+def split_of(columns: Columns, validation: ValidationSpec) -> Split:
     """Return the split of a row by its content, independent of the order of its columns and the format of its file."""
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.blake2b(f"{validation.seed}\n{text}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = validation.fraction or 0.0
     return "validation" if int.from_bytes(digest, "little") < share * 2**64 else "train"
-
-
-def peek_rows(data: DataSpec) -> list[Row]:
-    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator.
-
-    Raises:
-        DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
-        PrerequisiteError: a package or credentials are missing.
-    """
-    if isinstance(data.source, GeneratedSource):
-        return []  # preparation runs the task
-    _check_overlap(data)
-    seen: list[RawRow] = []
-    files = [(file, key) for key, place in data.files for file in find_files(place, key)[:2]]
-    for file, key in files:
-        left = FIRST_BYTES
-        for number, raw in enumerate(read_file(file, key)):
-            left -= len(raw.content) if isinstance(raw.content, bytes) else 0
-            if left < 0 or number >= FIRST_ROWS:
-                break
-            seen.append(raw)
-    rows = _parsed(seen, max_bad=data.skip_bad)
-    are_local = not any(isinstance(source, HubSource) for source in data.sources) and all(
-        not is_address(place) for _, place in data.files
-    )
-    if are_local and sum(Path(f).stat().st_size for key, p in data.files for f in find_files(p, key)) <= FIRST_BYTES:
-        for _ in read_rows(data):  # counts them
-            pass
-    return rows
 
 
 # --- One source ----------------------------------------------------------------------------------
@@ -150,7 +147,6 @@ class _Files:
     key: str
 
     def read(self) -> Iterator[RawRow]:
-        """Yield all rows."""
         num_rows = 0
         for file in find_files(self.place, self.key):
             for row in read_file(file, self.key):
@@ -160,29 +156,26 @@ class _Files:
             raise DataError(f"{self.place} has no rows", fix=f"correct {self.key}")
 
     def count(self) -> int:
-        """Return how many there are."""
         return sum(count_rows(file, self.key) for file in find_files(self.place, self.key))
 
 
 @dataclass(frozen=True)
-class _Dataset:
+class _HubDataset:
     """The rows of a dataset on the hub."""
 
     source: HubSource
 
     def read(self) -> Iterator[RawRow]:
-        """Yield all rows."""
         name = f"dataset '{self.source.dataset}', split {self.source.split}"
         for number, columns in enumerate(_load(self.source)):
             yield RawRow(name, ", row ", number, without_nulls(columns))
 
     def count(self) -> int:
-        """Return how many there are."""
         return len(_load(self.source))
 
 
 @cache
-def _load(source: HubSource) -> Any:
+def _load(source: HubSource) -> Dataset:
     import datasets  # noqa: PLC0415 - takes a second to import, only for this source
 
     try:
@@ -206,30 +199,25 @@ class _OpenSource:
 
     number: int
     key: str
-    rows: _Files | _Dataset
+    rows: _Files | _HubDataset
     num_train: int | None
     num_validation: int
     seed: int
-    validation: _Files | None = None
+    validation: _Files | None
 
     @cached_property
     def num_rows(self) -> int:
-        """Number of rows of the source."""
         return self.rows.count()
 
     @property
     def num_taken(self) -> int:
-        """Number of selected rows."""
         return self.num_rows if self.num_train is None else self.num_train + self.num_validation
 
-    def taken(self) -> Iterator[SourceRow]:
-        """Yield the selected rows, in order.
-
-        Rows are sampled in one pass with constant memory: algorithm S of Knuth's "The Art of Computer Programming",
-        volume 2, section 3.4.2.
-        """
+    def taken(self) -> Iterator[SelectedRow]:
+        """Yield the selected rows, in order."""
+        rows = (SelectedRow(self.number, "train", row) for row in self.rows.read())
         if self.num_train is None and not self.num_validation:
-            yield from (SourceRow(self.number, "train", row) for row in self.rows.read())
+            yield from rows
             return
         wanted = self.num_validation + (self.num_train or 1)
         if self.num_rows < wanted:
@@ -237,65 +225,62 @@ class _OpenSource:
                 f"the data has {plural(self.num_rows, 'example')}, the recipe asks for {wanted:,} "
                 "(num_train + num_heldout)",
                 fix=f"lower {self.key}.num_train or {self.key}.num_heldout",
+                name="too-few-rows",
             )
-        draw = random.Random(self.seed)
-        validation, train = self.num_validation, self.num_taken - self.num_validation
-        for left, row in zip(range(self.num_rows, 0, -1), self.rows.read(), strict=False):
-            place = draw.random() * left
-            if place < validation:
-                validation -= 1
-                yield SourceRow(self.number, "validation", row)
-            elif place < validation + train:
-                train -= 1
-                yield SourceRow(self.number, "train", row)
+        num_train = self.num_taken - self.num_validation
+        yield from _sample(rows, self.num_rows, num_train, self.num_validation, self.seed)
 
-    def taken_evenly(self) -> Iterator[tuple[float, int, SourceRow]]:
+    def taken_evenly(self) -> Iterator[tuple[float, int, SelectedRow]]:
         """Yield the selected rows, each with its relative position between 0 and 1."""
         for index, row in enumerate(self.taken()):
             yield (index + 0.5) / self.num_taken, self.number, row
 
 
 def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
-    listed = isinstance(data.source, MixtureSource)
-    sources = []
+    sources, weights = [], []
     for number, source in enumerate(data.sources):
-        key = f"data.source[{number}]" if listed else "data.source"
-        validation = None
+        key = f"data.source[{number}]" if isinstance(data.source, MixtureSource) else "data.source"
         if isinstance(source, GeneratedSource):
             raise TypeError("generated examples can't be mixed with other sources")
-        rows = _Dataset(source) if isinstance(source, HubSource) else _Files(source.train, f"{key}.train")
+        rows = _HubDataset(source) if isinstance(source, HubSource) else _Files(source.train, f"{key}.train")
+        validation = None
         if isinstance(source, FilesSource) and source.heldout is not None:
             validation = _Files(source.heldout, f"{key}.heldout")
         taken = source.num_train, source.num_heldout, source.seed
         sources.append(_OpenSource(number, key, rows, *taken, validation))
-    weights = [source.weight for source in data.sources if not isinstance(source, GeneratedSource) and source.weight]
-    return _by_weight(sources, weights) if weights and count else sources
-
-
-def _by_weight(sources: list[_OpenSource], weights: Sequence[float]) -> list[_OpenSource]:
-    """Take as many rows from each source as its weight and the scarcest source allow."""
-    rows = [source.num_rows - source.num_validation for source in sources]
-    scale = min(num / weight for num, weight in zip(rows, weights, strict=True))
-    nums = [min(num, round(scale * weight)) for num, weight in zip(rows, weights, strict=True)]
-    for source, num in zip(sources, nums, strict=True):
-        if num < 1:
-            raise DataError(
-                f"{source.key}: its weight selects no row",
-                meaning="the weights differ too much for data of these sizes: " + ", ".join(f"{num:,}" for num in rows),
-                fix="raise its weight, or give num_train instead of weights",
-            )
-    return [
-        _OpenSource(each.number, each.key, each.rows, num, each.num_validation, each.seed, each.validation)
-        for each, num in zip(sources, nums, strict=True)
-    ]
+        weights += [source.weight] if source.weight else []
+    if not weights or not count:
+        return sources
+    # As many rows from each source as its weight and the scarcest source allow.
+    available = [source.num_rows - source.num_validation for source in sources]
+    scale = min(num / weight for num, weight in zip(available, weights, strict=True))
+    chosen = [min(num, round(scale * weight)) for num, weight in zip(available, weights, strict=True)]
+    for source_key in (each.key for each, num in zip(sources, chosen, strict=True) if num < 1):
+        sizes = ", ".join(f"{num:,}" for num in available)
+        raise DataError(
+            f"{source_key}: its weight selects no row",
+            meaning=f"the weights differ too much for data of these sizes: {sizes}",
+            fix="raise its weight, or give num_train instead of weights",
+        )
+    return [replace(each, num_train=num) for each, num in zip(sources, chosen, strict=True)]
 
 
 # --- The validation split ------------------------------------------------------------------------
 
 
-def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], validation: ValidationSpec) -> Iterator[SourceRow]:
+def _split(
+    rows: Iterator[SelectedRow], sources: list[_OpenSource], validation: ValidationSpec
+) -> Iterator[SelectedRow]:
     if validation.count is not None:
-        return _split_by_count(rows, sum(source.num_taken for source in sources), validation.count, validation.seed)
+        num_rows = sum(source.num_taken for source in sources)
+        if num_rows <= validation.count:
+            raise DataError(
+                f"the data has {plural(num_rows, 'example')}, data.validation.count is {validation.count:,}: nothing "
+                "is left to train on",
+                fix="lower data.validation.count",
+                name="too-few-rows",
+            )
+        return _sample(rows, num_rows, num_rows - validation.count, validation.count, validation.seed)
     if validation.fraction is None:
         return rows
     if validation.by == "hash":
@@ -304,29 +289,26 @@ def _split(rows: Iterator[SourceRow], sources: list[_OpenSource], validation: Va
     return (row._replace(split="validation") if draw.random() < fraction else row for row in rows)
 
 
-def _split_by_count(rows: Iterator[SourceRow], num_rows: int, count: int, seed: int) -> Iterator[SourceRow]:
-    """Sample exactly `count` rows, by algorithm S."""
-    if num_rows <= count:
-        raise DataError(
-            f"the data has {plural(num_rows, 'example')}, data.validation.count is {count:,}: nothing is left to train "
-            "on",
-            fix="lower data.validation.count",
-        )
+def _sample(
+    rows: Iterator[SelectedRow], num_rows: int, num_train: int, num_validation: int, seed: int
+) -> Iterator[SelectedRow]:
+    """Sample rows of both splits in one pass with constant memory.
+
+    Algorithm S of Knuth's "The Art of Computer Programming", volume 2, section 3.4.2.
+    """
     draw = random.Random(seed)
     for left, row in zip(range(num_rows, 0, -1), rows, strict=False):
-        if draw.random() * left < count:
-            count -= 1
+        place = draw.random() * left
+        if place < num_validation:
+            num_validation -= 1
             yield row._replace(split="validation")
-        else:
+        elif place < num_validation + num_train:
+            num_train -= 1
             yield row
 
 
 def _check_overlap(data: DataSpec) -> None:
-    """Refuse files that are read both for training and for validation.
-
-    Raises:
-        DataError: there is one.
-    """
+    """Refuse files that are read both for training and for validation."""
     places = [(key, place, key.endswith(".train")) for key, place in data.files]
     if all(is_train for *_, is_train in places):
         return
@@ -338,6 +320,7 @@ def _check_overlap(data: DataSpec) -> None:
                 f"{key}: {file} is also trained on, by {trained[_resolved(file)]}",
                 meaning="the loss on the validation split would be that of training data",
                 fix="select other files; or draw the split from the data: data.validation.fraction, without a file",
+                name="validation-is-trained",
             )
 
 
@@ -345,19 +328,9 @@ def _resolved(file: str) -> str:
     return file if is_address(file) else str(Path(file).resolve())
 
 
-def _validation_rows(number: int, files: _Files) -> Iterator[SourceRow]:
-    return (SourceRow(number, "validation", row) for row in files.read())
-
-
-# --- Generated examples --------------------------------------------------------------------------
-
-
-def _generate(data: DataSpec, source: GeneratedSource) -> Iterator[SourceRow]:
+def _generate(data: DataSpec, source: GeneratedSource) -> Iterator[SelectedRow]:
     train, validation = generate_rows(data, source)
-    splits: tuple[tuple[Split, str, list[dict[str, Any]]], ...] = (
-        ("train", "generated example", train),
-        ("validation", "generated validation example", validation),
-    )
-    for split, name, rows in splits:
-        for number, columns in enumerate(rows, start=1):
-            yield SourceRow(0, split, RawRow(name, " ", number, columns))
+    for number, columns in enumerate(train, start=1):
+        yield SelectedRow(0, "train", RawRow("generated example", " ", number, columns))
+    for number, columns in enumerate(validation, start=1):
+        yield SelectedRow(0, "validation", RawRow("generated validation example", " ", number, columns))

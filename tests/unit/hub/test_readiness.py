@@ -16,11 +16,11 @@ import pytest
 
 from ftkit.config.sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
-from ftkit.hub import access
-from ftkit.hub.access import check_data, find_commit
+from ftkit.hub import readiness
 from ftkit.hub.client import read_token
+from ftkit.hub.readiness import check_data, find_commit
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
 from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan, ModelSpec
@@ -57,7 +57,7 @@ NOWHERE = Path("/nowhere")
 
 
 def check_weights(spec: ModelSpec, environment: dict[str, str], home: Path | None = None) -> str | None:
-    return access.check_weights(spec, environment, home or Path(environment["HOME"], "empty"))
+    return readiness.check_weights(spec, environment, home or Path(environment["HOME"], "empty"))
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -391,8 +391,8 @@ def test_only_the_files_that_a_model_is_loaded_from_are_downloaded(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert access.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path
+    assert readiness.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path
     found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert found == repository.keys() - left_out
     repository[WEIGHTS_INDEX] = "half of"
-    assert access.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path
+    assert readiness.download_weights(ModelSpec(weights="org/model"), {}, NOWHERE) == tmp_path
