@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from kernels import KernelTime, StepTrace, read_trace
 from recording import Row, Training, nvidia_smi, record_of, write_record
 
 from ftkit.config.context import Context
@@ -56,6 +57,7 @@ LONG = "training.sequence_length=65536"
 SHORT = "training.sequence_length=8192"
 ADAPTED = ("training.sequence_length=2048", "training.learning_rate=1e-4")
 CHECKPOINTED = "training.activation_checkpointing=full"
+PROFILED_STEPS = 2
 TINY = (
     "model.architecture.vocab_size=1280",
     "model.architecture.hidden_size=64",
@@ -161,6 +163,7 @@ class Result:
         device_gib: used on the fullest GPU after the last step: PyTorch's allocator with what it holds in reserve, and
             all that it does not count.
         repeats: seconds of each step that was counted.
+        trace: kernels of later steps, if they were profiled.
     """
 
     tokens_per_second: float = 0.0
@@ -173,6 +176,7 @@ class Result:
     phases: dict[str, float] = field(default_factory=dict)
     device_gib: float | None = None
     repeats: tuple[float, ...] = ()
+    trace: StepTrace | None = None
     failure: str = ""
 
 
@@ -184,11 +188,26 @@ def training_of(text: str, options: argparse.Namespace) -> Training:
     return Training(case.architecture, overrides, options.gpu, options.gpus, case.context_parallel, case.documents)
 
 
-def make_plan(training: Training, workspace: Path, *, name: str = "benchmark", device: str = "cuda") -> RunPlan:
-    """Plan such a run on one machine, which need not be this one."""
+def profile_overrides(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the recipe overrides that profile a few steps after those that are counted."""
+    if not options.kernels:
+        return ()
+    steps = (f"profile.wait_steps={options.steps}", "profile.warmup_steps=1", f"profile.active_steps={PROFILED_STEPS}")
+    return ("profile.enabled=true", "profile.memory=false", *steps)
+
+
+def make_plan(
+    training: Training,
+    workspace: Path,
+    *,
+    name: str = "benchmark",
+    device: str = "cuda",
+    overrides: tuple[str, ...] = (),
+) -> RunPlan:
+    """Plan such a run on one machine, which need not be this one; `overrides` do not change what is measured."""
     ctx = Context(Path("/nonexistent"), Path("/nonexistent"), {})
     num = training.gpus
-    overrides = [
+    settings = [
         f"model.architecture={training.architecture}",
         "data.source.num_heldout=0",
         "data.train_on=all",
@@ -205,8 +224,9 @@ def make_plan(training: Training, workspace: Path, *, name: str = "benchmark", d
         "training.schedule=constant",
         "training.warmup_ratio=0",
         *training.overrides,
+        *overrides,
     ]
-    recipe = load_recipe("demo", ctx, overrides)
+    recipe = load_recipe("demo", ctx, settings)
     local = load_cluster("local", ctx)
     machine = {"device": device, "gpus_per_node": num, "cpus_per_node": 8 * num}
     cluster = local.model_copy(update=machine | ({"gpu": training.gpu} if device == "cuda" else {}))
@@ -263,7 +283,12 @@ def measure_ftkit(plan: RunPlan, options: argparse.Namespace) -> Result:
 
     result = measure(plan, [sys.executable, *command, str(plan.layout.plan)], read_steps, options)
     starts = [record for record in read_records(plan.layout.metrics) if isinstance(record, FirstStepRecord)]
-    return replace(result, phases=starts[0].phases) if starts else result
+    trace = plan.layout.profile_trace(0, 0)
+    return replace(
+        result,
+        phases=starts[0].phases if starts else {},
+        trace=read_trace(trace, PROFILED_STEPS) if trace.exists() else None,
+    )
 
 
 def measure_peer(plan: RunPlan, peer: Peer, name: str, options: argparse.Namespace) -> Result:
@@ -303,7 +328,10 @@ def measure(
         cache = os.environ.get("FTKIT_CACHE_DIR", f"{tempfile.gettempdir()}/ftkit-{os.getuid()}")
         environment = os.environ | {"PYTHONPATH": paths, "FTKIT_CACHE_DIR": cache}
         trainer = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        while trainer.poll() is None and len(read_steps()) < options.steps and time.monotonic() < limit:
+        profiles = plan.recipe.profile.enabled and "ftkit.train" in command
+        while trainer.poll() is None and time.monotonic() < limit:
+            if len(read_steps()) >= options.steps and not (profiles and not plan.layout.profile_trace(0, 0).exists()):
+                break
             time.sleep(0.5)
         used = max((float(used) / 1024 for (used,) in nvidia_smi("memory.used")), default=None)
         # On SIGTERM torchrun ends its workers; with SIGKILL they would remain and keep their GPU memory.
@@ -355,8 +383,21 @@ def record(training: Training, plan: RunPlan, trainer: str, result: Result, opti
     labels = {"case": plan.name, "trainer": trainer, "attention": result.attention, "device": options.device}
     row = Row(labels, medians, {"step_seconds": list(result.repeats)}, training)
     python = sys.executable if trainer == "ftkit" else options.peer_python
-    name = f"train-{plan.name}-{trainer}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
-    print(f"record: {write_record(options.record, name, record_of([row], python=python))}", flush=True)
+    name = f"{plan.name}-{trainer}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    print(f"record: {write_record(options.record, f'train-{name}', record_of([row], python=python))}", flush=True)
+    if trace := result.trace:
+        case = shlex.join([training.architecture, *training.overrides])
+        whole = KernelTime(
+            "step, first kernel to last", trace.milliseconds, sum(each.launches for each in trace.groups)
+        )
+        shares = [("whole", [whole, KernelTime("GPU busy", trace.busy, 0)])]
+        shares += [("group", trace.groups), ("kernel", trace.kernels)]
+        rows = [
+            Row({"case": case, level: name}, {"milliseconds": milliseconds, "launches": launches}, None)
+            for level, times in shares
+            for name, milliseconds, launches in times
+        ]
+        print(f"record: {write_record(options.record, f'kernels-{name}', record_of(rows))}", flush=True)
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:
@@ -382,7 +423,8 @@ def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_to
 def measure_case(text: str, options: argparse.Namespace, workspace: Path) -> bool:
     """Measure ftkit, then each peer; return whether all of them took their steps."""
     training = training_of(text, options)
-    plan = make_plan(training, workspace, name=shlex.split(text)[0], device=options.device)
+    name, also = shlex.split(text)[0], profile_overrides(options)
+    plan = make_plan(training, workspace, name=name, device=options.device, overrides=also)
     lengths = document_lengths(training.documents, plan)
     write_data(plan, lengths)
     plan.layout.root.mkdir(parents=True)
@@ -393,6 +435,13 @@ def measure_case(text: str, options: argparse.Namespace, workspace: Path) -> boo
     mfu_of_one_token = count_flops(shape, settings, np.array(lengths), num_targets) / sum(lengths) / peak
     ours = measure_ftkit(plan, options)
     print(row(plan, "ftkit", ours, ours, mfu_of_one_token))
+    if ours.trace:
+        print(f"GPU busy {ours.trace.busy:.1f} of {ours.trace.milliseconds:.1f} ms: ", end="")
+        print(
+            ", ".join(
+                f"{name} {milliseconds:.1f} ({launches:.0f})" for name, milliseconds, launches in ours.trace.groups
+            )
+        )
     print("start: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ours.phases.items()), flush=True)
     record(training, plan, "ftkit", ours, options)
     failed = bool(ours.failure)
@@ -418,6 +467,7 @@ def main() -> int:
     parser.add_argument(
         "--limit-seconds", type=float, default=300, help="time limit of each trainer, including its start"
     )
+    parser.add_argument("--kernels", action="store_true", help="profile ftkit's steps after those that are counted")
     parser.add_argument("--record", type=Path, metavar="DIR", help="write a record of each trainer there")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()

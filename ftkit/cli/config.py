@@ -20,13 +20,13 @@ from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import load_settings
 from ftkit.errors import PrerequisiteError
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.parameters import count_by_config, count_model
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.spec import Spec
 
 if TYPE_CHECKING:
     from ftkit.config.request import LoadedSettings
-    from ftkit.models.spec import ModelSpec
+    from ftkit.models.architecture import ModelSpec
 
 
 _DEFAULT = "default"

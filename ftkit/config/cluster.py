@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ftkit.config.sources import HubSource
-from ftkit.models.spec import ModelPlan
+from ftkit.config.data_sources import HubSource
+from ftkit.models.architecture import ModelPlan
 from ftkit.paths import fixed_folder, is_address, is_path
 from ftkit.spec import (
     WHOLE_NUMBER,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ftkit.config.sources import (
+from ftkit.config.data_sources import (
     FilesSource,
     FormatString,
     GeneratedSource,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.training import Quantization, TrainingSpec
-    from ftkit.models.spec import ArchitectureSpec, ExpertMatrix
+    from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 
 GIB: Final = 2**30
 FP32: Final = 4

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import read_small
-from ftkit.models.spec import ModelType
+from ftkit.models.architecture import ModelType
 from ftkit.spec import Name, OneLine, Spec, VariableName
 
 if TYPE_CHECKING:

@@ -13,12 +13,7 @@ from pydantic import BaseModel
 from ftkit import assets
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import list_images, list_names, search_folders
-from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
-from ftkit.config.image_reference import parse_image, parse_reference
-from ftkit.config.layers import Layers
-from ftkit.config.problems import validate
-from ftkit.config.recipe import RecipeSpec
-from ftkit.config.sources import (
+from ftkit.config.data_sources import (
     FilesSource,
     GeneratedSource,
     HubSource,
@@ -27,6 +22,11 @@ from ftkit.config.sources import (
     expand_source,
     is_inline_template,
 )
+from ftkit.config.image import BASE_LOCK_NAME, ImageSpec, read_base_lock
+from ftkit.config.image_reference import parse_image, parse_reference
+from ftkit.config.layers import Layers
+from ftkit.config.problems import validate
+from ftkit.config.recipe import RecipeSpec
 from ftkit.config.task import TaskFile
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ftkit.config.data import DataSpec
 from ftkit.config.training import TrainingPlan, TrainingSpec
 from ftkit.errors import PrerequisiteError
-from ftkit.models.spec import ModelPlan, ModelSpec
+from ftkit.models.architecture import ModelPlan, ModelSpec
 from ftkit.spec import WHOLE_NUMBER, Name, NonNegativeFloat, NonNegativeInt, OneLine, PositiveInt, Spec, TimeLimit
 
 SCORES: dict[str, tuple[str, ...]] = {

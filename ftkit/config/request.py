@@ -13,7 +13,7 @@ from ftkit.config.image_reference import AnyImage
 from ftkit.config.layers import Layers
 from ftkit.config.problems import validate
 from ftkit.config.recipe import RecipeSpec
-from ftkit.models.spec import ModelPlan
+from ftkit.models.architecture import ModelPlan
 from ftkit.spec import Name, Spec
 
 if TYPE_CHECKING:

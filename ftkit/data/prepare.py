@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftkit.config.data import describe_format
-from ftkit.config.sources import GeneratedSource
+from ftkit.config.data_sources import GeneratedSource
 from ftkit.data.conversations import PlainText
 from ftkit.data.encoding import MAX_CHARACTERS, RowEncoder
 from ftkit.data.packing import Packer, count_row_tokens

@@ -20,7 +20,7 @@ from ftkit.config.data import (
     TextFormat,
     describe_format,
 )
-from ftkit.config.sources import columns_of, parse_format_string
+from ftkit.config.data_sources import columns_of, parse_format_string
 from ftkit.data.conversations import (
     Conversation,
     Example,

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ftkit.config.sources import FilesSource, GeneratedSource, HubSource, MixtureSource
+from ftkit.config.data_sources import FilesSource, GeneratedSource, HubSource, MixtureSource
 from ftkit.data.readers import without_nulls
 from ftkit.data.rows import RawRow
 from ftkit.data.source_files import count_rows, find_files, read_file
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from ftkit.config.data import DataSpec
-    from ftkit.config.sources import ValidationSpec
+    from ftkit.config.data_sources import ValidationSpec
     from ftkit.data.rows import Columns, Row
 
 Split = Literal["train", "validation"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.data import DataSpec
-    from ftkit.config.sources import GeneratedSource
+    from ftkit.config.data_sources import GeneratedSource
     from ftkit.config.task import TaskFile
     from ftkit.data.rows import Columns
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from ftkit.models.spec import ModelSpec
+    from ftkit.models.architecture import ModelSpec
 
 PAD = "<pad>"
 

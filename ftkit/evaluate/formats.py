@@ -24,7 +24,7 @@ from ftkit.models.parameters import count_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
 
 Format = Literal["hf", "gguf", "vllm-lora"]

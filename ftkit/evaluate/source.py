@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.readiness import download_weights
+from ftkit.models.architecture import ModelSpec
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
-from ftkit.models.spec import ModelSpec
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import is_path
 from ftkit.planning.layout import RunLayout, Workspace

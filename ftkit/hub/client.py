@@ -22,7 +22,7 @@ from ftkit.paths import is_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.models.spec import ModelSpec
+    from ftkit.models.architecture import ModelSpec
 
 log = logging.getLogger(__name__)
 

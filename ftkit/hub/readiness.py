@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftkit.config.sources import HubSource
+from ftkit.config.data_sources import HubSource
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
 from ftkit.hub.client import (
     MODEL_CACHE,
@@ -31,8 +31,8 @@ from ftkit.paths import is_path
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.config.sources import Source
-    from ftkit.models.spec import ModelSpec
+    from ftkit.config.data_sources import Source
+    from ftkit.models.architecture import ModelSpec
 
 JsonFile = dict[str, Any]
 CARD = "README.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.config.data import AutoFormat, describe_format
-from ftkit.config.sources import HubSource
+from ftkit.config.data_sources import HubSource
 from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
 from ftkit.data.selection import first_rows, peek_rows
 from ftkit.data.source_files import find_files, stamp, walk

@@ -18,10 +18,10 @@ from ftkit.data.tokenizer_files import VOCABULARY_FILES, Vocabulary, read_vocabu
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
+from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.models.config_json import check_loadable, text_part
 from ftkit.models.families import FAMILIES, family_of
 from ftkit.models.folder import check_folder, holds_adapters, read_model_config
-from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.paths import is_path
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
@@ -30,7 +30,7 @@ from ftkit.spec import RUN
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 PROGRAM = ("-m", "ftkit.train", "--count")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 ResultT = TypeVar("ResultT")

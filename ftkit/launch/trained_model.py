@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.files import read_json_if_valid
+from ftkit.models.architecture import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
 from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, check_adapters
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ArchitectureFields, ModelPlan, ModelSpec, TokenizerSpec, TrainedWeights
 from ftkit.models.weight_files import stored_names
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan

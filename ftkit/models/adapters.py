@@ -5,9 +5,9 @@ from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from ftkit.models.architecture import ArchitectureSpec, ExpertMatrix
 from ftkit.models.families import WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ArchitectureSpec, ExpertMatrix
 from ftkit.spec import NUMBER, PositiveInt, Spec
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ftkit.errors import ConfigError, Problem
+from ftkit.models.architecture import ArchitectureFields, ArchitectureSpec
 from ftkit.models.families import FAMILIES, MEASURED, TEXT_MODEL_TYPES, family_of
-from ftkit.models.spec import ArchitectureFields, ArchitectureSpec
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.models.spec import ModelSpec
+    from ftkit.models.architecture import ModelSpec
 
 CONFIG_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

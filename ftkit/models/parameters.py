@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ftkit.models.architecture import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 from ftkit.models.config_json import FULL, LINEAR, WINDOWED, fill_config
 from ftkit.models.families import FAMILIES, family_of
-from ftkit.models.spec import ArchitecturePlan, AttentionLayers, ExpertMatrix, Linear, ModelCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ftkit.models.architecture import ArchitectureSpec, CountSource
     from ftkit.models.families import Family
-    from ftkit.models.spec import ArchitectureSpec, CountSource
 
 
 def count_model(shape: ArchitectureSpec) -> ModelCounts:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import NotFoundError, plural
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
+from ftkit.models.architecture import ArchitecturePlan
 from ftkit.models.families import family_of
-from ftkit.models.spec import ArchitecturePlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ftkit.models.spec import ArchitectureFields, ModelCounts
+    from ftkit.models.architecture import ArchitectureFields, ModelCounts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"

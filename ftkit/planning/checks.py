@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.recipe import GenerationSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
-    from ftkit.models.spec import ArchitecturePlan
+    from ftkit.models.architecture import ArchitecturePlan
     from ftkit.planning.plan import PlacementPlan
     from ftkit.planning.training_checks import RunInputs
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import GpuModel
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Gpu
 
 _ENGINES: tuple[EngineName, ...] = get_args(EngineName)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.config.training import RECOMPUTES_LAYERS
 from ftkit.models.adapters import count_active_adapter_parameters
+from ftkit.models.architecture import AttentionLayers
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import AttentionLayers
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Gpu, Setup
 
 

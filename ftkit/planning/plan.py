@@ -26,7 +26,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 if TYPE_CHECKING:
     from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.models.spec import ArchitectureSpec, TrainedWeights
+    from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
 
 PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be

@@ -14,10 +14,10 @@ from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
+from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.config_json import resolve_shape
 from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
-from ftkit.models.spec import ArchitecturePlan, ModelPlan
 from ftkit.planning.checks import find_problems
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
 from ftkit.planning.fit import fit
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec, ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import CountSource, ModelCounts, ModelSpec
+    from ftkit.models.architecture import CountSource, ModelCounts, ModelSpec
     from ftkit.planning.fit import Fit
     from ftkit.planning.training_setup import Setup
 

@@ -21,7 +21,7 @@ from ftkit.planning.flops import delta_rule_seconds, document_flops, token_flops
 
 if TYPE_CHECKING:
     from ftkit.config.training import TrainingPlan
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Gpu, Setup
 
 

@@ -12,9 +12,9 @@ from ftkit.config.image import ImageSpec
 from ftkit.config.recipe import RecipeSpec
 from ftkit.config.request import RunRequest
 from ftkit.errors import Problem, plural
+from ftkit.models.architecture import ModelPlan
 from ftkit.models.families import MEASURED, WITHOUT_OUT_PROJ_ADAPTERS
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ModelPlan
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.training_setup import GPUS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.config.training import TrainingSpec
-    from ftkit.models.spec import ArchitecturePlan
+    from ftkit.models.architecture import ArchitecturePlan
 
 problem = partial(Problem, "")
 """A problem with a key of the recipe; `find_problems` adds the key's file and line."""

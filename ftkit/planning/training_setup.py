@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftkit.config.execution import USABLE_MEMORY, is_gathered_in_fp8
 from ftkit.config.training import EngineName, TrainingPlan
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ArchitectureSpec
 
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel

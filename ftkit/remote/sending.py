@@ -20,8 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from ftkit import assets, process
 from ftkit.config.context import PROJECT_FILE, list_names, search_folders
+from ftkit.config.data_sources import HubSource
 from ftkit.config.load import Loaded, read_cluster, read_recipe
-from ftkit.config.sources import HubSource
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
 from ftkit.paths import absolute_path, fixed_folder, is_address, is_path

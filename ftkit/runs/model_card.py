@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from ftkit.config.training import TrainingSpec
 from ftkit.errors import plural
 from ftkit.files import read_json_if_valid, read_small
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.paths import is_path
 from ftkit.runs.metrics_file import read_outline, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord

@@ -13,16 +13,16 @@ from ftkit.config.training import TrainingPlan
 from ftkit.data.documents import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import build_empty, make_config
-from ftkit.train.model.weights import init_weights
+from ftkit.train.model.hf_model import build_empty, make_config
+from ftkit.train.model.pretrained import init_weights
 from ftkit.train.world import init_world
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ftkit.config.data import DataSpec
-from ftkit.config.sources import FilesSource
+from ftkit.config.data_sources import FilesSource
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
 from ftkit.data.selection import read_rows

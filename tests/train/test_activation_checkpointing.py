@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from ftkit.config.execution import ParameterCounts
 from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Method, TrainingPlan
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED, MeasuredFamily, family_of
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
@@ -33,7 +33,7 @@ from ftkit.train.memory.activation_checkpointing import activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload, _addresses
 from ftkit.train.model import attention
 from ftkit.train.model.attention import register_kernel
-from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.hf_model import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.private_apis.torch import TRACES_FULL_CHECKPOINTS
 

@@ -18,7 +18,7 @@ from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import DataError, NotFoundError
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.train.components.evaluate import Evaluator
 from ftkit.train.components.generation import Generation
 

@@ -22,12 +22,12 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.training import TrainingPlan
 from ftkit.data.documents import Document
 from ftkit.data.packing import build_pack
-from ftkit.models.spec import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import Kernel, register_kernel
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ftkit.data.tokenizers import (
     load_tokenizer,
 )
 from ftkit.errors import DataError
-from ftkit.models.spec import ModelSpec
+from ftkit.models.architecture import ModelSpec
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

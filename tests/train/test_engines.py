@@ -21,8 +21,8 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.execution import method_counts
 from ftkit.config.training import Method, TrainingPlan
 from ftkit.errors import TrainingError
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import to_micro_batch
@@ -30,7 +30,7 @@ from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine, hide_activations
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

@@ -25,7 +25,7 @@ from ftkit.data.rows import Row
 from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError
 from ftkit.launch.preflight import _check_labels
-from ftkit.models.spec import ModelSpec
+from ftkit.models.architecture import ModelSpec
 from ftkit.train.components.generation import Generation
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from validation_loss import validation_loss
 from ftkit.errors import ConfigError, TrainingError
 from ftkit.launch.model import resolve_model
 from ftkit.launch.trained_model import check_adapter
-from ftkit.models.spec import ModelSpec
+from ftkit.models.architecture import ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 

@@ -21,9 +21,9 @@ from ftkit.data.documents import Document
 from ftkit.data.packing import build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.families import MEASURED
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
 from ftkit.planning.plan import BatchPlan
 from ftkit.train.causal_lm import CausalLM
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
@@ -40,8 +40,8 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
-from ftkit.train.model.build import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
+from ftkit.train.model.pretrained import load_weights
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

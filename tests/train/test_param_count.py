@@ -21,16 +21,16 @@ from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import parse_json
 from ftkit.launch.model import CountedModel, resolve_model
 from ftkit.models.adapters import LoraSpec, adapter_size
+from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.models.config_json import CONFIG_KEYS, fill_config
 from ftkit.models.families import FAMILIES, MEASURED
 from ftkit.models.folder import read_model_config
 from ftkit.models.parameters import count_by_config, count_model
-from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitecturePlan, ArchitectureSpec, ModelSpec
 from ftkit.models.weight_files import check_tensors
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
 from ftkit.runs.records import StartRecord, VerificationRecord
-from ftkit.train.model.build import read_config
+from ftkit.train.model.hf_model import read_config
 from ftkit.train.param_count import count_method, count_modules, print_counts
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

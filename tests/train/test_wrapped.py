@@ -26,14 +26,14 @@ from ftkit.data.documents import IGNORED
 from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import TrainingError
 from ftkit.launch.model import resolve_model
-from ftkit.models.spec import ArchitectureSpec, ModelSpec
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.runs.records import EvaluationRecord
 from ftkit.train.causal_lm import CausalLM, MicroBatch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.build import build_empty, load_pretrained, read_config
+from ftkit.train.model.hf_model import build_empty, load_pretrained, read_config
 from ftkit.train.model.peft_names import find_text
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.pretrained import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

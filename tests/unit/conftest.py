@@ -27,7 +27,7 @@ from ftkit.runs.records import EndRecord, StepRecord, to_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.runs.records import Record
 
 NOWHERE = Context(Path("/nowhere/project"), Path("/nowhere/user"), {})

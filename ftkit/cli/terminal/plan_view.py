@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ftkit.cli.terminal.console import Cell, Styled
 from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
-from ftkit.config.sources import GeneratedSource
+from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.launch.preflight import Findings
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.fit.memory import Moment
     from ftkit.planning.plan import CodePlan, JobPlan, RunPlan
 

@@ -16,7 +16,7 @@ from ftkit.models.parameters import count_model
 if TYPE_CHECKING:
     from ftkit.config.training import ActivationCheckpointing
     from ftkit.models.adapters import LoraSpec
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Setup
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ftkit.config.training import OnNonfinite, TrainingSpec
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.memory.usage import MemoryTrace
     from ftkit.train.observers.observer import StepOutcome

@@ -17,7 +17,7 @@ from ftkit.paths import absolute_path, is_path
 from ftkit.spec import Spec
 
 if TYPE_CHECKING:
-    from ftkit.config.sources import FilesSource
+    from ftkit.config.data_sources import FilesSource
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
     from ftkit.planning.plan import RunPlan
 
 SHIPPED_ONLY = Context(Path("/nonexistent"), Path("/nonexistent"), {})

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ftkit.config.data import DataSpec, MessagesFormat
-from ftkit.config.sources import FilesSource, GeneratedSource, ValidationSpec
+from ftkit.config.data_sources import FilesSource, GeneratedSource, ValidationSpec
 from ftkit.config.task import TaskFile
 from ftkit.data.selection import peek_rows, read_rows, split_of
 from ftkit.errors import DataError

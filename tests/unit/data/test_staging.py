@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ftkit.data.staging import MAX_COPYING_NODES, stage_weights
-from ftkit.models.spec import ModelSpec
+from ftkit.models.architecture import ModelSpec
 
 
 @dataclass

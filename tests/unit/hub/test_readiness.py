@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 import pytest
 
-from ftkit.config.sources import HubSource
+from ftkit.config.data_sources import HubSource
 from ftkit.data.__main__ import main as prepare_data
 from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError
@@ -23,7 +23,7 @@ from ftkit.hub.client import read_token
 from ftkit.hub.readiness import check_data, find_commit
 from ftkit.launch.model import pin_revision, resolve_model
 from ftkit.launch.preflight import source_checks
-from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan, ModelSpec
+from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelPlan, ModelSpec
 from ftkit.models.weight_files import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import plan_from_json, plan_to_json

@@ -11,15 +11,15 @@ from ftkit.errors import ConfigError, NotFoundError
 from ftkit.files import to_json
 from ftkit.launch import model as launch_model
 from ftkit.launch.model import CountedModel, resolve_model
+from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
 from ftkit.models.parameters import count_by_config
-from ftkit.models.spec import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ModelSpec
 from ftkit.planning.layout import Workspace
 from ftkit.process import ProgramOutput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.models.spec import ModelPlan
+    from ftkit.models.architecture import ModelPlan
 
 MIXTRAL = {
     "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,

@@ -12,8 +12,8 @@ import safetensors.numpy
 from ftkit.errors import ConfigError, NotFoundError
 from ftkit.launch.trained_model import check_adapter, continue_adapters
 from ftkit.models.adapters import LoraSpec
+from ftkit.models.architecture import ModelSpec
 from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE
-from ftkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

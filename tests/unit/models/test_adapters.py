@@ -20,7 +20,7 @@ from ftkit.planning.training_setup import GPUS, Setup
 if TYPE_CHECKING:
     from ftkit.config.cluster import GpuModel
     from ftkit.config.recipe import RecipeSpec
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.choices import EnginePlan
     from ftkit.planning.training_setup import Gpu
 

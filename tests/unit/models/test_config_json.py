@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.errors import ConfigError
+from ftkit.models.architecture import ArchitectureFields
 from ftkit.models.config_json import (
     check_loadable,
     find_contradictions,
@@ -15,12 +16,11 @@ from ftkit.models.config_json import (
     unquantized_fix,
     why_not_dequantizable,
 )
-from ftkit.models.spec import ArchitectureFields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
 
 # As published, with the key names of the transformers version that saved them.
 LLAMA = {

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.execution import GIB, method_counts
+from ftkit.models.architecture import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.models.config_json import read_shape
 from ftkit.models.parameters import count_by_config, count_model, read_experts
-from ftkit.models.spec import ArchitecturePlan, ArchitectureSpec, ModelPlan
 from ftkit.planning.choices import with_sharding
 from ftkit.planning.fit import fit
 from ftkit.planning.flops import token_flops

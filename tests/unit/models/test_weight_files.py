@@ -10,8 +10,8 @@ import pytest
 import safetensors.numpy
 
 from ftkit.errors import NotFoundError
+from ftkit.models.architecture import ModelSpec
 from ftkit.models.parameters import count_by_config
-from ftkit.models.spec import ModelSpec
 from ftkit.models.weight_files import check_tensors
 from ftkit.planning.planner import plan_model
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.config.training import TrainingPlan
-    from ftkit.models.spec import ArchitectureSpec
+    from ftkit.models.architecture import ArchitectureSpec
 
     Shapes = Callable[[str], ArchitectureSpec]
     Specs = Callable[..., TrainingPlan]

@@ -20,8 +20,8 @@ from ftkit.config.request import Origins, RunRequest
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import ConfigError, FtkitError
 from ftkit.models.adapters import ALL_PROJECTIONS
+from ftkit.models.architecture import Linear
 from ftkit.models.parameters import count_model
-from ftkit.models.spec import Linear
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
 from ftkit.planning.plan import (
     PREPARATION_VERSION,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.config.cluster import NcclSpec
+from ftkit.config.data_sources import FilesSource, HubSource
 from ftkit.config.recipe import EvaluationSpec, ResourcesSpec
-from ftkit.config.sources import FilesSource, HubSource
 from ftkit.launch.render import render_job
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ftkit.errors import TrainingError, one_line
+from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.config_json import CONFIG_KEYS, find_contradictions, text_part, unquantized_fix, why_not_dequantizable
 from ftkit.models.families import family_of
 from ftkit.models.folder import read_model_config, read_model_type
-from ftkit.models.spec import ArchitectureSpec
 from ftkit.models.weight_files import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -64,10 +64,7 @@ def _windows(shape: ArchitectureSpec) -> dict[str, object]:
         return {}
     if not shape.is_measured and shape.sliding_window is None:
         return {"sliding_window": None}
-    return {
-        "sliding_window": shape.sliding_window or shape.max_position_embeddings,
-        "layer_types": shape.layer_types,
-    }
+    return {"sliding_window": shape.sliding_window or shape.max_position_embeddings, "layer_types": shape.layer_types}
 
 
 @dataclass(frozen=True)
