@@ -38,7 +38,7 @@ from recording import Row, Training, nvidia_smi, record_of, write_record
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.data.documents import TRAINED, DocumentBatch
+from ftkit.data.packing import TRAINED, DocumentBatch
 from ftkit.data.prepared_data import DataManifest, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError

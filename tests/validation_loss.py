@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftkit.data.documents import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PreparedData
 
 

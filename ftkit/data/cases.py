@@ -10,9 +10,9 @@ import numpy as np
 
 from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PromptCompletionFormat
 from ftkit.data.conversations import Conversation, Message, is_turn, read_tools, read_turns, trained_turns
-from ftkit.data.documents import IGNORED, Document
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import TemplateLimitError, run_in_fork
+from ftkit.data.packing import IGNORED, Document
 from ftkit.data.readers import read_json_lines
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
@@ -37,12 +37,7 @@ _TOOL_COLUMNS = ("tools", "functions")
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Inputs that a model accepts.
-
-    Attributes:
-        label: name of the model in errors.
-        max_length: context length in tokens; None if unknown.
-    """
+    """Inputs that a model accepts: at most `max_length` tokens, if known. `label` is the model's name in errors."""
 
     tokenizer: Any
     label: str
@@ -58,13 +53,9 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, tokenized as in training, with its reference completion.
+    """A prompt of row `number`, tokenized as in training, with the assistant turn in the data; None without completion.
 
-    Attributes:
-        number: index of the row.
-        reference: tokens of the assistant turn in the data; None for a prompt without completion.
-        message: the same turn as in the data.
-        has_tools: whether the model was offered tools.
+    `reference` has the turn's tokens, and `message` the turn itself.
     """
 
     number: int
@@ -77,12 +68,7 @@ class Case:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """The rows, documents and prompts of an evaluation.
-
-    Attributes:
-        sources: source of each row.
-        documents: documents with the index of their row.
-    """
+    """The rows of an evaluation with their sources; documents, each with the index of its row; prompts."""
 
     rows: list[Row]
     sources: list[str]
@@ -220,9 +206,6 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
         messages = [None] * len(turns)
     has_tools = bool(example.tools)
     return [_Turn(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
-
-
-# --- Prompts -------------------------------------------------------------------------------------
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject) -> ChatRenderer:

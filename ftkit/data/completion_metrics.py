@@ -33,13 +33,9 @@ _NGRAM = 4
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion with its reference.
+    """Tokens and text of a completion without its end token, with its reference, if the data has one.
 
-    Attributes:
-        tokens: tokens of the completion, without its end token.
-        raw: text with special tokens, except the end token.
-        reference: the assistant turn in the data; None for a prompt without completion.
-        raw_reference: with special tokens.
+    `raw` and `raw_reference` have special tokens.
     """
 
     tokens: Sequence[int]
@@ -112,11 +108,7 @@ a result determines which examples changed."""
 
 
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:
-    """Return the requested metrics; by default the task's or those that fit the rows, and repetition.
-
-    Raises:
-        NotFoundError: there is no such metric.
-    """
+    """Return the requested metrics; by default the task's or those that fit the rows, and repetition."""
     own = task.metrics if task else []
     default = [*own]
     if any(case.has_tools and case.message is not None for case in cases):
@@ -130,7 +122,7 @@ def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFi
         elif task and name in own:
             metrics.append(Metric(name, partial(_score_by_task, task, name)))
         elif name != "loss":
-            metrics.append(Metric(name, partial(_score_by, _import_function(name, own), name), is_part=False))
+            metrics.append(_user_metric(name, own))
     return metrics
 
 
@@ -138,7 +130,7 @@ def _score_by_task(task: TaskFile, name: str, case: Case, completion: Completion
     return score_row(task, name, case.columns, completion.text)
 
 
-def _import_function(name: str, own: Sequence[str]) -> Callable[..., float]:
+def _user_metric(name: str, own: Sequence[str]) -> Metric:
     """Import a user's metric: a function of a row's columns and the text of a completion."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
@@ -150,31 +142,28 @@ def _import_function(name: str, own: Sequence[str]) -> Callable[..., float]:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        function: Callable[..., float] = getattr(importlib.import_module(module_name), function_name)
+        function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise NotFoundError(
             f"can't import the metric '{name}': {one_line(error)}",
             meaning="modules are looked for in the current folder and among installed packages",
             fix="correct the name: module:function",
         ) from error
-    return function
 
+    def score(case: Case, completion: Completion) -> float:
+        try:
+            found = float(function(dict(case.columns), completion.text))
+        except Exception as error:  # user code may raise anything
+            raise DataError(
+                f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
+                meaning="it is called with a row's columns and the completion, and returns a number",
+                fix="correct the function",
+            ) from error
+        if not math.isfinite(found):
+            raise DataError(f"the metric '{name}' returned {found}", fix="return a finite number")
+        return found
 
-def _score_by(function: Callable[..., float], name: str, case: Case, completion: Completion) -> float:
-    try:
-        score = float(function(dict(case.columns), completion.text))
-    except Exception as error:  # user code may raise anything
-        raise DataError(
-            f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
-            meaning="it is called with a row's columns and the completion, and returns a number",
-            fix="correct the function",
-        ) from error
-    if not math.isfinite(score):
-        raise DataError(f"the metric '{name}' returned {score}", fix="return a finite number")
-    return score
-
-
-# --- Tool calls in completions ----------------------------------------------------------------------
+    return Metric(name, score, is_part=False)
 
 
 def read_calls(text: str) -> list[Call]:

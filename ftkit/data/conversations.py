@@ -229,7 +229,14 @@ def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) 
     if role != "assistant" and (reasoning or calls):
         raise DataError(f"a turn of {role} has reasoning or tool calls", fix="correct the role of this turn")
     call_id = turn.get("tool_call_id")
-    trained = _trained(turn)
+    weights = [turn[key] for key in _TRAINED if turn.get(key) is not None]
+    if any(weight not in (0, 1) for weight in weights) or len(set(map(bool, weights))) > 1:
+        raise DataError(
+            f"a turn's weight is {' and '.join(map(_shown, weights))}",
+            meaning="a turn is trained or not: weight is 0 or 1, train is true or false, and both agree",
+            fix="correct the data",
+        )
+    trained = bool(weights[0]) if weights else None
     if role == "assistant" and trained is not False and not content.strip() and not calls:
         raise blank_turn()
     return Message(
@@ -277,17 +284,6 @@ def _content(value: object, role: str, *, is_optional: bool) -> str:
         meaning=f"only text can be trained on, no parts of type {', '.join(kinds)}" if kinds else "",
         fix="remove this example, or correct data.format.style",
     )
-
-
-def _trained(turn: JsonObject) -> bool | None:
-    values = [turn[key] for key in _TRAINED if turn.get(key) is not None]
-    if any(value not in (0, 1) for value in values) or len(set(map(bool, values))) > 1:
-        raise DataError(
-            f"a turn's weight is {' and '.join(map(_shown, values))}",
-            meaning="a turn is trained or not: weight is 0 or 1, train is true or false, and both agree",
-            fix="correct the data",
-        )
-    return bool(values[0]) if values else None
 
 
 def _as_list(value: object, key: str) -> list[object]:

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import PlainText
-from ftkit.data.documents import IGNORED, Document
 from ftkit.data.limits import TemplateLimitError, run_in_fork
+from ftkit.data.packing import IGNORED, Document
 from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
 from ftkit.data.row_formats import check_split, read_example
 from ftkit.data.rows import errors_at
@@ -103,11 +103,7 @@ class RowEncoder:
         )  # fmt: skip
 
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
-        """Return the documents of each row (several if the template rewrites earlier turns), or its error.
-
-        Raises:
-            TemplateLimitError: the chat template reached a limit.
-        """
+        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
         found = run_in_fork(self.renderer, self._render, rows) if self.renderer else self._render(rows)
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
@@ -216,8 +212,6 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[np.integer[
         )
 
 
-# --- A cache of the tokens of words --------------------------------------------------------------
-
 _MAX_WORDS: Final = 1 << 17
 """Maximum number of cached words: about 30 MB."""
 _MAX_WORD_LENGTH: Final = 64
@@ -302,7 +296,7 @@ class WordCache:
         return cls(backend, added, _patterns(splitter) if is_known else None, normalizer is not None)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text."""
+        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
         found = [self._find_words(text) for text in texts]
         known = [self._look_up(words) for words in found]
         new = {word for words, ids in zip(found, known, strict=True) if ids is None for word in words or ()}

@@ -37,9 +37,6 @@ def import_transformers() -> ModuleType:
     Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works. Warnings of
     torchao and bitsandbytes, which transformers and peft import if installed, are about kernels for other devices:
     they are dropped.
-
-    Raises:
-        PrerequisiteError: Python runs without docstrings, which transformers reads.
     """
     if sys.flags.optimize > 1:
         raise PrerequisiteError(
@@ -76,8 +73,7 @@ def keep_bytecode() -> Path | None:
     """Have this process and its children keep bytecode in `FTKIT_CACHE_DIR`, if it is set and torch has none.
 
     uv installs packages so. Where they are read-only, or gone after the job, as in an image, each process compiles all
-    that it imports: 7 of a rank's 24 s until the end of step 1 on an H200.
-    Returns the folder; None if torch has bytecode, or the user's environment has a folder for it.
+    that it imports: 7 of a rank's 24 s until the end of step 1 on an H200. Returns the folder, if one is used.
     """
     cache, spec = os.environ.get("FTKIT_CACHE_DIR"), find_spec("torch")
     if not cache or spec is None or spec.origin is None or sys.pycache_prefix is not None:

@@ -17,9 +17,8 @@ import numpy as np
 from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
-from ftkit.data.documents import IGNORED, shorten
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import Packer
+from ftkit.data.packing import IGNORED, Packer, shorten
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import read_example
 from ftkit.data.selection import read_rows
@@ -31,8 +30,8 @@ from ftkit.process import num_usable_cpus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.data.documents import Document
     from ftkit.data.encoding import RowEncoder
+    from ftkit.data.packing import Document
     from ftkit.data.prepared_data import PreparedData
     from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
@@ -53,12 +52,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document as it will be trained.
+    """A document as it will be trained: rendering `number` of the row at `where`.
 
-    Attributes:
-        where: file and line of the row.
-        number: number of this rendering of the row, from 1 to `num_renderings`.
-        fate: effect of `data.too_long` on it; empty if it fits.
+    `fate` is the effect of `data.too_long` on it; empty if it fits.
     """
 
     where: str
@@ -104,14 +100,8 @@ class LengthBin:
 class DataStats:
     """Token statistics of a recipe's training data.
 
-    Attributes:
-        num_renderings: documents before any is dropped, truncated or split; more than rows if the template rewrites
-        turns.
-        num_documents: documents to train on, after that.
-        num_validation: documents of the validation split, after that.
-        num_duplicates: documents with the same tokens as an earlier one.
-        fill_ratio: fraction of the packs that is not padding.
-        longest: tokens of the longest document, before truncation.
+    Renderings are documents before any is dropped, truncated or split, and more than rows if the template rewrites
+    turns; the other documents are counted after that. `longest` is that of the renderings.
     """
 
     formats: tuple[str, ...]
@@ -219,9 +209,8 @@ class DataInspector:
             return [(len(text), "text")]
         turns: list[tuple[int, str]] = []
         position = 0
-        messages = example.messages
         renderings = run_in_fork(encoder.renderer, _render_parts, encoder.renderer, example)
-        for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
+        for message, rendered in zip(example.messages, renderings, strict=True):
             if rendered is None:
                 continue
             shown = rendered.rstrip()
@@ -230,9 +219,7 @@ class DataInspector:
                 if found < 0:
                     continue
                 stop = found + len(message.content.strip())
-                following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
-                end = stop + len(text[stop:].partition("\n")[0])
-                shown = text[:following].rstrip() if 0 <= following < end else text[:end]
+                shown = text[: stop + len(text[stop:].partition("\n")[0])]
             if len(shown) > position:
                 position = len(shown) + (text[len(shown) : len(shown) + 1] == "\n")
                 turns.append((position, message.role))

@@ -39,23 +39,16 @@ _MAX_FRAMES = 32
 Shape = tuple[object, ...]
 
 
-# --- The strings of a turn -----------------------------------------------------------------------
-
 WORD: Final = re.compile(r"Qz\d{7}|71\d{7}")
 """The words: nine letters and digits, as some templates require of ids; nine digits in place of numbers."""
 
 
 @dataclass(slots=True)
 class _Strings:
-    """The strings of a turn, and words in place of them.
+    """The strings of a turn as text, and words in place of them if there are `numbers`.
 
-    Attributes:
-        numbers: of the words; None to leave the strings.
-        tags: markers of the template, which stay in contents.
-        values: the strings, as text.
-        words: the word of each.
-        optional: words that a template may omit: those of ids of tool calls.
-        shape: what the template may see of the turn besides its strings.
+    `tags` of the template stay in contents. A template may omit `optional` words: ids of tool calls. `shape` is what
+    it may see of the turn besides its strings.
     """
 
     numbers: Iterator[int] | None = None
@@ -156,9 +149,6 @@ def _with_words(conversation: Conversation, tags: re.Pattern[str] | None) -> tup
     return replace(conversation, messages=tuple(messages)), last
 
 
-# --- Frames --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CompletionFrame:
     """The texts of a template around the strings of an assistant turn.
@@ -231,12 +221,7 @@ def _starts_of(text: str, end: int, value: str) -> Iterator[int]:
 
 
 class Completions:
-    """Finds the completions of assistant turns, and remembers the frames of their shapes.
-
-    Args:
-        template: renders the turns.
-        stops: the tokens at which generation stops, as text.
-    """
+    """Finds the completions of assistant turns, up to `stops`, and remembers the frames of their shapes."""
 
     def __init__(self, template: ChatRenderer, stops: frozenset[str]) -> None:
         self._template, self._stops = template, stops
@@ -244,13 +229,12 @@ class Completions:
         self._frames: dict[Shape, list[CompletionFrame]] = {}
 
     def find(self, conversation: Conversation, chosen: Sequence[int], prompt: str, text: str) -> int:
-        """Return where the completion of the last turn starts in its rendering, which ends with it.
+        """Return where the completion of the last chosen turn starts in `text`, which ends with it.
 
-        Args:
-            conversation: a conversation.
-            chosen: the rendered turns of it.
-            prompt: the rendering of all but the last with a generation prompt, as inference sends it.
-            text: the rendering of all, to the end of the last turn.
+        `text` renders the chosen turns; `prompt` all but the last with a generation prompt, as inference sends it.
+
+        Raises:
+            DataError: it can't be shown that the completion is this turn and nothing else.
         """
         shape, values = _quick_strings(conversation.messages[chosen[-1]])
         for frame in self._frames.get(shape, ()):

@@ -103,11 +103,7 @@ def run_limited(template: Template, function: Callable[..., T], *args: object) -
 def run_in_fork(template: Template, function: Callable[..., T], *args: object) -> T:
     """Call a function in a forked process, where each of many `run_limited` takes no further fork.
 
-    What the function returns or raises is pickled.
-
-    Raises:
-        TemplateLimitError: the template reached a limit, now or before.
-        MemoryExhaustedError: the process was killed.
+    What the function returns or raises is pickled. Raises as `run_limited` does, or MemoryExhaustedError.
     """
     if _process.is_limited:
         return function(*args)
@@ -135,11 +131,7 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[object, ...
         result, error = receiver.recv()
     except EOFError:
         process.join()
-        raise find_refusal(name, process.exitcode) or MemoryExhaustedError(
-            f"the process that renders with {name} was killed",
-            meaning="usually the machine or the job is out of memory",
-            fix="give the job more memory",
-        ) from None
+        raise explain_death(name, process.exitcode) from None
     finally:
         receiver.close()
         process.kill()
@@ -167,13 +159,17 @@ def begin_fork(parent: int) -> None:
     _process.is_fork = True
 
 
-def find_refusal(name: str, exit_code: int | None) -> TemplateLimitError | None:
-    """Return the error for a process that a template ended; None if something else did."""
-    if exit_code == -signal.SIGXCPU:
+def explain_death(name: str, *exit_codes: int | None) -> TemplateLimitError | MemoryExhaustedError:
+    """Return why processes ended that render with a template: a limit, or usually the machine's memory."""
+    if -signal.SIGXCPU in exit_codes:
         return _refusal(name, _TOO_SLOW)
-    if exit_code == -signal.SIGSEGV:
+    if -signal.SIGSEGV in exit_codes:
         return _refusal(name, "crashes Python")
-    return None
+    return MemoryExhaustedError(
+        "a process that prepares data was killed",
+        meaning="usually the machine or the job is out of memory",
+        fix="give the job more memory, or use fewer workers: ftkit data prepare --workers 1",
+    )
 
 
 _TOO_SLOW: Final = f"takes more than {CPU_SECONDS:g} s of CPU time"

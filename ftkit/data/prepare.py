@@ -28,18 +28,12 @@ if TYPE_CHECKING:
 
     from ftkit.config.data import DataSpec, Format
     from ftkit.config.recipe import RecipePlan
-    from ftkit.data.documents import DocumentBatch
+    from ftkit.data.packing import DocumentBatch
     from ftkit.planning.plan import RunPlan
 
 
 def prepare(plan: RunPlan, report: Callable[[str], None], num_workers: int | None = None) -> PreparedData:
-    """Prepare the data of a plan, or find it prepared.
-
-    Args:
-        plan: plan of the run.
-        report: called with progress messages.
-        num_workers: tokenizing processes; one per CPU if None. The result is the same for any number.
-    """
+    """Prepare the data of a plan, or find it prepared. The result is the same for any number of workers."""
     prepared = PreparedData(plan.data_directory)
     if prepared.is_complete:
         report(f"data {plan.fingerprint}: already prepared")
@@ -157,9 +151,6 @@ def _check_totals(totals: Totals, recipe: RecipePlan, num_packs: int, report: Ca
         )
     if totals.unused and not isinstance(recipe.data.source, GeneratedSource):
         report(f"columns that data.format does not use: {', '.join(sorted(totals.unused))}")
-
-
-# --- The encoder ---------------------------------------------------------------------------------
 
 
 def open_encoder(recipe: RecipePlan, report: Callable[[str], None]) -> BatchEncoder:

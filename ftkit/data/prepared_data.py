@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ftkit.data.documents import IGNORED, TRAINED
+from ftkit.data.packing import IGNORED, TRAINED
 from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ftkit.data.documents import DocumentBatch
+    from ftkit.data.packing import DocumentBatch
     from ftkit.data.rows import Row
 
 _LEFTOVER_SECONDS = 24 * 3600
@@ -34,12 +34,7 @@ _LEFTOVER_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class SourceStats:
-    """Totals of one source; tokens and targets of the training split.
-
-    Attributes:
-        num_targets: tokens that count in the loss.
-        num_too_long: documents longer than a pack.
-    """
+    """Totals of one source: rows; documents, tokens, and targets (tokens in the loss) of the training split."""
 
     name: str
     num_rows: int = 0
@@ -186,24 +181,21 @@ class PackStore:
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
         for into, pack in zip(read, packs, strict=True):
-            self._read_into(into, pack)
+            first = int(self._pack_ends[pack - 1]) if pack else 0
+            last = int(self._pack_ends[pack])
+            begin = int(self._document_ends[first - 1]) if first else 0
+            ends = np.asarray(self._document_ends[first:last]) - begin
+            starts = np.concatenate([[0], ends])
+            length = int(ends[-1])
+            tokens = np.asarray(self._tokens[begin : begin + length])
+            into[0, :length] = tokens & ~TRAINED
+            into[0, length:] = into[0, 0]
+            into[1] = IGNORED
+            into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
+            places = np.arange(self.sequence_length, dtype=np.int64)
+            into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
+            into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
         return read
-
-    def _read_into(self, into: NDArray[np.int32], pack: int) -> None:
-        first = int(self._pack_ends[pack - 1]) if pack else 0
-        last = int(self._pack_ends[pack])
-        begin = int(self._document_ends[first - 1]) if first else 0
-        ends = np.asarray(self._document_ends[first:last]) - begin
-        starts = np.concatenate([[0], ends])
-        length = int(ends[-1])
-        tokens = np.asarray(self._tokens[begin : begin + length])
-        into[0, :length] = tokens & ~TRAINED
-        into[0, length:] = into[0, 0]
-        into[1] = IGNORED
-        into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
-        places = np.arange(self.sequence_length, dtype=np.int64)
-        into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
-        into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
 
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
@@ -224,16 +216,7 @@ def _damaged(folder: Path, reason: str) -> DataError:
 
 
 class PreparedData:
-    """A folder of prepared data.
-
-    Attributes:
-        manifest_path: the manifest, which is written last.
-        tokenizer: the tokenizer, in Hugging Face's layout.
-        train: packs to train on.
-        validation: packs of the validation split.
-        validation_rows: the validation rows as they were read, one JSON object a line.
-        validation_sources: source number of each of these rows, one per line.
-    """
+    """A folder of prepared data: manifest, tokenizer, packs of both splits, and the validation rows as read."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

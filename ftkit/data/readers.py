@@ -80,9 +80,6 @@ def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
             yield RawRow(path, ":", number, line)
 
 
-# --- JSON ----------------------------------------------------------------------------------------
-
-
 def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read a list of objects, an object with such a list, or one object; else JSON Lines under another name."""
     line = file.readline(_MAX_FIRST_LINE)
@@ -98,11 +95,7 @@ def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
         for number, element in enumerate(elements, start=1):
             yield RawRow(path, ", element ", number, element.encode())
         if parser.peek():
-            raise DataError(
-                f"{path}: there is text after the end of the JSON value",
-                meaning="the file is damaged, or has several JSON texts one after another",
-                fix=f"write one object a line: jq -c . {shlex.quote(path)} > lines.jsonl",
-            )
+            raise cut_error(path, ValueError("there is text after the end of the JSON value"))
 
 
 def _is_row(line: bytes) -> bool:
@@ -111,11 +104,10 @@ def _is_row(line: bytes) -> bool:
         parsed = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(parsed, dict) and not any(is_list_of_objects(parsed.get(name)) for name in _WRAPPERS)
+    return isinstance(parsed, dict) and not any(_is_list_of_objects(parsed.get(name)) for name in _WRAPPERS)
 
 
-def is_list_of_objects(value: object) -> bool:
-    """Tell whether a JSON value is a list whose first element is an object."""
+def _is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
@@ -169,7 +161,7 @@ class _JsonParser:
             if self.peek() != "}":
                 self._take(",")
         self._take("}")
-        more = [name for name, value in others.items() if is_list_of_objects(value)]
+        more = [name for name, value in others.items() if _is_list_of_objects(value)]
         if wrapper is None:
             yield json.dumps(others)
         elif more:
@@ -212,9 +204,6 @@ class _JsonParser:
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
     return DataError(f"{where}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv")
-
-
-# --- CSV -----------------------------------------------------------------------------------------
 
 
 def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
@@ -266,9 +255,6 @@ def _csv_columns(names: Sequence[str], values: Sequence[str], where: str) -> Col
     if any("\0" in value for value in values):
         return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="rewrite the file in UTF-8")
     return dict(zip(names, values, strict=True))
-
-
-# --- Tables --------------------------------------------------------------------------------------
 
 
 def _read_table(file: IO[bytes], path: str) -> Iterator[RawRow]:
@@ -329,8 +315,6 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-# --- Formats of files ----------------------------------------------------------------------------
-
 READERS: Mapping[str, tuple[str, Callable[[IO[bytes], str], Iterator[RawRow]]]] = {
     ".jsonl": ("JSON Lines", read_lines),
     ".ndjson": ("JSON Lines", read_lines),
@@ -367,11 +351,8 @@ START_BYTES: Final = 512
 def check_kind(start: bytes, file: str, expected: str = "JSON Lines", suffix: str = "") -> None:
     """Refuse a file whose content is of another kind than its name says.
 
-    Args:
-        start: its first bytes, decompressed if the name has the suffix of a compression.
-        file: its name.
-        expected: what the reader reads, for the error.
-        suffix: that of the binary files that the reader reads.
+    `start` is decompressed if the name has the suffix of a compression. `suffix` is that of binary files that are
+    expected.
     """
     for kind, pattern, own in _KINDS:
         if re.match(pattern, start, re.DOTALL) and (not own or own != suffix.replace(".feather", ".arrow")):

@@ -29,7 +29,6 @@ from ftkit.errors import DataError, one_line
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    import jinja2
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.config.data import DataSpec
@@ -242,9 +241,8 @@ class ChatRenderer(Template):
             "strftime_now": _TODAY.strftime,
         }
         try:
-            compiled = _compile(self.tool_template if tools else self.template)
-            text = str(compiled.render(variables))
-        except (DataError, MemoryError):
+            text = str(compile_chat_template(self.tool_template if tools else self.template).render(variables))
+        except MemoryError:
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
@@ -362,20 +360,6 @@ def _for_template(message: Message, *, in_parts: bool) -> _Turn:
         if value is not None:
             turn[key] = value
     return turn
-
-
-@lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-    try:
-        return compile_chat_template(template)
-    except MemoryError:
-        raise
-    except Exception as error:  # Jinja's errors, and those of extensions
-        raise DataError(
-            f"the chat template is not valid Jinja: {one_line(error)}",
-            meaning="the template, not the data, is damaged, or needs an extension that transformers lacks",
-            fix="correct the template of the tokenizer, or set data.chat_template to another",
-        ) from error
 
 
 def _without_cuts(rendering: Rendering) -> Rendering:

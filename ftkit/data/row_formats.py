@@ -32,7 +32,6 @@ from ftkit.data.conversations import (
     read_tools,
     read_turns,
 )
-from ftkit.data.readers import is_list_of_objects
 from ftkit.data.tasks import read_pair
 from ftkit.errors import DataError, one_line
 
@@ -58,9 +57,6 @@ _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 """Redundant columns of a format: Alpaca's `text` is its other columns rendered."""
 
 
-# --- Detection -----------------------------------------------------------------------------------
-
-
 def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     """Return the recipe's format; if it sets none, the format of the first rows."""
     if not isinstance(form, AutoFormat):
@@ -79,12 +75,6 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
 
 def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
     where, columns = rows[0].where, rows[0].columns
-    if "input_ids" in columns:
-        return DataError(
-            f"{where}: the rows are token ids (input_ids)",
-            meaning="ftkit tokenizes the data itself, with the tokenizer of the model",
-            fix="give the conversations or texts that these tokens were made of",
-        )
     if found := sorted(names & _TURN_COLUMNS):
         return DataError(
             f"{where}: column '{found[0]}' is not a list of turns in most of the first rows, such as "
@@ -92,14 +82,10 @@ def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
             meaning="a turn is an object with role and content, or with from and value",
             fix="correct the data, or select another column: data.format={kind: messages, column: NAME}",
         )
-    lists = [name for name, value in columns.items() if is_list_of_objects(value)] if len(rows) == 1 else []
-    lists = [name for name in lists if not {"role", "from"} & columns[name][0].keys()]
     return DataError(
         f"{where}: no known format has the columns {', '.join(sorted(names)) or '(none)'}",
         meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
-        fix=f"the rows are in a list: jq -c '.{lists[0]}[]' FILE > {lists[0]}.jsonl"
-        if lists
-        else "set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
+        fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
 
@@ -131,14 +117,9 @@ def _is_turns(value: object, style: str) -> bool:
 
 
 def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
-    if {"chosen", "rejected"} <= columns:
+    is_labeled = {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool)
+    if {"chosen", "rejected"} <= columns or is_labeled:
         raise _preferences(first)
-    if {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool):
-        raise DataError(
-            "the rows are preference data (prompt, completion, label)",
-            meaning="completions whose label is false are examples of what the model should not write",
-            fix="to train on the others: jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
-        )
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
     if {"instruction", "response"} <= columns:
@@ -151,21 +132,18 @@ def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
 
 def _preferences(columns: Columns) -> DataError:
     """Return the error that rows are preference pairs, with the keys to train on the preferred completions."""
-    has_turns = isinstance(columns["chosen"], list)
-    if "prompt" in columns and isinstance(columns["prompt"], list) == has_turns:
-        keys = "data.format.kind=prompt-completion data.format.completion='\"{chosen}\"'"
-    else:
-        others = [name for name in columns if name != "chosen" and name not in METADATA]
-        kind = "messages" if has_turns else "text"
-        keys = f"'data.format={{kind: {kind}, column: chosen}}' 'data.ignore_columns=[{', '.join(others)}]'"
+    kind = "messages" if isinstance(columns.get("chosen"), list) else "text"
+    others = [name for name in columns if name != "chosen" and name not in METADATA]
+    fix = f"'data.format={{kind: {kind}, column: chosen}}' 'data.ignore_columns=[{', '.join(others)}]'"
+    if "chosen" not in columns:
+        fix = "jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl"
+    elif "prompt" in columns and isinstance(columns["prompt"], list) == isinstance(columns["chosen"], list):
+        fix = "data.format.kind=prompt-completion data.format.completion='\"{chosen}\"'"
     return DataError(
-        "the rows are preference pairs (chosen, rejected)",
-        meaning="ftkit trains on conversations and texts",
-        fix=f"to train on the preferred ones: {keys}",
+        "the rows are preference data: pairs (chosen, rejected), or completions with a label",
+        meaning="ftkit trains on conversations and texts, and would learn what is not preferred",
+        fix=f"to train on the preferred ones: {fix}",
     )
-
-
-# --- Reading a row -------------------------------------------------------------------------------
 
 
 def unused_columns(row: Columns, form: Format) -> list[str]:
@@ -175,13 +153,7 @@ def unused_columns(row: Columns, form: Format) -> list[str]:
 
 
 def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: C901, PLR0911 - one for each format
-    """Turn a row into a conversation or a text.
-
-    Args:
-        columns: the row.
-        data: the recipe's data section, with the ignored columns.
-        form: the format, resolved.
-    """
+    """Turn a row of a resolved format into a conversation or a text."""
     chooses = isinstance(form, JinjaFormat | TaskFormat)  # the user selected the columns; all others are ignored
     if isinstance(form, PromptCompletionFormat):
         chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()

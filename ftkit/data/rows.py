@@ -41,13 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as it was read.
-
-    Attributes:
-        separator: text between the file's name and the number.
-        number: line or row, counted from 1, or as the dataset counts.
-        content: JSON text that is not parsed yet, the columns, or the row's error.
-    """
+    """A row as it was read: JSON text that is not parsed yet, columns, or its error; at `FILE{separator}{number}`."""
 
     file: str
     separator: str
@@ -85,7 +79,14 @@ class RawRow:
         if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(parsed, MAX_DEPTH):
             raise DataError(f"{where}: nested more than {MAX_DEPTH} deep", fix="flatten or remove this example")
         if _SURROGATE.search(text):
-            _check_surrogates(parsed, where)
+            try:
+                json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{where}: \\u{ord(str(error.object)[error.start]):04x} is a lone surrogate, half of a character",
+                    meaning="a text was cut inside an emoji or another character that JSON writes as two escapes",
+                    fix="correct or remove this example",
+                ) from error
         return parsed
 
     def _invalid(self, text: str, where: str, error: Exception, fix: str) -> DataError:
@@ -139,15 +140,3 @@ def _is_deeper(value: object, limit: int) -> bool:
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         level = [child for children in inner for child in children]
     return bool(level)
-
-
-def _check_surrogates(parsed: Columns, where: str) -> None:
-    try:
-        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = str(error.object)[error.start]
-        raise DataError(
-            f"{where}: \\u{ord(half):04x} is a lone surrogate, half of a character",
-            meaning="a text was cut inside an emoji or another character that JSON writes as two escapes",
-            fix="correct or remove this example",
-        ) from error

@@ -47,12 +47,7 @@ class SelectedRow(NamedTuple):
 
 
 def read_rows(data: DataSpec) -> Iterator[SelectedRow]:
-    """Yield the rows to train and to validate on, in an order that depends on the recipe and the data alone.
-
-    Raises:
-        DataError: a file is missing or malformed, the hub refuses, or there are too few rows.
-        PrerequisiteError: a package or credentials are missing.
-    """
+    """Yield the rows to train and to validate on, in an order that depends on the recipe and the data alone."""
     if isinstance(data.source, GeneratedSource):
         return _generate(data, data.source)
     _check_overlap(data)
@@ -61,12 +56,16 @@ def read_rows(data: DataSpec) -> Iterator[SelectedRow]:
         rows = sources[0].taken()
     else:
         rows = (row for *_, row in merge(*(source.taken_evenly() for source in sources)))
-    validation = [(each.number, each.validation) for each in sources if each.validation]
+    validation = [
+        (each.number, each.source.heldout, f"{each.key}.heldout")
+        for each in sources
+        if isinstance(each.source, FilesSource) and each.source.heldout
+    ]
     if data.validation is not None:
         rows = _split(rows, sources, data.validation)
         if data.validation.file is not None:
-            validation.append((0, _Files(data.validation.file, "data.validation.file")))
-    more = (SelectedRow(number, "validation", row) for number, files in validation for row in files.read())
+            validation.append((0, data.validation.file, "data.validation.file"))
+    more = (SelectedRow(each, "validation", row) for each, place, key in validation for row in _read_files(place, key))
     return chain(rows, more)
 
 
@@ -79,17 +78,12 @@ def first_rows(data: DataSpec, source: int, num_rows: int) -> list[Row]:
         one = {"num_train": 1, "num_heldout": 0}
         raw = [row for _, _, row in _generate(data, data.source.model_copy(update=one))]
     else:
-        raw = list(_limited(_open_sources(data, count=False)[source].rows.read(), num_rows, _DETECTION_BYTES))
+        raw = list(_limited(_open_sources(data, count=False)[source].read(), num_rows, _DETECTION_BYTES))
     return _parsed(raw, max_bad=len(raw) - 1)
 
 
 def peek_rows(data: DataSpec) -> list[Row]:
-    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator.
-
-    Raises:
-        DataError: a file is missing, one of these rows is malformed, or small files have too few rows.
-        PrerequisiteError: a package or credentials are missing.
-    """
+    """Read data that is available immediately: first rows of files; nothing from the hub or of a generator."""
     if isinstance(data.source, GeneratedSource):
         return []  # preparation runs the task
     _check_overlap(data)
@@ -136,44 +130,6 @@ def split_of(columns: Columns, validation: ValidationSpec) -> Split:
     return "validation" if int.from_bytes(digest, "little") < share * 2**64 else "train"
 
 
-# --- One source ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The rows of files, one file after another."""
-
-    place: str
-    key: str
-
-    def read(self) -> Iterator[RawRow]:
-        num_rows = 0
-        for file in find_files(self.place, self.key):
-            for row in read_file(file, self.key):
-                num_rows += 1
-                yield row
-        if not num_rows:
-            raise DataError(f"{self.place} has no rows", fix=f"correct {self.key}")
-
-    def count(self) -> int:
-        return sum(count_rows(file, self.key) for file in find_files(self.place, self.key))
-
-
-@dataclass(frozen=True)
-class _HubDataset:
-    """The rows of a dataset on the hub."""
-
-    source: HubSource
-
-    def read(self) -> Iterator[RawRow]:
-        name = f"dataset '{self.source.dataset}', split {self.source.split}"
-        for number, columns in enumerate(_load(self.source)):
-            yield RawRow(name, ", row ", number, without_nulls(columns))
-
-    def count(self) -> int:
-        return len(_load(self.source))
-
-
 @cache
 def _load(source: HubSource) -> Dataset:
     import datasets  # noqa: PLC0415 - takes a second to import, only for this source
@@ -188,38 +144,52 @@ def _load(source: HubSource) -> Dataset:
         ) from error
 
 
+def _read_files(place: str, key: str) -> Iterator[RawRow]:
+    num_rows = 0
+    for file in find_files(place, key):
+        for row in read_file(file, key):
+            num_rows += 1
+            yield row
+    if not num_rows:
+        raise DataError(f"{place} has no rows", fix=f"correct {key}")
+
+
 @dataclass(frozen=True)
 class _OpenSource:
-    """A source, and the number of rows to take from it.
-
-    Attributes:
-        num_train: rows to train on. All that are not for validation if None.
-        validation: files whose rows are all in the validation split.
-    """
+    """A source, and the number of rows to take from it; all that are not for validation if `num_train` is None."""
 
     number: int
     key: str
-    rows: _Files | _HubDataset
+    source: FilesSource | HubSource
     num_train: int | None
-    num_validation: int
-    seed: int
-    validation: _Files | None
+
+    def read(self) -> Iterator[RawRow]:
+        """Yield all rows."""
+        if isinstance(self.source, FilesSource):
+            return _read_files(self.source.train, f"{self.key}.train")
+        name = f"dataset '{self.source.dataset}', split {self.source.split}"
+        rows = enumerate(_load(self.source))
+        return (RawRow(name, ", row ", number, without_nulls(columns)) for number, columns in rows)
 
     @cached_property
     def num_rows(self) -> int:
-        return self.rows.count()
+        if isinstance(self.source, HubSource):
+            return len(_load(self.source))
+        key = f"{self.key}.train"
+        return sum(count_rows(file, key) for file in find_files(self.source.train, key))
 
     @property
     def num_taken(self) -> int:
-        return self.num_rows if self.num_train is None else self.num_train + self.num_validation
+        return self.num_rows if self.num_train is None else self.num_train + self.source.num_heldout
 
     def taken(self) -> Iterator[SelectedRow]:
         """Yield the selected rows, in order."""
-        rows = (SelectedRow(self.number, "train", row) for row in self.rows.read())
-        if self.num_train is None and not self.num_validation:
+        rows = (SelectedRow(self.number, "train", row) for row in self.read())
+        num_validation = self.source.num_heldout
+        if self.num_train is None and not num_validation:
             yield from rows
             return
-        wanted = self.num_validation + (self.num_train or 1)
+        wanted = num_validation + (self.num_train or 1)
         if self.num_rows < wanted:
             raise DataError(
                 f"the data has {plural(self.num_rows, 'example')}, the recipe asks for {wanted:,} "
@@ -227,8 +197,8 @@ class _OpenSource:
                 fix=f"lower {self.key}.num_train or {self.key}.num_heldout",
                 name="too-few-rows",
             )
-        num_train = self.num_taken - self.num_validation
-        yield from _sample(rows, self.num_rows, num_train, self.num_validation, self.seed)
+        num_train = self.num_taken - num_validation
+        yield from _sample(rows, self.num_rows, num_train, num_validation, self.source.seed)
 
     def taken_evenly(self) -> Iterator[tuple[float, int, SelectedRow]]:
         """Yield the selected rows, each with its relative position between 0 and 1."""
@@ -242,17 +212,12 @@ def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
         key = f"data.source[{number}]" if isinstance(data.source, MixtureSource) else "data.source"
         if isinstance(source, GeneratedSource):
             raise TypeError("generated examples can't be mixed with other sources")
-        rows = _HubDataset(source) if isinstance(source, HubSource) else _Files(source.train, f"{key}.train")
-        validation = None
-        if isinstance(source, FilesSource) and source.heldout is not None:
-            validation = _Files(source.heldout, f"{key}.heldout")
-        taken = source.num_train, source.num_heldout, source.seed
-        sources.append(_OpenSource(number, key, rows, *taken, validation))
+        sources.append(_OpenSource(number, key, source, source.num_train))
         weights += [source.weight] if source.weight else []
     if not weights or not count:
         return sources
     # As many rows from each source as its weight and the scarcest source allow.
-    available = [source.num_rows - source.num_validation for source in sources]
+    available = [each.num_rows - each.source.num_heldout for each in sources]
     scale = min(num / weight for num, weight in zip(available, weights, strict=True))
     chosen = [min(num, round(scale * weight)) for num, weight in zip(available, weights, strict=True)]
     for source_key in (each.key for each, num in zip(sources, chosen, strict=True) if num < 1):
@@ -263,9 +228,6 @@ def _open_sources(data: DataSpec, *, count: bool = True) -> list[_OpenSource]:
             fix="raise its weight, or give num_train instead of weights",
         )
     return [replace(each, num_train=num) for each, num in zip(sources, chosen, strict=True)]
-
-
-# --- The validation split ------------------------------------------------------------------------
 
 
 def _split(

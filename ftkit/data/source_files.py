@@ -40,16 +40,10 @@ _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 """Metadata files that `datasets` writes."""
 
 
-# --- Finding files -------------------------------------------------------------------------------
-
-
 def find_files(place: str, key: str) -> list[str]:
     """Return the data files of a path, folder, pattern or address, sorted by name.
 
-    Raises:
-        NotFoundError: there are none.
-        DataError: some are compressed copies of others, or for other splits.
-        PrerequisiteError: a package or credentials for the address are missing.
+    Raises NotFoundError if there are none, and PrerequisiteError without a package or credentials for the address.
     """
     found = _find_remote(place, key) if is_address(place) else _find_local(place, key)
     first: dict[str, str] = {}
@@ -87,9 +81,6 @@ def walk(folder: Path, key: str) -> list[Path]:
     """Return all files of a dataset's folder, also of linked folders; a folder that is linked twice is read once.
 
     Folders below it that ftkit wrote are left out: a workspace may be in the dataset's folder.
-
-    Raises:
-        NotFoundError: there are so many that it is probably another folder.
     """
     files: list[Path] = []
     seen = {folder.resolve()}
@@ -135,11 +126,12 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
         and not any(part.startswith((".", "_")) for part in path.parts)
     )
     others = [below[file] for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
-    if others and len(others) < len(found):
+    train = [file for file in found if below[file] not in others]
+    if others and train:
         raise DataError(
             f"{key}: {folder} has files of more than one split, such as {others[0]}",
             meaning="all files of a folder are trained on, so the test data would be too",
-            fix=f"select those to train on: {key}={folder.rstrip('/')}/**/train*; others may be data.validation.file",
+            fix=f"select those to train on by a pattern or list: {key}={train[0]}; others as data.validation.file",
             name="several-splits",
         )
     return found
@@ -188,9 +180,6 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
             meaning="credentials are missing or lack access to this address, or there is no network",
             fix=ADVICE.get(scheme, "check the address"),
         ) from error
-
-
-# --- Reading files -------------------------------------------------------------------------------
 
 
 def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:

@@ -56,11 +56,7 @@ def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
 
 
 def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Download the weights of a hub model, if missing.
-
-    Raises:
-        NotFoundError: they can't be downloaded, or contradict their configuration.
-    """
+    """Download the weights of a hub model, if missing."""
     model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
     if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
         report(f"downloading the weights of {model.weights}")
@@ -70,11 +66,7 @@ def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callabl
 
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
-    """Export the checkpoint that training continues from, if not yet exported.
-
-    Raises:
-        NotFoundError: the checkpoint is missing, was replaced, or can't be exported.
-    """
+    """Export the checkpoint that training continues from, if not yet exported."""
     trained = plan.weights_to_export
     if trained is None:
         return
@@ -100,9 +92,6 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
         )
 
 
-# --- Staging -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StagedFiles:
     """Size and SHA-256 of each file, as read from the shared file system."""
@@ -114,13 +103,8 @@ class StagedFiles:
 def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
     """Copy a run's weights to this node's local disk, or verify an existing copy.
 
-    Args:
-        plan: plan of the run; nothing is done unless its cluster profile sets `stage: local`.
-        cache: this user's folder on the node's local disk.
-        report: called with progress messages.
-
-    Returns:
-        The folder to load from; None to load from the shared file system.
+    `cache` is this user's folder on that disk. Returns the folder to load from; None to load from the shared file
+    system, as without `stage: local` in the cluster profile.
     """
     model = plan.recipe.model
     if plan.cluster.stage != "local" or model.weights == "random":
@@ -128,24 +112,34 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     source = find_folder(model, os.environ, Workspace(plan.workspace).hub_home)
     if source is None or (is_path(model.weights) and not source.is_dir()):
         return None  # the ranks report why they can't be loaded
-    files = _files_of(source)
+    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
+    with suppress(*UNREADABLE):  # the ranks refuse the copy of a damaged index
+        found |= {source / file for file in weight_files(source)}  # not those in other layouts
+    files = sorted(path for path in found if path.is_file())
+    sizes = {path: path.stat() for path in files}
+    lines = [f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in sizes.items()]
     began, host = time.monotonic(), socket.gethostname()
-    folder = cache / "weights" / _key(source, files)
-    found = _verify(folder)
-    if found is None:
+    digest = hashlib.sha256("\n".join([str(source), *lines]).encode()).hexdigest()
+    folder = cache / "weights" / digest[:32]
+    damaged = _verify(folder)
+    if damaged is None:
         report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")
         return folder
     if (num_nodes := plan.placement.num_nodes) > MAX_COPYING_NODES:
         if os.environ.get("SLURM_NODEID", "0") == "0":
             report(f"weights are not copied to {num_nodes} nodes: ranks read their shards from {source}")
         return None
-    if found:
-        report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(found)}): copying it again")
-    size = sum(path.stat().st_size for path in files)
+    if damaged:
+        report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(damaged)}): copying it again")
+    size = sum(stat.st_size for stat in sizes.values())
     try:
         remove(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _copy(source, files, folder, size)
+        if (free := shutil.disk_usage(folder.parent).free) < size:
+            raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")  # noqa: TRY301
+        with atomic_folder(folder) as temporary, ThreadPoolExecutor(_THREADS) as threads:
+            copied = dict(threads.map(lambda path: (path.name, _copy_file(path, temporary / path.name)), files))
+            write_json(temporary / _MARKER, StagedFiles(str(source), copied))
     except OSError as error:
         report(
             f"{host}: {size / 2**30:.1f} GiB of weights can't be copied to {folder.parent} ({error.strerror}): "
@@ -155,23 +149,6 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     seconds = time.monotonic() - began
     report(f"{host}: copied {size / 2**30:.1f} GiB of weights to {folder} in {seconds:.1f} s")
     return folder
-
-
-def _files_of(source: Path) -> list[Path]:
-    """Return a model's files, without weights in other layouts that lie beside them."""
-    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
-    with suppress(*UNREADABLE):  # the ranks refuse the copy of a damaged index
-        found |= {source / file for file in weight_files(source)}
-    return sorted(path for path in found if path.is_file())
-
-
-def _key(source: Path, files: list[Path]) -> str:
-    """Return the folder's name, which changes with the weights."""
-    digest = hashlib.sha256(str(source).encode())
-    for path in files:
-        stat = path.stat()
-        digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
 
 
 def _verify(folder: Path) -> list[str] | None:
@@ -189,14 +166,6 @@ def _verify(folder: Path) -> list[str] | None:
     with ThreadPoolExecutor(_THREADS) as threads:
         intact = threads.map(is_intact, staged.files)
         return [name for name, is_same in zip(staged.files, intact, strict=True) if not is_same] or None
-
-
-def _copy(source: Path, files: list[Path], folder: Path, size: int) -> None:
-    if (free := shutil.disk_usage(folder.parent).free) < size:
-        raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")
-    with atomic_folder(folder) as temporary, ThreadPoolExecutor(_THREADS) as threads:
-        copied = dict(threads.map(lambda path: (path.name, _copy_file(path, temporary / path.name)), files))
-        write_json(temporary / _MARKER, StagedFiles(str(source), copied))
 
 
 def _copy_file(path: Path, target: Path) -> SavedFile:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Final
 
 from jinja2 import TemplateError
@@ -34,36 +34,25 @@ _LATE_SYSTEM = "system turns after the first turn"
 _USER, _ANSWER = Message("user", "hi"), Message("assistant", "ok")
 
 
-# --- Fields --------------------------------------------------------------------------------------
-
-
 def fields_of(conversation: Conversation) -> set[str]:
     """Return the fields of a conversation that a template may omit, by their names in error messages."""
     messages = conversation.messages
-    fields = {field for message in messages for field in _fields_of_turn(message)}
-    if conversation.tools:
-        fields.add("tools")
-    num_leading = len(list(takewhile(lambda message: message.role == "system", messages)))
-    if any(message.role == "system" for message in messages[num_leading:]):
+    fields = {"tools"} if conversation.tools else set[str]()
+    for message in messages:
+        is_turn = message.role in ("system", "developer", "tool")
+        present = {
+            f"{message.role} turns" if is_turn else f"contents of {message.role} turns": True,
+            "reasoning": message.reasoning,
+            "names of speakers": message.name and message.role != "tool",
+            "tool calls": message.tool_calls,
+            "text beside tool calls": message.tool_calls and message.content,
+            "parallel tool calls": len(message.tool_calls) > 1,
+        }
+        fields |= {name for name, is_there in present.items() if is_there}
+    roles = [message.role for message in messages]
+    if any(before != "system" and role == "system" for before, role in pairwise(roles)):
         fields.add(_LATE_SYSTEM)
     return fields
-
-
-def _fields_of_turn(message: Message) -> Iterator[str]:
-    if message.reasoning:
-        yield "reasoning"
-    if message.name and message.role != "tool":
-        yield "names of speakers"
-    if message.role in ("system", "developer", "tool"):
-        yield f"{message.role} turns"
-    else:
-        yield f"contents of {message.role} turns"
-    if message.tool_calls:
-        yield "tool calls"
-        if message.content:
-            yield "text beside tool calls"
-        if len(message.tool_calls) > 1:
-            yield "parallel tool calls"
 
 
 def find_dropped(renderer: ChatRenderer) -> Iterator[str]:
@@ -114,9 +103,6 @@ def _find_unread(variables: Collection[str], templates: Collection[str]) -> list
     return sorted(set(variables) - read)
 
 
-# --- Shapes of conversations ---------------------------------------------------------------------
-
-
 def shapes(special_token: str) -> dict[str, Conversation]:
     """Return conversations of many shapes, in which templates differ; each is named by the letters of its turns.
 
@@ -154,8 +140,6 @@ def _conversation(turns: str, token: str) -> Conversation:
             messages.append(Message("assistant", content, reasoning=reasoning, tool_calls=calls))
     return Conversation(tuple(messages), (_TOOL,) if "t" in turns else ())
 
-
-# --- Ends of turns -------------------------------------------------------------------------------
 
 _ASKED, _SAID, _NEXT, _ID = "Qz0000001", "Qz0000002", "Qz0000003", "Qz0000004"
 """Words that no template writes."""

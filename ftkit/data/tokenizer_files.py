@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import resources
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import DataError, one_line
@@ -28,19 +27,9 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 """File in which transformers 4 saved the chat template of a multimodal model's processor, unknown to its tokenizer."""
 
 
-# --- Shipped chat templates, for tokenizers without one ------------------------------------------
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template that ftkit ships.
-
-    Attributes:
-        name: its name, which is also its file's in `ftkit/data/templates`.
-        end_of_turn: the special token after a turn of the assistant.
-        begin: the special token at the start of a text.
-        other_tokens: the other special tokens that it writes.
-    """
+    """A chat template that ftkit ships in `ftkit/data/templates`, and the special tokens that it writes."""
 
     name: str
     end_of_turn: str
@@ -103,19 +92,12 @@ def check_own_template(source: str, template: object, names: Collection[str] = (
         )
 
 
-# --- Checks --------------------------------------------------------------------------------------
-
-
 def check_tokenizer_folder(
     folder: Path, template_name: str, *, added_tokens: Collection[str] = (), needs_template: bool = True
 ) -> None:
     """Check that a folder has a tokenizer, and that it has the tokens of the chat template; reads files only.
 
-    Args:
-        folder: the folder with the tokenizer's files.
-        template_name: `model`, or the name of a shipped template.
-        added_tokens: tokens that the recipe adds to the tokenizer.
-        needs_template: whether the data is rendered with a chat template.
+    `template_name` is `model`, or the name of a shipped template.
     """
     check_tokenizer_files(folder)
     if not needs_template:
@@ -150,17 +132,8 @@ def check_tokenizer_files(folder: Path) -> None:
             meaning="it was not saved with the weights, or not copied with them",
             fix="tokenizer.save_pretrained(FOLDER), or set model.tokenizer.source to a folder or hub id that has it",
         )
-    if (folder / TOKENIZER_FILE).is_file():
-        if not isinstance(_read_json(folder / TOKENIZER_FILE).get("model"), dict):
-            raise _incomplete(folder, f"{folder / TOKENIZER_FILE} has no 'model', so it holds no vocabulary")
-    elif (folder / "vocab.json").is_file() and not (folder / "merges.txt").is_file():
-        raise _incomplete(folder, f"{folder} has vocab.json, but neither merges.txt nor {TOKENIZER_FILE}")
-    elif (models := list(folder.glob("*.model"))) and find_spec("transformers") and not find_spec("sentencepiece"):
-        raise DataError(
-            f"{folder} has its tokenizer only as {models[0].name}, without {TOKENIZER_FILE}",
-            meaning="converting it needs the package sentencepiece, which is not installed here",
-            fix=f"pip install sentencepiece; or where it is installed: {convert_command(str(folder))}",
-        )
+    if (folder / TOKENIZER_FILE).is_file() and not isinstance(_read_json(folder / TOKENIZER_FILE).get("model"), dict):
+        raise _incomplete(folder, f"{folder / TOKENIZER_FILE} has no 'model', so it holds no vocabulary")
 
 
 def convert_command(source: str) -> str:
@@ -188,17 +161,9 @@ def _read_json(path: Path) -> JsonFile:
     return stored if isinstance(stored, dict) else {}
 
 
-# --- Vocabulary ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer.
-
-    Attributes:
-        ids: the id of each token.
-        size: size of the tokenizer's model, without added tokens.
-    """
+    """The ids of a tokenizer's tokens; `size` is without added tokens."""
 
     ids: dict[str, int]
     size: int

@@ -67,10 +67,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the recipe's tokenizer from a folder or the hub, with added tokens and chat template.
 
-    Args:
-        model: the recipe's model section.
-        chat_template: `model` for its own, the name of a shipped one, or Jinja; None for plain text.
-        report: called with a message for each added token.
+    `chat_template` is `model` for its own, the name of a shipped one, or Jinja; None for plain text.
     """
     source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
     revision = model.revision if model.tokenizer.source == "model" else None
@@ -146,21 +143,14 @@ def _loading_error(source: str, error: Exception) -> DataError:
         return DataError(
             f"the tokenizer or the model of '{source}' contains custom code",
             meaning=f"transformers {transformers.__version__} lacks its class, and ftkit never runs code of a model",
-            fix="choose a model whose class is in transformers; or, if only the tokenizer has code, "
-            "model.tokenizer.source: a tokenizer of the same vocabulary that has tokenizer.json",
-        )
-    what = f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}"
-    if is_path(source):
-        return DataError(
-            what,
-            meaning="a file is missing or broken, or its class needs another version of transformers or a package",
-            fix=f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}",
+            fix="choose another model; or a tokenizer of the same vocabulary with tokenizer.json (model.tokenizer)",
         )
     return DataError(
-        what,
-        meaning="a file is missing or broken, its class needs another version of transformers, or the hub refuses "
-        "access or is unreachable",
-        fix="check model.weights; for a gated model accept its license and set HF_TOKEN",
+        f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}",
+        meaning="a file is missing or broken, its class needs another version of transformers or another package, or "
+        "the hub refuses access or is unreachable",
+        fix=f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}; for a gated model accept "
+        "its license and set HF_TOKEN",
     )
 
 

@@ -14,20 +14,20 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.documents import DocumentBatch, shorten
 from ftkit.data.encoding import RowEncoder
-from ftkit.data.limits import begin_fork, find_refusal
+from ftkit.data.limits import begin_fork, explain_death
+from ftkit.data.packing import DocumentBatch, shorten
 from ftkit.data.prepared_data import SourceStats
 from ftkit.data.row_formats import unused_columns
 from ftkit.data.rows import Row
 from ftkit.data.selection import split_of
-from ftkit.errors import DataError, MemoryExhaustedError
+from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ftkit.config.data import DataSpec
-    from ftkit.data.documents import Document
+    from ftkit.data.packing import Document
     from ftkit.data.selection import SelectedRow, Split
 
 _BATCH_ROWS = 64
@@ -42,16 +42,9 @@ _BATCHES_OF_WORKER = 4
 class EncodedBatch:
     """The result of a batch of rows.
 
-    Attributes:
-        num_rows: rows that could be used, by source.
-        num_documents: documents before any is truncated or dropped.
-        num_too_long: documents that are longer than a pack, by source.
-        longest: tokens of the longest document.
-        unused: columns that the format does not use.
-        validation_rows: the rows of the validation split as JSON Lines.
-        validation_sources: source numbers of these rows, one per line.
-        bad: errors of bad rows, in order.
-        refused: errors of rows with a document longer than a pack, in order, if `data.too_long` is `error`.
+    Documents are counted before any is truncated or dropped. Counters are by source. `unused` are columns that the
+    format does not use; `validation_rows` are JSON Lines, and `validation_sources` their sources, one per line.
+    `refused` are errors of rows with a document longer than a pack, if `data.too_long` is `error`.
     """
 
     train: DocumentBatch = field(init=False)
@@ -110,12 +103,7 @@ def check_skipped(errors: Sequence[DataError], allowed: int) -> None:
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Encodes batches of rows as documents.
-
-    Attributes:
-        encoders: encoder of each source; each source may have its own format.
-        end_of_turn: the token that ends an assistant turn.
-    """
+    """Encodes batches of rows as documents. Each source may have its own format, and so its own encoder."""
 
     recipe: RecipePlan
     encoders: Mapping[int, RowEncoder]
@@ -181,12 +169,7 @@ class BatchEncoder:
 
 
 def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers: int) -> Iterator[EncodedBatch]:
-    """Yield the results of batches in an order that does not depend on the number of workers.
-
-    Raises:
-        DataError: the chat template reached a limit.
-        MemoryExhaustedError: a worker was killed.
-    """
+    """Yield the results of batches in an order that does not depend on the number of workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are parallel already
     batches = _batches(rows)
     first = list(islice(batches, _BATCHES_BEFORE_WORKERS))
@@ -209,12 +192,7 @@ def encode_rows(encoder: BatchEncoder, rows: Iterable[SelectedRow], num_workers:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         workers.shutdown(wait=True)  # it waits for the processes, so that their exit codes are known
-        refusals = [find_refusal(encoder.template, process.exitcode) for process in processes]
-        raise next(filter(None, refusals), None) or MemoryExhaustedError(
-            "a worker process of the preparation was killed",
-            meaning="usually the machine or the job is out of memory",
-            fix="give the job more memory, or use fewer workers: ftkit data prepare --workers 1",
-        ) from error
+        raise explain_death(encoder.template, *(process.exitcode for process in processes)) from error
     finally:
         workers.shutdown(wait=True, cancel_futures=True)
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.documents import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig, TextStreamer
 
-    from ftkit.data.documents import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.source import ModelSource
 
 

@@ -24,7 +24,7 @@ from ftkit.process import num_usable_cpus
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ftkit.data.documents import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.load import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.documents import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.load import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, fetch_model, find_base
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import GenerationConfig, TextStreamer
 
-    from ftkit.data.documents import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.source import ModelSource
     from ftkit.train.components.export import ExportRecord, Logits
 

@@ -34,9 +34,6 @@ FALSE = ("", "0", "no", "off", "false")
 MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
-# --- Caches on this machine ----------------------------------------------------------------------
-
-
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
     """Return the folder on this machine with a model's files: its own, or one in the hub's cache; None without one."""
     if model.weights == "random":
@@ -92,11 +89,7 @@ def offline_variable(environment: Mapping[str, str], library: str = "TRANSFORMER
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the hub's token: from the variable, or from the file of `hf auth login`.
-
-    Raises:
-        PrerequisiteError: the content can't be a token.
-    """
+    """Return the hub's token: from the variable, or from the file of `hf auth login`."""
     home = environment.get("HF_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache" / "huggingface"
     path = Path(environment.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser()
     places = {name: environment.get(name, "") for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
@@ -117,9 +110,6 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 def endpoint_of(environment: Mapping[str, str]) -> str:
     """Return the address of the hub."""
     return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-
-
-# --- Requests ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,9 +139,7 @@ def repository_of(model: ModelSpec) -> Repository:
 def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> Answer:
     """Ask the hub for files of a repository, without downloading them.
 
-    Raises:
-        NotFoundError: there is no such repository or revision.
-        PrerequisiteError: it is gated, or access is denied.
+    Raises NotFoundError without such a repository or revision, and PrerequisiteError if access is denied.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 

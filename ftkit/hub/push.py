@@ -22,11 +22,7 @@ _XET_RETRIES = ("HF_XET_CLIENT_RETRY_MAX_DURATION", "60s")
 
 
 def check_hub_access(address: str) -> str:
-    """Check that there is a token with write access; return the repository's name.
-
-    Raises:
-        PrerequisiteError: there is none, or the hub can't be reached.
-    """
+    """Check that there is a token with write access; return the repository's name."""
     repository, token = address.partition("://")[2].strip("/"), read_token(os.environ)
     if repository.count("/") != 1:
         raise PrerequisiteError(f"{address}: a model of the hub is hf://ORGANIZATION/NAME", fix="correct the address")
@@ -44,9 +40,6 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
 
     A new repository is private. Existing content is not uploaded again, and former files stay in the repository's
     history.
-
-    Raises:
-        PrerequisiteError: access is denied, the hub can't be reached, or has other content than was uploaded.
     """
     repository = check_hub_access(address)
     api = _hub()

@@ -41,15 +41,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a model's weights exist and may be read.
+    """Check that a model's weights exist and may be read, and that `model.architecture` agrees with them.
 
-    Returns:
-        A warning if this can't be checked here, or if the files have unused decoder layers; else None.
-
-    Raises:
-        NotFoundError: there is no such folder, model or revision, or the files contradict their configuration.
-        PrerequisiteError: the model is gated, or access is denied.
-        ConfigError: `model.architecture` contradicts their configuration.
+    Returns a warning if this can't be checked here, or if the files have unused decoder layers. Raises NotFoundError
+    without such a folder, model or revision; PrerequisiteError if access is denied; ConfigError for another shape.
     """
     if model.weights == "random":
         return None
@@ -100,9 +95,6 @@ def download_weights(
 
     Many repositories have the weights a second time, in other layouts (`consolidated.safetensors`, `original/`): only
     the files that the index lists are downloaded.
-
-    Raises:
-        NotFoundError: there is no such hub model, or this token may not read it.
     """
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
@@ -143,12 +135,7 @@ def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: 
 
 
 def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> JsonFile | None:
-    """Return the configuration of a hub model, downloaded into the cache; None if the hub does not respond.
-
-    Raises:
-        NotFoundError: there is no such model or revision, or it has no configuration.
-        PrerequisiteError: the model is gated, or access is denied.
-    """
+    """Return the configuration of a hub model, downloaded into the cache; None if the hub does not respond."""
     if offline_variable(environment):
         return None
     answer = ask(repository_of(model), (CONFIG_FILE,), environment)  # without a network, a download tries five times

@@ -10,8 +10,7 @@ import torch
 
 from ftkit.config.execution import method_counts
 from ftkit.config.training import TrainingPlan
-from ftkit.data.documents import Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import Document, build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED

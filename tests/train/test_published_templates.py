@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ftkit.config.data import DataSpec, MessagesFormat
-from ftkit.data.documents import IGNORED
 from ftkit.data.encoding import RowEncoder, find_end_tokens
+from ftkit.data.packing import IGNORED
 from ftkit.data.rows import Row
 from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import learn_tokenizer

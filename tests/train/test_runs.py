@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.cli.main import main
-from ftkit.data.documents import IGNORED
-from ftkit.data.packing import pack_at
+from ftkit.data.packing import IGNORED, pack_at
 from ftkit.data.prepared_data import PreparedData
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from ftkit.data.documents import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.runs.records import EvaluationRecord, SourceLoss, StepRecord
 from ftkit.train.causal_lm import SourceLosses

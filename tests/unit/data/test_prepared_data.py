@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.documents import IGNORED, Document, DocumentBatch
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import IGNORED, Document, DocumentBatch, build_pack
 from ftkit.data.prepared_data import DataManifest, PackStore, PackWriter, PreparedData, new_prepared_data
 from ftkit.errors import DataError
 
