@@ -275,7 +275,7 @@ def _content(value: object, role: str, *, is_optional: bool) -> str:
     if value is None and is_optional:
         return ""
     parts = value if isinstance(value, list) and value else [None]
-    dicts = [part if isinstance(part, dict) else {"type": "none"} for part in parts]
+    dicts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in parts]
     kinds = sorted({str(part.get("type", "text")) for part in dicts} - _TEXT_PARTS)
     if not kinds and all(isinstance(part.get("text"), str) for part in dicts):
         return "".join(part["text"] for part in dicts)

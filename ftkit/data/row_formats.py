@@ -101,25 +101,29 @@ def check_split(data: DataSpec, form: Format) -> None:
 
 
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
+    def is_turns(value: object, style: str) -> bool:
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
+
     for style in ("openai", "sharegpt"):
         names = [name for name in rows[0].columns if name in columns]
-        found = [name for name in names if sum(_is_turns(row.columns[name], style) for row in rows) * 2 > len(rows)]
+        found = [name for name in names if sum(is_turns(row.columns[name], style) for row in rows) * 2 > len(rows)]
         if len(found) == 1:
             return MessagesFormat(column=found[0], style=style)
     return None
 
 
-def _is_turns(value: object, style: str) -> bool:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
-
-
 def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
     is_labeled = {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool)
     if {"chosen", "rejected"} <= columns or is_labeled:
-        raise _preferences(first)
+        raise DataError(
+            "the rows are preference data: pairs (chosen, rejected), or completions with a label",
+            meaning="ftkit trains on conversations and texts, and would learn what is not preferred",
+            fix="select what is preferred: data.format={kind: messages, column: chosen} and data.ignore_columns; or "
+            "jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
+        )
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
     if {"instruction", "response"} <= columns:
@@ -128,22 +132,6 @@ def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
         if {prompt, completion} <= columns:
             return PromptCompletionFormat(prompt=f"{{{prompt}}}", completion=f"{{{completion}}}")
     return TextFormat() if "text" in columns else None
-
-
-def _preferences(columns: Columns) -> DataError:
-    """Return the error that rows are preference pairs, with the keys to train on the preferred completions."""
-    kind = "messages" if isinstance(columns.get("chosen"), list) else "text"
-    others = [name for name in columns if name != "chosen" and name not in METADATA]
-    fix = f"'data.format={{kind: {kind}, column: chosen}}' 'data.ignore_columns=[{', '.join(others)}]'"
-    if "chosen" not in columns:
-        fix = "jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl"
-    elif "prompt" in columns and isinstance(columns["prompt"], list) == isinstance(columns["chosen"], list):
-        fix = "data.format.kind=prompt-completion data.format.completion='\"{chosen}\"'"
-    return DataError(
-        "the rows are preference data: pairs (chosen, rejected), or completions with a label",
-        meaning="ftkit trains on conversations and texts, and would learn what is not preferred",
-        fix=f"to train on the preferred ones: {fix}",
-    )
 
 
 def unused_columns(row: Columns, form: Format) -> list[str]:

@@ -74,8 +74,8 @@ class RawRow:
         except (ValueError, RecursionError) as error:
             raise self._invalid(text, where, error, one_object) from error
         if not isinstance(parsed, dict):
-            command = self._to_objects(parsed) if self.number == 1 else ""
-            raise DataError(f"{where}: not a JSON object", fix=command or one_object)
+            file, program = shlex.quote(self.file), ".[]" if isinstance(parsed, list) else "{text: .}"
+            raise DataError(f"{where}: not a JSON object", fix=f"{one_object}: jq -c '{program}' {file} > rows.jsonl")
         if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(parsed, MAX_DEPTH):
             raise DataError(f"{where}: nested more than {MAX_DEPTH} deep", fix="flatten or remove this example")
         if _SURROGATE.search(text):
@@ -103,15 +103,6 @@ class RawRow:
             meaning = "the file is one array, or its objects span several lines"
             fix = f"{fix}: jq -c '.[]' {file} > lines.jsonl" if text.lstrip().startswith("[") else fix
         return DataError(f"{where}: not valid JSON: {reason}", meaning=meaning, fix=fix)
-
-    def _to_objects(self, parsed: object) -> str:
-        """Return the command that makes objects of rows like this one; empty if there is none."""
-        program = "{text: .}" if isinstance(parsed, str) else ""
-        if isinstance(parsed, list) and parsed and isinstance(parsed[0], dict):
-            program = "{messages: .}" if {"role", "from"} & parsed[0].keys() else ".[]"
-        whole = f".[] | {program}" if "element" in self.separator else program
-        file = shlex.quote(self.file)
-        return f"make objects of them: jq -c {shlex.quote(whole)} {file} > rows.jsonl" if program else ""
 
 
 @contextmanager

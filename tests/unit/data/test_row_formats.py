@@ -93,9 +93,9 @@ def test_plain_text_is_detected_and_stays_a_text() -> None:
         ([{}], r"no known format has the columns \(none\)"),
         (
             [{"chosen": [ASK], "rejected": [ASK], "prompt": "q"}],
-            r"(?s)preference data.*messages.*\[rejected, prompt\]",
+            r"(?s)preference data.*column: chosen",
         ),
-        ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference data.*kind=prompt-completion"),
+        ([{"chosen": "a", "rejected": "b", "prompt": "q"}], r"(?s)preference data.*column: chosen"),
         ([], "no rows to detect the format from"),
         ([{"input_ids": [1, 2], "labels": [1, 2]}], r"f:1: .* input_ids, labels"),
         ([{"conversations": [{"from": "user", "text": "q"}]}], r"f:1: column 'conversations' is not a list of turns"),

@@ -79,22 +79,13 @@ def test_a_json_array_and_utf_16_are_recognized(tmp_path: Path) -> None:
         read_json_lines(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "program"),
-    [
-        ("a.jsonl", '[{"a": 1}]', "'.[]'"),
-        ("a.jsonl", '[{"role": "user", "content": "q"}]\n' * 2, "'{messages: .}'"),
-        ("a.json", '[[{"from": "human", "value": "q"}]]', "'.[] | {messages: .}'"),
-        ("a.jsonl", '"a"\n"b"\n', "'{text: .}'"),
-        ("a.json", '["a", "b"]', "'.[] | {text: .}'"),
-    ],
-)
+@pytest.mark.parametrize(("content", "program"), [('[{"a": 1}]', "'.[]'"), ('"a"\n"b"\n', "'{text: .}'")])
 def test_rows_that_are_no_objects_come_with_the_command_that_makes_them_objects(
-    name: str, content: str, program: str, tmp_path: Path
+    content: str, program: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / name
+    path = tmp_path / "a.jsonl"
     path.write_text(content)
-    with pytest.raises(DataError, match="not a JSON object") as caught:
+    with pytest.raises(DataError) as caught:
         next(read_file(str(path))).parse()
     assert f"jq -c {program} {path} > rows.jsonl" in caught.value.fix
 
