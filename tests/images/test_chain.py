@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.images import docker_engine
+from ftkit.images.image_store import ImageStore
 from ftkit.images.import_image import DockerSource, import_image
-from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -285,7 +285,7 @@ def test_gc_removes_unreferenced_files_after_confirmation(project: Project) -> N
     project.ok("import", "tiny:1")
     refused = project.call("rm", "--unused", given="n\n")
     assert "no name points to it" in refused.stdout
-    assert "removed nothing" in refused.stderr
+    assert "nothing was changed" in refused.stderr
     assert old.exists()
     project.ok("rm", "--unused", "--yes")
     assert not old.exists()

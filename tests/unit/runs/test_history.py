@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs import metrics_file
