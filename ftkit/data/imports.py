@@ -1,7 +1,4 @@
-"""Import transformers without packages that ftkit does not use, and keep the bytecode of what it imports.
-
-The private name of transformers that preparing data needs is here; those of training are in `ftkit.train.private_apis`.
-"""
+"""Import transformers without packages that ftkit does not use, and keep the bytecode of what it imports."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    import jinja2
 
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
 """Packages that transformers imports wherever they are installed, for models and a way of generation that ftkit does
@@ -53,20 +49,6 @@ def import_transformers() -> ModuleType:
         for name in hidden:
             getattr(transformers.utils.import_utils, f"is_{name}_available", bool)()  # it remembers the result
     return cast("ModuleType", transformers)
-
-
-def compile_chat_template(template: str) -> jinja2.Template:
-    """Return a chat template in the environment in which `apply_chat_template` renders it.
-
-    `transformers.utils.chat_template_utils._compile_jinja_template`, transformers 4.57 to 5.23, which keeps the newest
-    templates compiled. The public `render_jinja_template` checks and copies each conversation, for longer than the
-    rendering takes. If it goes: use that.
-    """
-    import_transformers()
-    from transformers.utils import chat_template_utils  # noqa: PLC0415 - seconds of imports
-
-    compiled: jinja2.Template = chat_template_utils._compile_jinja_template(template)  # noqa: SLF001
-    return compiled
 
 
 def keep_bytecode() -> Path | None:

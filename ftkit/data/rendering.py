@@ -12,9 +12,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall, trained_turns, with_short_ids
-from ftkit.data.imports import compile_chat_template
 from ftkit.data.labels import Completions
 from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
+from ftkit.data.private_apis import compile_chat_template
 from ftkit.data.template_probes import (
     CONTENTS,
     PROBE,

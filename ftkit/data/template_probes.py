@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall
-from ftkit.data.imports import compile_chat_template
 from ftkit.data.limits import Template, run_limited
+from ftkit.data.private_apis import compile_chat_template
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:

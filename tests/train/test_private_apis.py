@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import chat_template_utils
 from waiting import PATIENCE_SECONDS
 
-from ftkit.data.imports import compile_chat_template
+from ftkit.data.private_apis import compile_chat_template
 from ftkit.train.components.optimizer import FusedAdamW
 from ftkit.train.private_apis.libraries import compute_in_input_dtype, flash_attention, import_bitsandbytes
 from ftkit.train.private_apis.torch import (

@@ -266,7 +266,7 @@ def test_missing_or_invalid_schemas_are_rejected(tools: object, message: str) ->
 
 @pytest.mark.parametrize("turns", [None, [], "text", {}])
 def test_a_column_without_a_list_of_turns_is_rejected(turns: object) -> None:
-    with pytest.raises(DataError, match="'messages' is not a list"):
+    with pytest.raises(DataError, match="column 'messages'"):
         read({"messages": turns}, "messages")
 
 

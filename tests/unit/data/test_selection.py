@@ -198,7 +198,7 @@ def test_the_hash_of_a_row_determines_its_split_in_any_position_and_file_format(
 
 @pytest.mark.parametrize("given", [{}, {"count": 1, "fraction": 0.1}, {"count": 1, "by": "hash"}])
 def test_conflicting_definitions_of_a_validation_split_are_rejected(given: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=r"count, fraction and file|by: hash"):
+    with pytest.raises(ValidationError, match=r"count, fraction|by: hash"):
         ValidationSpec.model_validate(given)
     with pytest.raises(ValidationError, match="keep one"):
         spec({"kind": "files", "train": "a.jsonl", "num_heldout": 3}, validation={"count": 1})

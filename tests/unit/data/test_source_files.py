@@ -201,7 +201,7 @@ def test_a_file_of_another_kind_is_refused_as_a_whole_rather_than_row_by_row(
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match=r"rows\.jsonl is a pipe"):
+    with pytest.raises(DataError, match=r"rows\.jsonl .* pipe"):
         next(read_file(str(tmp_path / "rows.jsonl")))
     with pytest.raises(DataError, match="/dev/null is a device"):
         next(read_file("/dev/null"))
@@ -367,11 +367,11 @@ def test_an_address_without_its_package_or_credentials_suggests_a_fix(monkeypatc
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(
         PrerequisiteError,
-        match=r"data\.source\.train: .*s3://(.|\n)*ftkit\[storage\]",
+        match=r"source\.train: [\s\S]*ftkit\[storage\]",
     ):
         find_files("s3://bucket/rows.jsonl", "data.source.train")
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda _: Refusing)
-    with pytest.raises(PrerequisiteError, match=r"s3://bucket/rows\.jsonl: Unable to locate[\s\S]*AWS_PROFILE"):
+    with pytest.raises(PrerequisiteError, match=r"s3://bucket/rows\.jsonl: [\s\S]*AWS_PROFILE"):
         find_files("s3://bucket/rows.jsonl", "data.source.train")
 
 
