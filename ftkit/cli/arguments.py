@@ -304,9 +304,9 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
         NotFoundError: it has no job.
     """
     from ftkit.launch.jobs import adopt_job
-    from ftkit.runs.job import SubmittedRun
+    from ftkit.runs.job import SubmittedRun, read_submitted
 
-    if run := folder.submitted:
+    if run := read_submitted(folder.layout):
         return run
     submission, unasked = None, ""
     try:

@@ -92,7 +92,7 @@ def chat_command(
     for turn in _turns(terminal):
         if turn == "/reset":
             for session in sessions.values():
-                session.reset()
+                session.messages.clear()
         elif len(sessions) == 1:
             _stream(sessions["answer"], turn, terminal)
         else:

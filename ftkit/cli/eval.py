@@ -32,8 +32,8 @@ from ftkit.planning.plan import read_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.evaluate.compare import Example, Result
-    from ftkit.evaluate.measure import Measurements
+    from ftkit.evaluate.results import Example, Result
+    from ftkit.evaluate.scoring import Measurements
     from ftkit.evaluate.source import Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -42,7 +42,7 @@ _MAX_SHOWN = 300
 
 
 class _Settings(TypedDict):
-    """`ftkit.evaluate.measure.MeasureSettings`, which needs torch."""
+    """`ftkit.evaluate.scoring.MeasureSettings`, which needs torch."""
 
     metrics: tuple[str, ...]
     limit: int
@@ -139,7 +139,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
         _run_harness(target, tasks, harness_tasks, settings, terminal, as_json=as_json)
         return
     from ftkit.data.completion_metrics import choose_metrics
-    from ftkit.evaluate.measure import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
+    from ftkit.evaluate.scoring import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:  # report an unknown metric before a model is loaded
         choose_metrics(names, [], target.plan.recipe.data.task if target.plan else None)
@@ -162,7 +162,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
 def _report(
     found: Measurements, about: dict[str, object], seed: int, num_examples: int, terminal: Terminal, *, as_json: bool
 ) -> None:
-    from ftkit.evaluate.compare import changed_examples, compare
+    from ftkit.evaluate.results import changed_examples, compare
 
     results, examples = compare(found.data, found.metrics, found.after, found.before, seed), []
     if found.metrics and found.before:
@@ -189,7 +189,7 @@ def _engine_of(target: Target, engine: EngineName) -> EngineName:
 def _run_harness(
     target: Target, tasks: list[str], folder: Path | None, settings: _Settings, terminal: Terminal, *, as_json: bool
 ) -> None:
-    from ftkit.evaluate.compare import Harness, compare_harness
+    from ftkit.evaluate.results import Harness, compare_harness
 
     harness, limits = Harness(tasks, folder), (settings["limit"], settings["batch_size"])
     after, before = harness.evaluate(load_here(target.source, terminal), *limits), None

@@ -31,7 +31,7 @@ from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.evaluate.formats import check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import check_format, read_precision, verify_vllm_lora, write_gguf
 from ftkit.evaluate.source import ModelFolder
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
@@ -39,12 +39,11 @@ from ftkit.images.verify import require_intact, verify, verify_inside
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.paths import is_path
 from ftkit.planning.plan import read_plan
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import push
+from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from ftkit.config.training import Precision
-    from ftkit.evaluate.formats import Format
+    from ftkit.evaluate.export_formats import Format
     from ftkit.evaluate.vllm import EngineName
 
 _HUB = "hf://"
@@ -106,7 +105,7 @@ def export_command(  # noqa: PLR0913 - one for each option
         _check_destination(destination)
     _use_hub_cache()
     import_transformers()
-    from ftkit.evaluate.export import ExportRequest, export_run
+    from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
     if form != "hf":
         check_format(form, read_plan(layout), merges=merges)

@@ -16,9 +16,9 @@ from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.scheduler import scheduler_for
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:

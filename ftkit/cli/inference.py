@@ -16,7 +16,7 @@ from ftkit.evaluate.source import find_target
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.evaluate.load import GeneratingModel, LoadedModel
+    from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
 
@@ -80,7 +80,7 @@ def load_here(source: ModelSource, terminal: Terminal) -> LoadedModel:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
-    from ftkit.evaluate.load import available_devices, load_model
+    from ftkit.evaluate.loaded_model import available_devices, load_model
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft
     logging.set_verbosity_error()

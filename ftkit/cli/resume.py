@@ -57,7 +57,7 @@ from ftkit.runs.manifest import build_manifest
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.repeat import judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
-from ftkit.runs.storage.sync import fetch_run
+from ftkit.runs.sync import fetch_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

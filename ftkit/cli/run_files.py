@@ -43,9 +43,10 @@ from ftkit.runs import checkpoints
 from ftkit.runs.bundle import SIGNED_AS, write_bundle
 from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_marker
 from ftkit.runs.find import list_runs
+from ftkit.runs.job import read_submitted
 from ftkit.runs.listing import read_entry
 from ftkit.runs.signing import sign
-from ftkit.runs.storage.sync import RunCopy
+from ftkit.runs.sync import RunCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -272,7 +273,7 @@ def sync_command(reference: str, destination: str | None, *, does_watch: bool) -
     destination = destination or read_plan(run.layout).recipe.sync
     if destination is None:
         raise usage_error(f"give DEST: the recipe of {run.id} has no 'sync'")
-    submitted = run.submitted
+    submitted = read_submitted(run.layout)
     copy = RunCopy(run.layout, destination, terminal.say)
 
     def is_over() -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 from ftkit.data.readers import COMPRESSIONS, READERS, START_BYTES, check_kind, cut_error, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
 from ftkit.paths import is_address, is_pattern
-from ftkit.runs.storage.store import ADVICE, is_unreachable, open_driver
+from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ftkit.planning.plan import PlanError, RunPlan
 from ftkit.planning.script import Script, ScriptPlan, read_job_plan
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, read_samples, summarize_samples
+from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests
-from ftkit.runs.progress import Restart, list_restarts
 from ftkit.runs.repeat import Verdict, judge
 from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
 
@@ -30,7 +30,7 @@ class RunFacts:
 
     plan: RunPlan | ScriptPlan | None
     plan_problem: str
-    restarts: list[Restart]
+    history: History
     stragglers: list[Straggler]
     doubts: list[str]
     verdict: Verdict | None
@@ -59,7 +59,7 @@ def read_facts(layout: RunLayout) -> RunFacts:
     return RunFacts(
         plan=plan,
         plan_problem=problem,
-        restarts=list_restarts(layout),
+        history=read_history(layout),
         stragglers=find_stragglers(read_timings(layout)),
         doubts=explain_missing_digests(layout),
         verdict=judge(layout),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-    from ftkit.runs.history import Span
+    from ftkit.runs.spans import Span
 
 MAX_POINTS = 600
 """Maximum points of a line: more can't be told apart, and make the page slow."""

@@ -17,8 +17,9 @@ from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.gpu_samples import gpu_curve
-from ftkit.runs.history import History, merge_spans, read_history
+from ftkit.runs.history import History
 from ftkit.runs.records import Sample
+from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +103,8 @@ class RunReport:
 
 def read_report(layout: RunLayout, state: str) -> RunReport:
     """Collect the content of a run's page; `state` is the run's state in a word."""
-    history, facts = read_history(layout), read_facts(layout)
+    facts = read_facts(layout)
+    history = facts.history
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     job, plan = facts.plan, facts.trainer
     return RunReport(

@@ -112,6 +112,8 @@ def record_line(record: Record) -> str:  # noqa: C901, PLR0911, PLR0912 - one ca
         case EndRecord():
             took = f"{duration(record.training_seconds)} of training since the last start"
             return f"{record.outcome} after {plural(record.step, 'step')}, {took}{early_stopping(record)}"
+        case _:
+            raise TypeError(record.event)
 
 
 def early_stopping(record: EndRecord) -> str:

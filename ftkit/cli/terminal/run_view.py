@@ -13,23 +13,14 @@ from ftkit.cli.terminal.format import age, count, duration, energy, short_path
 from ftkit.cli.terminal.record_lines import early_stopping, measured, sharding_text
 from ftkit.errors import EXIT_CODES, RunFailedError, plural, redact
 from ftkit.launch.job_states import LOST, observe_all
-from ftkit.runs.ends import log_tail
+from ftkit.runs.checkpoints import list_checkpoints
+from ftkit.runs.ends import excluded_nodes, log_tail
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
+from ftkit.runs.history import History, Silence, measure_silence, read_history
 from ftkit.runs.job import FAILURES, Job, RunState
 from ftkit.runs.listing import RunEntry, read_entry
-from ftkit.runs.metrics_file import find_damage
-from ftkit.runs.progress import (
-    Silence,
-    TrainingSummary,
-    excluded_nodes,
-    list_anomalies,
-    list_checkpoints,
-    measure_silence,
-    seconds_left,
-    summarize,
-)
-from ftkit.runs.storage.sync import read_status
+from ftkit.runs.sync import read_status
 
 if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
@@ -52,24 +43,25 @@ STATE_STYLES = {
 _NUM_SHOWN = 5
 """Number of checkpoints, and of restarts."""
 _NUM_ANOMALIES_SHOWN = 8
+_RECORDS = (
+    "start", "first_step", "last_step", "before", "after", "checkpoint", "failed_checkpoint", "end", "sharding",
+    "script_step",
+)  # fmt: skip
+"""Records of a history that `--json` has under their names."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """The state and results of a run, read from its folder and its scheduler.
 
-    Attributes:
-        silence: None also for a script, which writes no records at known times.
-        metrics_problem: which records of the run can't be read, and why; empty if all can.
+    `silence` is None also for a script, which writes no records at known times.
     """
 
     entry: RunEntry
     facts: RunFacts
     seen: Job
-    summary: TrainingSummary
     failure: Failure | None
     silence: Silence | None
-    metrics_problem: str
 
     @property
     def exit_code(self) -> int | None:
@@ -84,7 +76,7 @@ class RunStatus:
         trainer = self.facts.trainer
         if self.seen.state is not RunState.RUNNING or trainer is None:
             return None
-        return seconds_left(self.summary, trainer.recipe.training.log_every_steps)
+        return self.facts.history.seconds_left(trainer.recipe.training.log_every_steps)
 
 
 def read_run_status(folder: RunFolder) -> RunStatus:
@@ -96,30 +88,28 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         entry=entry,
         facts=facts,
         seen=seen,
-        summary=summarize(layout),
         failure=explain_failure(entry.run, seen) if entry.run else None,
         silence=None if layout.is_script else measure_silence(layout, seen, interval, time.time()),
-        metrics_problem=find_damage(layout.metrics),
     )
 
 
 def show_run_status(status: RunStatus, terminal: Terminal) -> None:
     """Print a run: its state, progress and results, the error that ended it, and what to do next."""
-    folder, layout = status.entry.folder, status.entry.folder.layout
+    folder, layout, history = status.entry.folder, status.entry.folder.layout, status.facts.history
     facts: Facts = [
         ("run", Styled(folder.id, "bold")),
         ("state", state_cell(status.seen)),
         *_job_facts(status),
-        *([("metrics", Styled(status.metrics_problem, "yellow"))] if status.metrics_problem else []),
-        *_result_facts(status.summary),
+        *([("metrics", Styled(history.problem, "yellow"))] if history.problem else []),
+        *_result_facts(history),
         *_progress_facts(status),
         *([("GPUs", _gpu_text(status.facts.gpus))] if status.facts.gpus else []),
         *((f"excluded {host}", Styled(why, "yellow")) for host, why in excluded_nodes(layout).items()),
         *_place_facts(status),
     ]
     terminal.facts(facts, is_data=True)
-    if status.summary.after:
-        _show_samples(status.summary.after, terminal, is_data=True)
+    if history.after:
+        _show_samples(history.after, terminal, is_data=True)
     following = [
         text for text in next_commands(layout, status.seen, status.failure) if text != f"ftkit status {folder.id}"
     ]
@@ -140,7 +130,7 @@ def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
         if failure:
             _show_failure(failure, run.layout, terminal, is_data=False)
         raise failed(run, seen, failure)
-    summary = summarize(run.layout)
+    summary = read_history(run.layout)
     results = dict(_result_facts(summary))
     if "time" in results and "progress" in results:
         results["progress"] = f"{results['progress']}, {results.pop('time')}"
@@ -203,7 +193,7 @@ def _job_facts(status: RunStatus) -> Facts:
     return facts
 
 
-def _result_facts(summary: TrainingSummary) -> Facts:
+def _result_facts(summary: History) -> Facts:
     """Return the rows about the training's progress and its results."""
     facts: Facts = []
     end, sharding = summary.end, summary.sharding
@@ -245,7 +235,7 @@ def _step_facts(first: StepRecord, last: StepRecord) -> Facts:
     return facts
 
 
-def _saved_facts(summary: TrainingSummary) -> Facts:
+def _saved_facts(summary: History) -> Facts:
     facts: Facts = []
     if summary.end and summary.end.best_step is not None:
         facts.append(("best", f"step {summary.end.best_step}"))
@@ -268,7 +258,7 @@ def _progress_facts(status: RunStatus) -> Facts:
     if silence and silence.is_stalled:
         alive = "its trainer is alive" if silence.is_alive else "its trainer does not respond"
         facts.append(("stalled", Styled(f"no record for {duration(silence.seconds)}, and {alive}", "red")))
-    restarts = status.facts.restarts
+    restarts = status.facts.history.restarts
     lines = [
         f"{age(time.time() - each.time)} ago"
         + ("" if each.step is None else f", from step {each.step}")
@@ -278,9 +268,8 @@ def _progress_facts(status: RunStatus) -> Facts:
     ]
     if lines:
         facts.append(("restarts", "\n".join([f"{len(restarts)}, newest last", *lines])))
-    anomalies = list_anomalies(status.entry.folder.layout)
     for kind, title, what in (("nonfinite", "skipped", ", not finite"), ("spike", "spikes", "")):
-        steps = [str(each.step) for each in anomalies if each.kind == kind]
+        steps = [str(each.step) for each in status.facts.history.anomalies if each.kind == kind]
         if steps:
             newest = ", ".join(steps[-_NUM_ANOMALIES_SHOWN:])
             facts.append((title, f"{plural(len(steps), 'step')}{what}, newest last: {newest}"))
@@ -397,7 +386,7 @@ def next_commands(layout: RunLayout, seen: Job, failure: Failure | None) -> list
 
 def run_status_as_json(status: RunStatus) -> dict[str, object]:
     """Return the values of `ftkit status --json`."""
-    folder, facts, summary, failure = status.entry.folder, status.facts, status.summary, status.failure
+    folder, facts, summary, failure = status.entry.folder, status.facts, status.facts.history, status.failure
     layout, plan, script, trainer = folder.layout, facts.plan, facts.script, facts.trainer
     submission, copy = status.entry.run.submission if status.entry.run else None, read_status(layout)
     return {
@@ -414,16 +403,16 @@ def run_status_as_json(status: RunStatus) -> dict[str, object]:
         "created": folder.created.isoformat(),
         "submitted": submission.submitted if submission else None,
         "plan_problem": facts.plan_problem or None if status.entry.plan else None,
-        "metrics_problem": status.metrics_problem or None,
+        "metrics_problem": summary.problem or None,
         "world_size": plan.placement.world_size if plan else None,
         "engine": trainer.engine.name if trainer else None,
         "num_steps": summary.last_step.num_steps if summary.last_step else trainer and trainer.num_steps,
-        **{key: asdict(record) if record else None for key, record in vars(summary).items()},
+        **{key: asdict(record) if (record := getattr(summary, key)) else None for key in _RECORDS},
         "seconds_left": status.seconds_left,
         "silent_seconds": status.silence.seconds if status.silence else None,
         "is_stalled": bool(status.silence and status.silence.is_stalled),
-        "restarts": [asdict(restart) for restart in facts.restarts],
-        "anomalies": [asdict(each) for each in list_anomalies(layout)],
+        "restarts": [asdict(restart) for restart in summary.restarts],
+        "anomalies": [asdict(each) for each in summary.anomalies],
         "stragglers": [asdict(each) for each in facts.stragglers],
         "not_repeatable": facts.doubts,
         "repetition": facts.verdict and {**asdict(facts.verdict), "is_repeated": facts.verdict.is_repeated},
