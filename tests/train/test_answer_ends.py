@@ -212,7 +212,7 @@ def test_a_correct_completion_scores_whatever_the_tokenizers_eos_token_is(finish
     end = token(tokenizer, END_OF_TURN)
     tokenizer.eos_token = START
     evaluator = Evaluator(finished_run.plan, data, tokenizer, Generation.of(tokenizer, None), world)
-    examples = [each.row.columns for each in data.read_validation_rows()[:5]]
+    examples = [row.columns for _, row in data.read_validation_rows()[:5]]
     answers = [tokenizer(example["sql"], add_special_tokens=False)["input_ids"] for example in examples]
     scores, samples = evaluator._score(cast("Any", TalksOn(answers, end)), "after")
     assert [sample.answer for sample in samples] == [example["sql"] for example in examples]

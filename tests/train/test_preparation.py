@@ -75,7 +75,7 @@ def test_simulated_malware_is_packed_uncut_and_its_analysis_is_trained(tmp_path:
     validation = prepared.read_validation()
     labels = validation.read(range(len(validation)))[:, 1]
     trained = tokenizer.decode(labels[labels != IGNORED])
-    analyses = [each.row.columns["analysis"] for each in prepared.read_validation_rows()]
+    analyses = [row.columns["analysis"] for _, row in prepared.read_validation_rows()]
     assert sorted(trained.split(tokenizer.eos_token)) == sorted(["", *analyses])
 
 
@@ -117,7 +117,7 @@ def test_texts_with_any_line_separator_are_prepared_in_both_splits(tmp_path: Pat
     file = write(tmp_path / "train.jsonl", *rows)
     plan, printed = prepare(tmp_path, *source_of(file, num_heldout=2))
     prepared = PreparedData(plan.data_directory)
-    assert all(each.row.columns in rows for each in prepared.read_validation_rows())
+    assert all(row.columns in rows for _, row in prepared.read_validation_rows())
     assert prepared.read_manifest().num_train_documents == 4
     assert ": id, url\n" in printed
 
