@@ -32,6 +32,7 @@ from ftkit.runs.checkpoints import MARKER, SavedFile
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ftkit.models.architecture import TrainedWeights
     from ftkit.planning.plan import RunPlan
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
@@ -47,10 +48,16 @@ _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
 
 
+def weights_to_export(plan: RunPlan) -> TrainedWeights | None:
+    """Return the checkpoint of an earlier run that must be exported first; None if there is none."""
+    trained = plan.recipe.model.trained
+    return None if trained is None or Path(trained.folder).is_dir() else trained
+
+
 def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether all weights are present. The cluster profile's variables override the environment's."""
     variables = {**environment, **plan.cluster.environment}
-    return plan.weights_to_export is None and is_fetched(
+    return weights_to_export(plan) is None and is_fetched(
         plan.recipe.model, variables, Workspace(plan.workspace).hub_home
     )
 
@@ -67,7 +74,7 @@ def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callabl
 
 def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     """Export the checkpoint that training continues from, if not yet exported."""
-    trained = plan.weights_to_export
+    trained = weights_to_export(plan)
     if trained is None:
         return
     layout = RunLayout(Path(trained.folder).parents[1])
