@@ -149,7 +149,8 @@ def _loaded(
     if is_streamed:
         config = read_json_if_valid(adapters / ADAPTER_CONFIG, dict[str, object]) if adapters else None
         # peft replaces the experts' parameters before their weights are read.
-        check_memory(num_bytes if config and config.get("target_parameters") else peak_bytes(max(counts)), free)
+        has_experts = bool(config and config.get("target_parameters"))
+        check_memory(num_bytes + _MEMORY_BESIDES_WEIGHTS if has_experts else peak_bytes(max(counts)), free)
         gib = f"in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         stage += f", one module at a time: {gib}"
     report(stage)
