@@ -209,8 +209,9 @@ class DataInspector:
             return [(len(text), "text")]
         turns: list[tuple[int, str]] = []
         position = 0
+        messages = example.messages
         renderings = run_in_fork(encoder.renderer, _render_parts, encoder.renderer, example)
-        for message, rendered in zip(example.messages, renderings, strict=True):
+        for number, (message, rendered) in enumerate(zip(messages, renderings, strict=True), start=1):
             if rendered is None:
                 continue
             shown = rendered.rstrip()
@@ -219,7 +220,9 @@ class DataInspector:
                 if found < 0:
                     continue
                 stop = found + len(message.content.strip())
-                shown = text[: stop + len(text[stop:].partition("\n")[0])]
+                following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
+                end = stop + len(text[stop:].partition("\n")[0])
+                shown = text[:following].rstrip() if 0 <= following < end else text[:end]
             if len(shown) > position:
                 position = len(shown) + (text[len(shown) : len(shown) + 1] == "\n")
                 turns.append((position, message.role))
