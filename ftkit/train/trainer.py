@@ -220,7 +220,7 @@ class Trainer:
         log.info("attention: %s (%s)", kernel, reason)
         model = build_empty(config.text, self._attention(config.text, kernel))
         check_positions(model, recipe.model.architecture)
-        self._choose_token_mixers(model)
+        choose_token_mixers(model, self.world)
         counts = count_modules(model, recipe.model.architecture.intermediate_size)
         plan = plan_for_counts(self.plan, counts)
         if plan.num_parameters != self.plan.num_parameters:
@@ -253,17 +253,6 @@ class Trainer:
         )
         engine = make_engine(plan.engine.name, model, recipe.training, self.world, initialize, sharding)
         return engine, built
-
-    def _choose_token_mixers(self, model: nn.Module) -> None:
-        """Choose what computes linear attention and convolutions, and log it."""
-        choices = choose_token_mixers(model, self.world)
-        for choice in choices:
-            log.info("%s", choice.text)
-        if any(choice.is_slow for choice in choices):
-            log.warning(
-                "linear attention without a kernel is slow: install what is missing; images on 26.05 have "
-                "flash-linear-attention"
-            )
 
     def _attention(self, config: PretrainedConfig, kernel: Kernel) -> str:
         """Return transformers' name of the attention function; register one if several ranks divide a pack."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.nn import functional
@@ -71,15 +71,17 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     if world.device.type != "cuda":
         special = special or (None if "sdpa" in has else "does not have SDPA")
         return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
-    if special or training.compute_precision != "bf16":
-        failure = f"the model {special}" if special else f"it does not compute in {training.compute_precision}"
+    if special:
+        failure: str | None = f"the model {special}"
+    elif training.compute_precision != "bf16":
+        failure = f"it does not compute in {training.compute_precision}"
     elif "flash4" not in has:
         failure = "the model's class in transformers computes its attention itself"
-    elif (tried := _flash4_failure(config, world)) is None:
-        return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
     else:
-        failure = tried
-    if training.sequence_length >= FLEX_MINIMUM and "flex" in has:
+        failure = _flash4_failure(config, world)
+    if failure is None:
+        return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
+    if "flex" in has and training.sequence_length >= FLEX_MINIMUM:
         return "flex", f"flash-attn-4 can't be used: {failure}"
     flex = (
         f"flex attention needs packs of {FLEX_MINIMUM} tokens" if "flex" in has else "its class has no flex attention"
@@ -89,7 +91,7 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
 
 def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
     """Return the kernels that a model's class in transformers has."""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:  # building it will fail with the reason
         return {"flash4", "flex", "sdpa", "eager"}
     backends = attention_backends(kind)
@@ -163,13 +165,9 @@ def _flash4_difference(config: PretrainedConfig, device: torch.device, window: i
     scale = 1 / math.sqrt(width)
     output, _ = varlen_attention(query, key, value, cu_seqlens, FLEX_MINIMUM, scale, window)
     expected = masked_attention(query, key, value, cu_seqlens, scale, window)
-    pairs = [(output, expected)]
-    pairs += zip(
-        *(torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected)), strict=True
-    )
-    return max(
-        float(((one - other).norm() / other.norm()).detach()) for one, other in pairs
-    )  # host sync: before step 1
+    gradients = (torch.autograd.grad(each, (query, key, value), gradient) for each in (output, expected))
+    pairs = [(output, expected), *zip(*gradients, strict=True)]
+    return max(float(((one - other).norm() / other.norm()).detach()) for one, other in pairs)  # a host sync
 
 
 def masked_attention(
@@ -226,11 +224,7 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
 
 
 def refuse_changed_scores(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
-    """Refuse attention arguments with which a model changes its scores.
-
-    Raises:
-        TrainingError: one of them is given.
-    """
+    """Refuse attention arguments with which a model changes its scores."""
     name = next((name for name in _UNSUPPORTED_BY_FLASH4 if arguments.get(name) is not None), None)
     if name is not None:
         raise TrainingError(
@@ -289,7 +283,6 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
     flash_forward, _ = flash_attention()
-
     output, lse, *_ = flash_forward(
         query, key, value, return_lse=True, **_options(cu_seqlens, max_seqlen, scale, sliding_window)
     )
@@ -313,7 +306,6 @@ def _varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; `saved` are these, the output and `lse`."""
     _, flash_backward = flash_attention()
-
     query, key, value, output, lse = saved
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
     gradients = flash_backward(query, key, value, output, gradient, lse, **options)
@@ -346,7 +338,7 @@ def _(_: torch.Tensor, saved: list[torch.Tensor], *__: object) -> tuple[torch.Te
     return of_query, of_key, of_value
 
 
-def _save_for_backward(ctx: Ctx, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens)
 

@@ -1,4 +1,4 @@
-"""Build the model: its configuration, its class, and its list of decoder layers."""
+"""transformers' model: its configuration, its class, and its decoder layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_NDIM_OF_STACKED_EXPERTS = 3
 _BF16_IN_16_BYTES = 8
 _PASSED_ON = set(ArchitectureSpec.model_fields) - {"family", "sliding_window", "full_attention_every", "rope_scaling"}
 
@@ -78,26 +77,27 @@ class TextConfig:
 def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | None = None) -> TextConfig:
     """Read the configuration of the weights; for a multimodal model, that of its text model.
 
-    Args:
-        folder: the folder with the weights.
-        shape: the planned shape.
-        stored_vocab_size: rows of the embedding in the files, if added tokens need more.
+    `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
 
     Raises:
         NotFoundError: the file can't be read, or has no architecture.
-        TrainingError: transformers can't read it, or the plan is for another shape.
+        TrainingError: transformers can't read it, it is quantized, or the plan is for another shape.
     """
     stored = _read_stored(folder)
     config = stored.get_text_config(decoder=True)
     raw = read_model_config(folder)
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
-    _check_quantization(stored, folder)
-    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
-    found = find_contradictions(of_files, shape_fields(config))
-    wrong = [f"{key}: {values}" for key, values in found.items()]
-    if wrong:
+    if problem := why_not_dequantizable(stored.to_dict()):
         raise TrainingError(
-            f"the weights in {folder} have another shape than model.architecture: {'; '.join(wrong)}",
+            f"{folder}: {problem}",
+            meaning="fine-tuning starts from weights in bf16 or fp32",
+            fix=unquantized_fix(str(folder)),
+        )
+    of_files = shape if stored_vocab_size is None else shape.model_copy(update={"vocab_size": stored_vocab_size})
+    if found := find_contradictions(of_files, shape_fields(config)):
+        wrong = "; ".join(f"{key}: {values}" for key, values in found.items())
+        raise TrainingError(
+            f"the weights in {folder} have another shape than model.architecture: {wrong}",
             meaning="ftkit trains the shape in the weights' own config.json; the plan is for another model",
             fix="correct model.architecture in the recipe; if it is not set there, submit again: the plan then "
             "reads the files that are downloaded now",
@@ -137,11 +137,7 @@ def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
 
 
 def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
-    """Check that the model's class applies the recipe's rope scaling.
-
-    Raises:
-        TrainingError: it does not.
-    """
+    """Refuse a model whose class does not apply the recipe's rope scaling."""
     if shape.rope_scaling is None:
         return
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
@@ -151,16 +147,6 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
             f"{type(model).__name__} does not scale its positions by '{shape.rope_scaling.rope_type}'",
             meaning="its class in transformers has other rotary positions, or none",
             fix="leave model.architecture.rope_scaling out, or choose another model",
-        )
-
-
-def _check_quantization(stored: PretrainedConfig, folder: Path) -> None:
-    """Refuse quantized weights, except those that are dequantized while they are loaded."""
-    if problem := why_not_dequantizable(stored.to_dict()):
-        raise TrainingError(
-            f"{folder}: {problem}",
-            meaning="fine-tuning starts from weights in bf16 or fp32",
-            fix=unquantized_fix(str(folder)),
         )
 
 
@@ -200,18 +186,25 @@ def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
             fix="set training.attention=auto, correct config.json, or choose another model",
         ) from error
     built.tie_weights()  # tied parameters became separate objects
-    _check_has_decoder(built)
+    if find_decoder(built) is built or built.get_output_embeddings() is None:
+        raise TrainingError(
+            f"{type(built).__name__} has no decoder separate from its output projection",
+            meaning="its class in transformers is not built like a causal language model",
+            fix="choose another model, or an image with a newer transformers",
+        )
     _avoid_grouped_mm_of_odd_sizes(built)
-    return _prepared(built)
+    # With a cache, transformers ignores where packed documents end: they would attend to each other.
+    built.config.use_cache = False
+    # Some published configurations ask for tuples, or for what each layer computes.
+    built.config.return_dict = True
+    built.config.output_hidden_states = built.config.output_attentions = False
+    return built.train()
 
 
-def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
-    """Load a model as transformers does, except that experts of odd sizes are computed one by one.
+def load_pretrained(folder: Path, dtype: torch.dtype | None = None, **options: object) -> PreTrainedModel:
+    """Load a model in Hugging Face's layout as transformers does, in the files' dtype by default.
 
-    Args:
-        folder: a model in Hugging Face's layout.
-        dtype: of the weights; that of the files if None.
-        options: further arguments of `from_pretrained`.
+    Experts of odd sizes are computed one by one.
     """
     auto_class = auto_class_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model = auto_class.from_pretrained(folder, dtype=dtype or "auto", trust_remote_code=False, **options)
@@ -232,25 +225,10 @@ def auto_class_of(config: PretrainedConfig) -> Any:
 
 def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
     """Compute experts one by one if `torch._grouped_mm` can't: it needs rows of multiples of 16 bytes (8 in bf16)."""
-    stacked = [
-        parameter.shape
-        for name, parameter in model.named_parameters()
-        if ".experts." in name and parameter.ndim == _NDIM_OF_STACKED_EXPERTS
-    ]
+    stacked = (each.shape for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3)  # noqa: PLR2004
     is_odd = any(size % _BF16_IN_16_BYTES for shape in stacked for size in shape[1:])
     if is_odd and hasattr(model, "set_experts_implementation"):  # transformers 4 always computes them one by one
         model.set_experts_implementation("eager")
-
-
-def _check_has_decoder(model: PreTrainedModel) -> None:
-    """Refuse a model without a decoder separate from its output projection."""
-    decoder = find_decoder(model)
-    if decoder is model or model.get_output_embeddings() is None:
-        raise TrainingError(
-            f"{type(model).__name__} has no decoder separate from its output projection",
-            meaning="its class in transformers is not built like a causal language model",
-            fix="choose another model, or an image with a newer transformers",
-        )
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
@@ -262,7 +240,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     return f"{type(decoder).__name__} does not accept the positions of packed documents"
 
 
-def accepted_inputs(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
     """Return those keyword arguments that a module's forward accepts."""
     accepted = _parameters(module)
     if accepted is None:
@@ -285,16 +263,6 @@ def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether some layers are recurrent, in addition to or instead of attention."""
     kinds = getattr(config, "layer_types", None) or ()
     return any("attention" not in kind or "linear" in kind for kind in kinds)
-
-
-def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    # With a cache, transformers ignores where packed documents end: they would attend to each other.
-    model.config.use_cache = False
-    # Some published configurations ask for tuples, or for what each layer computes.
-    model.config.return_dict = True
-    model.config.output_hidden_states = model.config.output_attentions = False
-    result: nn.Module = model.train()
-    return result
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
