@@ -19,7 +19,7 @@ from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, streamed_bytes
 from ftkit.train.components.generation import Generation
-from ftkit.train.memory.host_memory import available_bytes
+from ftkit.train.memory.usage import available_bytes
 from ftkit.train.model.hf_model import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:

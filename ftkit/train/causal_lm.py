@@ -67,23 +67,18 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **changed)
+        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **changed)  # type: ignore[arg-type]
 
 
 class SourceLosses:
     """The losses of each of S sources, accumulated on the device over micro-batches.
 
-    Not a dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
-
-    Attributes:
-        sums: fp32 [2, S], the losses of each source's labels, and the number of its labels (exact up to 2**24).
+    `sums`, fp32 [2, S], are the losses of each source's labels, and the number of its labels (exact up to 2**24). Not a
+    dataclass: FSDP2 casts tensors in dataclasses that are passed to `forward` to the compute dtype.
     """
 
     def __init__(self, num_sources: int, device: torch.device) -> None:
-        """Start at zero; with no sources, only micro-batches without `label_sources` can be added."""
         self.sums = torch.zeros((2, num_sources), dtype=torch.float32, device=device)
 
     def add(self, losses: torch.Tensor, label_sources: torch.Tensor) -> None:
@@ -122,19 +117,10 @@ class LogitTransform:
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform = LogitTransform()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and each token's.
+    """Return the summed cross-entropy of the logits of `hidden @ weight.T`, in fp32, and of each token, without graph.
 
     The forward pass also computes the gradients, while a chunk's logits exist, so that logits are neither saved nor
-    recomputed.
-
-    Args:
-        hidden: [N, H].
-        weight: [V, H].
-        targets: int64 [N], token ids below V.
-        transform: from products to logits.
-
-    Returns:
-        The sum, a scalar; and the losses of the tokens, [N], through which no gradients flow.
+    recomputed. `hidden` is [N, H], `weight` [V, H], `targets` int64 [N].
     """
     loss, losses = _LinearCrossEntropy.apply(hidden, weight, targets, transform)  # type: ignore[no-untyped-call]
     return loss, losses
@@ -187,10 +173,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _losses_and_gradient(
     products: torch.Tensor, targets: torch.Tensor, vocabulary: int, transform: LogitTransform
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the losses of logits [N, V], and the gradient of their sum: softmax minus one at the target.
-
-    Columns from `vocabulary` on are padding: no token is there.
-    """
+    """Return the losses of logits [N, V], and the gradient of their sum; columns from `vocabulary` on are padding."""
     places = torch.arange(products.shape[1], device=products.device)
     logits = transform.apply(products.float())
     exact = logits.masked_fill(places >= vocabulary, -torch.inf)
@@ -240,9 +223,11 @@ class CausalLM(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.logit_transform = LogitTransform.of(hf_model.config)
-        self.routers = routers or Routers.none()
-        has_bias = getattr(hf_model.get_output_embeddings(), "bias", None) is not None
-        self.has_head_layers = _has_head_layers(hf_model)
+        self.routers = routers or Routers()
+        decoder, projection = find_decoder(hf_model), hf_model.get_output_embeddings()
+        inside = {id(parameter) for part in (decoder, projection) for parameter in part.parameters()}
+        self.has_head_layers = any(id(parameter) not in inside for parameter in hf_model.parameters())
+        has_bias = getattr(projection, "bias", None) is not None
         self._tokens = TokenKeys.of(hf_model)
         self._is_chunked = by_weight and not has_bias and not self.has_head_layers
         self._autocast = autocast
@@ -257,11 +242,8 @@ class CausalLM(nn.Module):
     def loss(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
         """Return the cross-entropy summed over the labels: a scalar in fp32. Within `forward` only.
 
-        Its gradient includes that of the load-balancing loss, if the routers have one.
-
-        Args:
-            batch: tokens and their labels.
-            source_losses: accumulates the losses of each source, if the labels are from several sources.
+        Its gradient includes that of the load-balancing loss, if the routers have one. `source_losses` accumulates the
+        losses of each source, if the labels are from several.
         """
         if self._is_chunked:
             hidden, projection = self._label_states(batch), self.hf_model.get_output_embeddings()
@@ -302,36 +284,29 @@ class CausalLM(nn.Module):
         return tokens
 
 
-def _has_head_layers(hf_model: PreTrainedModel) -> bool:
-    """Tell whether a model has parameters outside its decoder and its output projection."""
-    parts = (find_decoder(hf_model), hf_model.get_output_embeddings())
-    inside = {id(parameter) for part in parts for parameter in part.parameters()}
-    return any(id(parameter) not in inside for parameter in hf_model.parameters())
-
-
-def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+def model_inputs(module: PreTrainedModel, batch: MicroBatch) -> dict[str, object]:
     """Return a micro-batch as the keyword arguments that a transformers model accepts.
 
     Packs have no attention mask and no cache: with either, transformers ignores where packed documents end. Attention
     kernels find the ends in the positions or in `cu_seqlens`; recurrent layers get all packs as one row, since their
     kernels need `cu_seqlens` of a single row.
     """
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    input_ids, positions = batch.input_ids, batch.position_ids
+    inputs: dict[str, object] = {"use_cache": False}
     if getattr(module.config, "output_router_logits", False):
         inputs["output_router_logits"] = False  # ftkit's own hooks read them
     if batch.attention_mask is not None:
         inputs["attention_mask"] = batch.attention_mask
     else:
         if has_recurrent_layers(module.config):
-            inputs |= {name: inputs[name].view(1, -1) for name in ("input_ids", "position_ids")}
-            starts = (inputs["position_ids"] == 0).int()
-            inputs["seq_idx"] = (starts.cumsum(1) - 1).int()
+            input_ids, positions = input_ids.view(1, -1), positions.view(1, -1)
+            inputs["seq_idx"] = ((positions == 0).int().cumsum(1) - 1).int()
         mark_dynamic(batch.cu_seqlens, 0)  # one compiled graph for any number of documents
         inputs |= {
-            "attention_mask": packed_masks(module, inputs["position_ids"]),
+            "attention_mask": packed_masks(module, positions),
             "cu_seq_lens_q": batch.cu_seqlens,
             "cu_seq_lens_k": batch.cu_seqlens,
             "max_length_q": batch.max_seqlen,
             "max_length_k": batch.max_seqlen,
         }
-    return accepted_inputs(module, inputs)
+    return accepted_inputs(module, inputs | {"input_ids": input_ids, "position_ids": positions})

@@ -33,10 +33,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 class ContextGroup:
     """The ranks that divide the tokens of the same packs among them; by default, one rank has them all.
 
-    Attributes:
-        group: None for a single rank.
-        num_gathered: number of consecutive ranks whose tokens tensor parallelism gathers for attention, which so needs
-            their positions; 1 without.
+    Tensor parallelism gathers the tokens of `num_gathered` consecutive ranks for attention, which so needs their
+    positions.
     """
 
     rank: int = 0
@@ -46,7 +44,6 @@ class ContextGroup:
 
     @property
     def name(self) -> str:
-        """Name of the process group."""
         return "" if self.group is None else self.group.group_name
 
     def part(self, length: int) -> slice:
@@ -90,12 +87,10 @@ class World:
 
     @property
     def num_replicas(self) -> int:
-        """Number of copies of the model."""
         return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     @property
     def num_shards(self) -> int:
-        """Number of processes that share a copy of the model."""
         return self.size // self.num_replicas
 
     @property
@@ -111,12 +106,10 @@ class World:
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of processes that divide the matrices of decoder layers."""
         return 1 if self.tensor_mesh is None else self.tensor_mesh.size(1)
 
     @property
     def num_layer_shards(self) -> int:
-        """Number of processes that FSDP2 shards a decoder layer over."""
         return self.num_shards // self.tensor_parallel
 
     @property
@@ -131,7 +124,6 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Number of groups with different packs."""
         return self.size // self.context.size
 
     @property
@@ -140,7 +132,6 @@ class World:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         dist.barrier()
 
     def gather_objects(self, value: T) -> list[T]:
@@ -180,7 +171,8 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
             fix="start the job script as it was rendered, or plan the run again",
         )
     device = _device(placement, local_rank)
-    torch.set_num_threads(_num_threads(placement, local_rank))
+    on_cpus = placement.device == "cpu"
+    torch.set_num_threads(placement.threads_per_process if on_cpus else _num_threads(placement, local_rank))
     # fp32 must mean fp32 in every image: NVIDIA's set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which rounds to TF32.
     torch.set_float32_matmul_precision("highest")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -224,8 +216,6 @@ def _num_threads(placement: PlacementPlan, local_rank: int) -> int:
 
     The plan has one thread per process if the cluster profile does not set the number of CPUs of a node.
     """
-    if placement.device == "cpu":
-        return placement.threads_per_process
     gpus = [torch.cuda.get_device_properties(index) for index in range(placement.processes_per_node)]
     if not all(hasattr(gpu, "pci_domain_id") for gpu in gpus):  # an older torch
         return placement.threads_per_process
@@ -278,11 +268,7 @@ def _cpus_near(bus_id: str, root: Path) -> set[int]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Parse the kernel's list format: `0-3,8,10-11`.
-
-    Raises:
-        ValueError: it is not such a list.
-    """
+    """Parse the kernel's list format, `0-3,8,10-11`; a ValueError if it is none."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

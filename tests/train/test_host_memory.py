@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes
+from ftkit.train.memory.usage import available_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

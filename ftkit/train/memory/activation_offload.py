@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftkit.train.memory.host_memory import empty_pinned_like
+from ftkit.train.memory.usage import empty_pinned_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

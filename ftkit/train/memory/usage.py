@@ -1,13 +1,16 @@
-"""Measure the memory and the time of a run by stage, and explain an out-of-memory error."""
+"""Memory of a run: measured by stage, with the time; of the host, in bytes; and what an out-of-memory error means."""
 
 from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,7 +18,6 @@ from ftkit.config.execution import GIB, USABLE_MEMORY
 from ftkit.errors import MemoryExhaustedError, one_line
 from ftkit.planning.suggestions import check_host_memory, suggest_changes
 from ftkit.runs.records import FirstStepRecord, MemoryRecord
-from ftkit.train.memory.host_memory import available_bytes, reset_peak, resident_bytes, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,9 +54,7 @@ def read_memory(device: torch.device) -> DeviceMemory:
 class MemoryTrace:
     """Records the allocated memory and the peak at the end of each stage. All ranks run the same stages.
 
-    Attributes:
-        stage: the current one; empty before the first.
-        step: the current optimizer step, counted from 1; None outside the training loop.
+    `stage` is empty before the first; `step`, counted from 1, is None outside the training loop.
     """
 
     def __init__(
@@ -73,7 +73,13 @@ class MemoryTrace:
         memory = read_memory(self._world.device)
         self._highest = max(self._highest, memory.peak)
         if self.stage:
-            self._record(memory)
+            ranks = self._world.gather_objects(astuple(memory))
+            largest = tuple(map(max, zip(*ranks, strict=True)))
+            self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *largest))
+            log.info(
+                "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
+                "ranks with the most)", self.stage, *astuple(memory), *largest,
+            )  # fmt: skip
         self.stage = stage
         self._begun.setdefault(stage, time.time())
         if self._world.device.type == "cuda":
@@ -97,15 +103,6 @@ class MemoryTrace:
     def peak_gib(self) -> float:
         """Return the peak of allocated memory since the start, over all stages; on a CPU, of the resident set."""
         return max(self._highest, read_memory(self._world.device).peak)
-
-    def _record(self, memory: DeviceMemory) -> None:
-        ranks = self._world.gather_objects(astuple(memory))
-        largest = DeviceMemory(*map(max, zip(*ranks, strict=True)))
-        self._write(MemoryRecord(time.time(), self.stage, *ranks[0], *astuple(largest)))
-        log.info(
-            "memory after %s: %.2f GiB allocated, peak %.2f GiB, reserved %.2f GiB (%.2f, %.2f and %.2f GiB on the "
-            "ranks with the most)", self.stage, *astuple(memory), *astuple(largest),
-        )  # fmt: skip
 
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
@@ -191,3 +188,95 @@ def _advice(plan: RunPlan, capacity: float) -> str:
         return "no change to the recipe is predicted to fit: use GPUs with more memory, or a smaller model"
     lines = "\n".join(f"  {suggestion}" for suggestion in suggestions)
     return f"run it again with one of these, predicted to fit (GiB per process in parentheses):\n{lines}"
+
+
+# --- Host memory, in bytes -----------------------------------------------------------------------
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Return how much more this job's processes may allocate: the machine's free memory, or less if cgroups limit it.
+
+    0 if unknown.
+    """
+    return min([_kibibytes(proc / "meminfo", "MemAvailable:"), *_free_in_cgroups(proc, cgroups)])
+
+
+def total_bytes(proc: Path = _PROC) -> int:
+    """Return the host memory of this machine; 0 if unknown."""
+    return _kibibytes(proc / "meminfo", "MemTotal:")
+
+
+def resident_bytes(proc: Path = _PROC) -> tuple[int, int]:
+    """Return the resident set of this process, and its peak since `reset_peak`; zeros if unknown."""
+    return _kibibytes(proc / "self" / "status", "VmRSS:"), _kibibytes(proc / "self" / "status", "VmHWM:")
+
+
+def reset_peak(proc: Path = _PROC) -> None:
+    """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
+    with suppress(OSError):
+        (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
+
+
+_VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file", "active_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+)
+"""Names of both versions of cgroups: the key of `/proc/self/cgroup`, the folder of the groups, and their files."""
+
+
+def _free_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
+    """Return the free memory of each cgroup that limits this process; its file cache counts as free."""
+    own = [line.split(":", 2) for line in _lines(proc / "self" / "cgroup")]
+    left = []
+    for version, mount, limit_file, used_file, *cached in _VERSIONS:
+        paths = [Path(path.lstrip("/")) for _, key, path in own if version in key.split(",")]
+        for folder in {cgroups / mount / folder for path in paths for folder in (path, *path.parents)}:
+            limit = "".join(_lines(folder / limit_file))
+            if limit.isdigit():
+                used = int("".join(_lines(folder / used_file)) or 0)
+                left.append(max(0, int(limit) - used + sum(_field(folder / "memory.stat", name) for name in cached)))
+    return left
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    return 1024 * _field(path, name)
+
+
+def _field(path: Path, name: str) -> int:
+    """Return the number that follows a name in a file; 0 if there is none."""
+    return next((int(words[1]) for line in _lines(path) if (words := line.split()) and words[0] == name), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized host memory for a copy of a tensor, pinned if the tensor is on a GPU.
+
+    It has the size of the tensor: torch's allocator of pinned memory rounds up to a power of two, up to twice the size.
+    Reuse it: pinning takes about a second for 3 GiB.
+    """
+    if not tensor.is_cuda or not tensor.numel():
+        return torch.empty_like(tensor, device="cpu")
+    strides = torch.empty_like(tensor, device="meta").stride()
+    memory = pin(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
+    return torch.from_numpy(memory).view(tensor.dtype).as_strided(tensor.shape, strides)
+
+
+def pin(memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Pin memory until it is freed.
+
+    Addresses that stayed pinned would be given out again, and CUDA can't copy to memory that is pinned in part.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+    unpin = weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    unpin.atexit = False  # CUDA may be gone by then
+    return memory

@@ -70,11 +70,6 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
 
-    Args:
-        model: unsharded, without adapters.
-        training: its method and dtypes.
-        device: of training.
-
     Raises:
         PrerequisiteError: the GPU does not multiply in FP8, or a package is missing.
     """
@@ -110,7 +105,6 @@ def _require_gradient(_: nn.Module, __: object, embedded: torch.Tensor) -> None:
 
 def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
     peft = import_peft()
-
     matrices = expert_matrices(model)
     check_expert_targets(matrices, lora)
     of_experts = {name for each in matrices if each.num_ranks(lora.targets) for name in (each.name, *each.parts)}
@@ -164,14 +158,9 @@ class MergedTensors(LazyTensors):
         dtype: torch.dtype = torch.float32,
         transposed: Collection[str] = (),
     ) -> None:
-        """Combine base weights and adapters.
+        """Combine unquantized weights, by the names of a model without adapters, and adapters, by those with them.
 
-        Args:
-            base: unquantized weights, by the names of a model without adapters.
-            adapters: by the names of the model with adapters.
-            lora: how the adapters were made.
-            dtype: of merged weights, which are rounded once.
-            transposed: names of the base weights that are [inputs, outputs].
+        Merged weights are rounded once, to `dtype`. `transposed` has names of base weights that are [inputs, outputs].
         """
         super().__init__(base)
         self._base, self._adapters, self._lora, self._dtype = base, adapters, lora, dtype
@@ -181,10 +170,8 @@ class MergedTensors(LazyTensors):
         weight, module = self._base[name], name.removesuffix("weight")
         is_turned = name in self._transposed
         if (down := self._adapters.get(f"{module}lora_A.{ADAPTER}.weight")) is not None and module != name:
-            up, magnitude = (
-                self._adapters[f"{module}lora_B.{ADAPTER}.weight"],
-                self._adapters.get(module + DORA_MAGNITUDE),
-            )
+            up = self._adapters[f"{module}lora_B.{ADAPTER}.weight"]
+            magnitude = self._adapters.get(module + DORA_MAGNITUDE)
             merged = self._merged(weight.T if is_turned else weight, up, down, magnitude)
             return merged.T.contiguous() if is_turned else merged
         owner, _, matrix = name.rpartition(".")
@@ -263,12 +250,9 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfig | None) -> None:
-    """Load sharded adapters from an earlier run's export, or from peft's.
+    """Load sharded adapters of the same kind from an earlier run's export, or from peft's.
 
-    Args:
-        model: with adapters of the same kind.
-        folder: peft's layout.
-        wrapper: configuration of the multimodal model that the model is part of, whose names exported adapters have.
+    `wrapper` configures the multimodal model that the model is part of, whose names exported adapters have.
 
     Raises:
         NotFoundError: their file is missing or incomplete.
@@ -282,19 +266,19 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         stored = {own_names.get(name, name): name for name in file.keys()}  # noqa: SIM118 - not a mapping
         there = {name: file.get_slice(each).get_shape() for name, each in stored.items()}
-        wrong = sorted(
-            stored.get(name, _peft_name(name))
-            for name in {*wanted, *there}
-            if name not in wanted or there.get(name) != shape_in_peft(name, wanted[name].shape)
-        )
-        if wrong:
+        expected = {name: shape_in_peft(name, shard.shape) for name, shard in wanted.items()}
+        if wrong := {name for name in {*wanted, *there} if there.get(name) != expected.get(name)}:
+            fix = "set training.lora as the earlier run had it"
+            if any(map(_SEPARATE_EXPERT.search, there)) and not any(map(_SEPARATE_EXPERT.search, wanted)):
+                fix = (
+                    "merge the adapters into their model with the versions of peft and transformers that made them: "
+                    "they adapt each expert by itself, and the experts of this model are stacked"
+                )
+            named = sorted(stored.get(name, _peft_name(name)) for name in wrong)
             raise TrainingError(
-                f"the adapters in {folder} are not those of the recipe: {', '.join(wrong[:3])}",
+                f"the adapters in {folder} are not those of the recipe: {', '.join(named[:3])}",
                 meaning=f"{len(wrong)} of {len(there)} adapters are for other layers, or of another rank",
-                fix="merge the adapters into their model with the versions of peft and transformers that made them: "
-                "they adapt each expert by itself, and the experts of this model are stacked"
-                if any(map(_SEPARATE_EXPERT.search, there)) and not any(map(_SEPARATE_EXPERT.search, wanted))
-                else "set training.lora as the earlier run had it",
+                fix=fix,
             )
         for name, shard in wanted.items():
             tensor = from_peft(name, file.get_tensor(stored[name]), shard.shape)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ftkit.models.adapters import LoraSpec
 
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(?P<experts>.+)\.lora_(?P<factor>[AB])_(?P<matrix>\w+)")
 
@@ -39,12 +40,9 @@ def is_of_experts(name: str) -> bool:
 
 
 def peft_names_of_experts(model: nn.Module, adapters: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
-    """Return the names of adapters of experts in peft's files, by their names in a model.
+    """Return the names of adapters of experts in peft's files, by their names in a model, with or without adapters.
 
-    Args:
-        model: with or without adapters.
-        adapters: names of adapters; those of linear layers are left out.
-        rename: returns the name of a module in the class that peft loads.
+    `rename` returns the name of a module in the class that peft loads.
     """
     found = [match for name in adapters if (match := _NAME.fullmatch(name))]
     adapted = {(match["experts"], match["matrix"]) for match in found}
@@ -84,14 +82,10 @@ def shape_in_peft(name: str, shape: torch.Size) -> list[int]:
 
 
 def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambiguous: Collection[str]) -> None:
-    """Add the adapters of experts to peft's configuration of exported adapters.
+    """Add the adapters of experts to peft's configuration, which has all targets as names of linear layers.
 
-    Args:
-        config: with all targets as names of linear layers.
-        model: without adapters.
-        lora: the adapters.
-        ambiguous: targets that peft takes for experts although linear layers have the same names: it adapts the
-            parameters of these instead.
+    peft takes `ambiguous` targets for experts although linear layers of the model, which has no adapters, have the same
+    names: it adapts the parameters of these instead.
     """
     ranks = {each.name: num for each in expert_matrices(model) if (num := each.num_ranks(lora.targets))}
     if not ranks:
@@ -111,17 +105,9 @@ def add_experts(config: LoraConfig, model: PreTrainedModel, lora: LoraSpec, ambi
     config.lora_dropout = 0.0  # peft's adapters of parameters have none; it matters in training alone
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class TextPlace:
-    """The decoder's place in two classes.
-
-    Attributes:
-        own: prefix of its tensors in the text model, with a period.
-        wrapped: prefix in the multimodal model.
-    """
+    """The prefixes of the decoder's tensors, with a period: in the text model, and in the multimodal one."""
 
     own: str = "model."
     wrapped: str = WRAPPED
@@ -136,11 +122,9 @@ class TextPlace:
 
 
 def find_text(model: PreTrainedModel, wrapper: PretrainedConfig | None) -> TextPlace | None:
-    """Return where a text model lies in the multimodal class that loads the weights, by the class of its decoder.
+    """Return where a text model is in the multimodal class that loads the weights, by the class of its decoder.
 
-    Args:
-        model: the text model, with or without adapters; it may be sharded.
-        wrapper: the multimodal model's configuration; None if the model is not part of one.
+    `wrapper` is the multimodal model's configuration; None if the model is not part of one.
     """
     if wrapper is None:
         return None

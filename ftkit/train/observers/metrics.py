@@ -23,7 +23,7 @@ from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses
-from ftkit.train.memory.host_memory import empty_pinned_like
+from ftkit.train.memory.usage import empty_pinned_like
 from ftkit.train.model.routers import router_stats
 from ftkit.train.observers.observer import Observer, StepResult, StepTiming
 
