@@ -92,7 +92,10 @@ def apply_activation_checkpointing(
         tag_with_sources()
     offloads = offloads or [None] * len(layers)
     for index, (layer, mode, offload) in enumerate(zip(layers, modes, offloads, strict=True)):
-        is_compiled = compiled and not _is_left_uncompiled(find_token_loop(layer), type(layer).__name__)
+        loop = find_token_loop(layer) if compiled else None
+        if loop is not None:
+            _warn_of_loop(loop, type(layer).__name__)
+        is_compiled = compiled and loop is None
         if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
@@ -100,11 +103,8 @@ def apply_activation_checkpointing(
 
 
 @cache
-def _is_left_uncompiled(loop: str | None, layer: str) -> bool:
-    """Return whether a loop keeps a layer from being compiled; warn of it once."""
-    if loop is not None:
-        log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
-    return loop is not None
+def _warn_of_loop(loop: str, layer: str) -> None:
+    log.warning("%s is not compiled, because %s loops over tokens: it is slow, and takes more memory", layer, loop)
 
 
 def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
@@ -114,7 +114,7 @@ def activation_checkpointing_of(layer: nn.Module) -> ActivationCheckpointing:
 
 def is_offloaded(layer: nn.Module) -> bool:
     """Return whether a decoder layer saves its activations in host memory."""
-    return isinstance(layer, RecomputedLayer) and layer.is_offloaded
+    return isinstance(layer, RecomputedLayer) and layer.offload is not None
 
 
 class RecomputedLayer(nn.Module):
@@ -122,9 +122,6 @@ class RecomputedLayer(nn.Module):
 
     A subclass rather than a wrapper, so that parameters keep their names, and the family's code finds the layer's
     attributes.
-
-    Attributes:
-        activation_checkpointing: the layer's mode.
     """
 
     activation_checkpointing: ActivationCheckpointing
@@ -136,19 +133,14 @@ class RecomputedLayer(nn.Module):
         vars(self).update(vars(layer))
         self._run = _forward_of(super().forward, f"{type(layer).__qualname__}.forward", mode, compiled=compiled)
         self.activation_checkpointing = mode
-        self._offload = offload
+        self.offload = offload
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether what the layer saves is in host memory until the backward pass."""
-        return self._offload is not None
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
         """Run the family's forward; `hidden` is [B, T, H]."""
-        if self._offload is None:
+        if self.offload is None:
             return self._run(hidden, *args, **kwargs)
         existing = [*self.parameters(), *self.buffers(), *find_tensors((args, kwargs))]
-        with self._offload.offloading(hidden, existing):
+        with self.offload.offloading(hidden, existing):
             return self._run(hidden, *args, **kwargs)
 
 
@@ -171,7 +163,7 @@ def _forward_of(plain: Forward, name: str, mode: ActivationCheckpointing, *, com
 
 
 def _recomputing(forward: Forward, **options: Any) -> Forward:
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(*args: Any, **kwargs: Any) -> object:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputing
@@ -238,10 +230,11 @@ def find_token_loop(layer: nn.Module) -> str | None:
 
     Functions with a decorator are not looked at: transformers decorates those that `choose_token_mixers` replaces.
     """
-    kinds = {
-        kind for module in layer.modules() for kind in type(module).__mro__ if kind.__module__.startswith(_FAMILIES)
-    }
-    found = (_loop_of_class(kind) for kind in sorted(kinds, key=lambda kind: kind.__qualname__))
+    kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
+    families = sorted(
+        (kind for kind in kinds if kind.__module__.startswith(_FAMILIES)), key=lambda kind: kind.__qualname__
+    )
+    found = map(_loop_of_class, families)
     return next((name for name in found if name is not None), None)
 
 
@@ -268,9 +261,8 @@ def _definitions(file: ModuleType) -> tuple[dict[str, ast.FunctionDef], dict[str
     """Return the functions without a decorator, and the classes, of a file."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(file))))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    return {node.name: node for node in functions}, {
-        node.name: node for node in nodes if isinstance(node, ast.ClassDef)
-    }
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    return {node.name: node for node in functions}, {node.name: node for node in classes}
 
 
 def _loops_over_tokens(function: ast.FunctionDef) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,7 +44,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._library: Any = torch.get_device_module(device)
+        self._library = torch.get_device_module(device)
         self._stream = self._library.Stream()
         self._newest: weakref.ref[_Layer] | None = None
         self._being_copied: list[torch.Tensor] = []
@@ -56,8 +56,7 @@ class ActivationOffload:
         `layer_input` is [B, T, H]. Parameters, buffers and other inputs of the layer exist already, and stay.
         """
         num_tokens = layer_input.numel() // max(1, layer_input.shape[-1])
-        staying = {address for tensor in existing for address in _addresses(tensor)}
-        staying -= {*_addresses(layer_input)}
+        staying = {address for tensor in existing for address in _addresses(tensor)} - {*_addresses(layer_input)}
         dtypes = {layer_input.dtype, torch.float32}
         layer: _Layer | None = None
 
@@ -103,32 +102,25 @@ class ActivationOffload:
 
     def _load(self, offloaded: _Offloaded) -> torch.Tensor:
         layer = offloaded.layer
-        if layer.host:
-            self._load_layer(layer)
+        if layer.host:  # the first of the layer's tensors: wait for all, and prefetch those of the layer before it
+            self._prefetch(layer)
+            self._library.current_stream().wait_stream(self._stream)
+            self._reuse(layer.host)
+            self._being_copied.clear()
+            self._newest = layer.before
+            if layer.before is not None and (before := layer.before()) is not None:
+                self._prefetch(before)
         return layer.device.pop(offloaded.index)
 
-    def _load_layer(self, layer: _Layer) -> None:
-        """Wait for a layer's tensors, and prefetch those of the layer before it."""
-        self._prefetch(layer)
-        self._library.current_stream().wait_stream(self._stream)
-        self._reuse(layer.host)
-        self._being_copied.clear()
-        self._newest = layer.before
-        before = None if layer.before is None else layer.before()
-        if before is not None:
-            self._prefetch(before)
-
     def _prefetch(self, layer: _Layer) -> None:
-        if not layer.device:
-            layer.device = {index: self._copy_to_device(host) for index, host in enumerate(layer.host)}
-
-    def _copy_to_device(self, host: torch.Tensor) -> torch.Tensor:
-        # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
-        tensor = torch.empty_like(host, device=self._device)
-        self._stream.wait_stream(self._library.current_stream())
-        with self._library.stream(self._stream):
-            tensor.copy_(host, non_blocking=True)
-        return tensor
+        if layer.device:
+            return
+        for index, host in enumerate(layer.host):
+            # The compute stream allocates this memory: it must be done with it before the copy, and uses it afterwards.
+            tensor = layer.device[index] = torch.empty_like(host, device=self._device)
+            self._stream.wait_stream(self._library.current_stream())
+            with self._library.stream(self._stream):
+                tensor.copy_(host, non_blocking=True)
 
 
 def offloads_of_layers(are_offloaded: Sequence[bool], device: torch.device) -> list[ActivationOffload | None]:
