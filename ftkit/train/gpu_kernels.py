@@ -6,8 +6,8 @@ CPUs, and GPUs without Triton, use torch's operators. Kernels have the arguments
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,7 @@ def average_rows(rows: torch.Tensor, averages: torch.Tensor) -> None:
         torch.mean(rows, dim=0, dtype=averages.dtype, out=averages)
         return
     num_rows, numel = rows.shape
-    _average_rows_kernel[(_num_blocks(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
+    _average_rows_kernel[(triton.cdiv(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
 
 
 def round_and_transpose(
@@ -53,10 +53,9 @@ def round_and_transpose(
         rounded = (matrix.float() / scale).clamp(-largest, largest).to(dtype)
         return rounded, transpose(rounded)
     matrix = matrix.contiguous()
-    num_rows, num_columns = matrix.shape
-    rounded, transposed = torch.empty_like(matrix, dtype=dtype), matrix.new_empty(num_columns, num_rows, dtype=dtype)
+    rounded, transposed = torch.empty_like(matrix, dtype=dtype), matrix.new_empty(matrix.shape[::-1], dtype=dtype)
     _round_and_transpose_kernel[_blocks_of(matrix)](
-        matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST=largest, BLOCK=_ROWS
+        matrix, scale, rounded, transposed, *matrix.shape, LARGEST=largest, BLOCK=_ROWS
     )
     return rounded, transposed
 
@@ -70,11 +69,9 @@ def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor
     if triton is None or not values.is_cuda:
         rounded.copy_((values.bfloat16().float() / scale).clamp(-largest, largest))
         return
-    numel = values.numel()
-    if numel:
-        _round_elements_kernel[(_num_blocks(numel, _ELEMENTS),)](
-            values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS
-        )
+    if numel := values.numel():
+        grid = (triton.cdiv(numel, _ELEMENTS),)
+        _round_elements_kernel[grid](values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS)
 
 
 def transpose(matrix: torch.Tensor) -> torch.Tensor:
@@ -86,56 +83,45 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     if triton is None or not matrix.is_cuda:
         return matrix.t().contiguous()
     matrix = matrix.contiguous()
-    num_rows, num_columns = matrix.shape
-    transposed = matrix.new_empty(num_columns, num_rows)
-    _transpose_kernel[_blocks_of(matrix)](matrix, transposed, num_rows, num_columns, BLOCK=_ROWS)
+    transposed = matrix.new_empty(matrix.shape[::-1])
+    _transpose_kernel[_blocks_of(matrix)](matrix, transposed, *matrix.shape, BLOCK=_ROWS)
     return transposed
 
 
 def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
     """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
 
-    The keys, and an element's feature, determine whether it is kept: everywhere and always the same.
+    Hashes of an element's feature, and of the bits of both keys, determine whether it is kept: everywhere and always the
+    same. Inputs may be the gradient of dropped ones, which has zeros at the same places.
 
     Args:
-        inputs: to be dropped, or the gradient of dropped ones, which has zeros at the same places.
-        rows: int64 [N], random bits of each of the N rows.
+        inputs: N rows.
+        rows: int64 [N], random bits of each of the rows.
         key: int64 [], random bits of all of them.
         probability: below 1.
         first: index of the first of the K features; other ranks may have those before it.
     """
-    if triton is None or not inputs.is_cuda or torch.compiler.is_compiling():
-        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the key.
-        return torch.where(_is_kept(inputs, rows, key, probability, first), inputs, 0) * (1 / (1 - probability))
-    inputs = inputs.contiguous()
-    dropped = torch.empty_like(inputs)
-    width = inputs.shape[-1]
-    block = min(_ELEMENTS, 1 << (width - 1).bit_length())
-    _drop_kernel[(len(rows), _num_blocks(width, block))](
-        inputs, dropped, rows, key, width, first, _first_kept(probability), 1 / (1 - probability),
-        *itertools.chain(*_HASH_ROUNDS), BLOCK=block,
-    )  # fmt: skip
-    return dropped
+    is_eager = inputs.is_cuda and not torch.compiler.is_compiling()
+    return (_compiled_drop() if is_eager else _drop)(inputs, rows, key, probability, first)
 
 
-def _is_kept(
-    inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
-) -> torch.Tensor:
-    """Return a mask by hashes of features, and of the bits of both keys: half of them are mixed in in each round."""
+@cache
+def _compiled_drop():
+    return torch.compile(_drop, dynamic=True)
+
+
+def _drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
     keys = (rows ^ key)[:, None]
     columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
     # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
     # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
     hashes, added = (columns ^ keys).int(), (keys >> 32).int()
-    # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
-    for shift, factor in _HASH_ROUNDS:
+    for shift, factor in _HASH_ROUNDS:  # half of the bits of the keys are mixed in in each round
+        # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
-    return (hashes >= _first_kept(probability)).view(inputs.shape)
-
-
-def _first_kept(probability: float) -> int:
-    """Return the smallest hash, int32, of an element that is kept."""
-    return round(probability * 2**32) - 2**31
+    is_kept = (hashes >= round(probability * 2**32) - 2**31).view(inputs.shape)
+    # Scaled last: a compiler would save scaled inputs, which don't depend on the key.
+    return torch.where(is_kept, inputs, 0) * (1 / (1 - probability))
 
 
 def can_update(parameter: torch.Tensor) -> bool:
@@ -161,31 +147,20 @@ def update_adamw(
 ) -> None:
     """Update a parameter and its moments in place (Loshchilov & Hutter 2019, algorithm 2, as torch computes it).
 
-    Args:
-        parameter: fp32, as the other tensors.
-        gradient: divided by `divisor` before it is used, and not changed.
-        moments: of first and second order.
-        num_steps: [], number of updates with this one.
-        group: the optimizer's constants.
-        divisor: [].
-        is_skipped: [], 1 to change nothing.
+    All tensors are fp32. The gradient is divided by `divisor`, [], and not changed. `num_steps`, [], includes this
+    update; if `is_skipped`, [], is 1, nothing changes. `group` has the optimizer's constants.
     """
     beta1, beta2 = group["betas"]
     log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
-    _update_adamw_kernel[(_num_blocks(parameter.numel(), _ELEMENTS),)](
+    _update_adamw_kernel[(triton.cdiv(parameter.numel(), _ELEMENTS),)](
         parameter, gradient, *moments, num_steps, divisor, is_skipped,
         group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, log2_beta1, log2_beta2,
         parameter.numel(), BLOCK=_ELEMENTS,
     )  # fmt: skip
 
 
-def _blocks_of(matrix: torch.Tensor) -> tuple[int, int]:
-    num_rows, num_columns = matrix.shape
-    return _num_blocks(num_rows, _ROWS), _num_blocks(num_columns, _ROWS)
-
-
-def _num_blocks(numel: int, size: int) -> int:
-    return -(-numel // size)
+def _blocks_of(matrix: torch.Tensor) -> tuple[int, ...]:
+    return tuple(triton.cdiv(size, _ROWS) for size in matrix.shape)
 
 
 # --- Kernels -----------------------------------------------------------------------------------------
@@ -193,7 +168,6 @@ def _num_blocks(numel: int, size: int) -> int:
 
 @_jit
 def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
-    """Average the columns of one block."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < numel
     total = tl.zeros((BLOCK,), tl.float32)
@@ -203,31 +177,9 @@ def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
 
 
 @_jit
-def _drop_kernel(
-    inputs, dropped, rows, key, width, first, first_kept, scale,
-    SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr, FACTOR2: tl.constexpr,
-    SHIFT3: tl.constexpr, FACTOR3: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Drop elements of one block of a row by hashes of their features, in the arithmetic of int32."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    keys = tl.load(rows + row) ^ tl.load(key)
-    added = (keys >> 32).to(tl.int32)
-    hashes = (column + first) ^ keys.to(tl.int32)
-    hashes = (hashes ^ (hashes >> SHIFT1 & ((1 << (32 - SHIFT1)) - 1))) * FACTOR1 + added
-    hashes = (hashes ^ (hashes >> SHIFT2 & ((1 << (32 - SHIFT2)) - 1))) * FACTOR2 + added
-    hashes = (hashes ^ (hashes >> SHIFT3 & ((1 << (32 - SHIFT3)) - 1))) * FACTOR3 + added
-    values = tl.load(inputs + row * width + column, mask=inside).to(tl.float32) * scale
-    kept = tl.where(hashes >= first_kept, values, 0.0).to(dropped.dtype.element_ty)
-    tl.store(dropped + row * width + column, kept, mask=inside)
-
-
-@_jit
 def _round_and_transpose_kernel(
     matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Round one square block, and write it twice."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -240,7 +192,6 @@ def _round_and_transpose_kernel(
 
 @_jit
 def _round_elements_kernel(values, scale, rounded, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Round one block of a vector to bf16, and then to FP8."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < numel
     scaled = tl.load(values + index, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32) / tl.load(scale)
@@ -249,7 +200,6 @@ def _round_elements_kernel(values, scale, rounded, numel, LARGEST: tl.constexpr,
 
 @_jit
 def _transpose_kernel(matrix, transposed, num_rows, num_columns, BLOCK: tl.constexpr):
-    """Transpose one square block."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -262,7 +212,6 @@ def _update_adamw_kernel(
     parameter, gradient, average, square, num_steps, divisor, is_skipped,
     learning_rate, weight_decay, eps, rate1, rate2, log2_beta1, log2_beta2, numel, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the elements of one block."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < tl.where(tl.load(is_skipped) == 0, numel, 0)
     step = tl.load(num_steps).to(tl.float64)  # 1 - beta^n would lose digits in fp32

@@ -29,7 +29,7 @@ from ftkit.train.model.peft_names import (
     shape_in_peft,
 )
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
-from ftkit.train.private_apis.libraries import adapts_experts, compute_in_input_dtype, import_peft
+from ftkit.train.private_apis.libraries import adapts_experts, import_peft
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
@@ -127,7 +127,6 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
             # alone, peft does not know the family, whose experts it would adapt.
             owner = find_decoder_layers(model) if of_experts else model
             peft.inject_adapter_in_model(config, owner, ADAPTER, low_cpu_mem_usage=is_empty)
-    compute_in_input_dtype(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, peft.tuners.lora.Linear):
             model.set_submodule(name, AdaptedLinear(module, lora, tokens.dropout_of(name)))

@@ -21,8 +21,8 @@ def import_peft() -> Any:
     """Import peft, also where packages with layers that it adapts are broken or too old for it.
 
     It imports them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
-    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none.
-    `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.17 to 0.21.
+    Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none. Functions of
+    `peft.import_utils` remember their results, peft 0.17 to 0.21.
     """
     broken = ("bitsandbytes",) if is_broken("bitsandbytes") else ()
     with without_packages("transformer_engine", *broken):
@@ -30,27 +30,13 @@ def import_peft() -> Any:
 
         peft.import_utils.is_bnb_available()
     for name in ("torchao", "gptqmodel", "auto_gptq"):
-        is_available = getattr(peft.import_utils, f"is_{name}_available", None)
-        if is_available is None:
-            continue
+        is_available = getattr(peft.import_utils, f"is_{name}_available", bool)  # not in every version
         try:
             is_available()
         except ImportError:
             with without_packages(name):
                 is_available()
     return peft
-
-
-def compute_in_input_dtype(model: nn.Module) -> None:
-    """Make peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
-
-    `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.17 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
-    around each forward.
-    """
-    layer_class = import_peft().tuners.tuners_utils.BaseTunerLayer
-    for module in model.modules():
-        if isinstance(module, layer_class):
-            module.cast_input_dtype_enabled = False
 
 
 def adapts_experts(config: LoraConfig, model: nn.Module) -> bool:

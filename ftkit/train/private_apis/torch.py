@@ -56,6 +56,19 @@ torch 2.6 has the interface too, but its line can't be tested on several process
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
+process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process_group  # type: ignore[attr-defined,assignment] # noqa: SLF001
+"""Returns a process group by its name, the only form in which an operator can take it."""
+dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
+"""Writes the recorded CUDA allocations to a path."""
+add_to_all = torch._foreach_add_
+"""Adds a scalar to tensors in one kernel."""
+find_norms = torch._foreach_norm  # noqa: SLF001
+"""Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
+map_instances = _pytree.tree_map_only
+"""Replaces the instances of a type in nested lists, tuples and dictionaries: of the type, by a function, in a tree."""
+
+scaled_mm = torch._scaled_mm  # noqa: SLF001
+"""Multiplies two FP8 matrices with their scales; `torch.nn.functional.scaled_mm` needs torch 2.10."""
 SCALED_MM = torch.ops.aten._scaled_mm.default  # noqa: SLF001
 GROUPED_MM = getattr(torch.ops.aten, "_grouped_mm", None)
 """Operators of matmuls in FP8 and of experts (torch 2.8 and newer), which activation checkpointing selects by."""
@@ -134,12 +147,6 @@ def raise_recompile_limit(num_layers: int) -> None:
     config.cache_size_limit = max(config.cache_size_limit, num_layers + 8)
 
 
-def process_group(name: str) -> ProcessGroup:
-    """Return a process group by its name, the only form in which an operator can take it."""
-    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type] # noqa: SLF001
-    return group
-
-
 def symmetric_memory() -> ModuleType:
     """Return the module with `empty` and `rendezvous`: GPU memory that peers have mapped."""
     return _symmetric_memory
@@ -162,16 +169,6 @@ def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> Non
 def divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
     """Have a fused optimizer divide gradients by a scalar on the device in its next `step`."""
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-
-
-def add_to_all(tensors: list[torch.Tensor], value: torch.Tensor) -> None:
-    """Add a scalar to tensors in one kernel."""
-    torch._foreach_add_(tensors, value)
-
-
-def find_norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each tensor in few kernels; of order infinity, its largest absolute value."""
-    return list(torch._foreach_norm(tensors, order))  # noqa: SLF001
 
 
 def record_collectives() -> None:
@@ -210,16 +207,6 @@ def record_memory_history(max_entries: int) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
 
 
-def dump_memory_snapshot(path: Path) -> None:
-    """Write the recorded CUDA allocations."""
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # noqa: SLF001
-
-
-def scaled_mm(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the product of two FP8 matrices. `torch.nn.functional.scaled_mm` needs torch 2.10."""
-    return torch._scaled_mm(left, right, **options)  # noqa: SLF001
-
-
 def scaled_grouped_mm(
     rows: torch.Tensor,
     matrices: torch.Tensor,
@@ -242,11 +229,6 @@ def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor, dtype: torch.dty
     return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
         kind, inner.shape, strides=inner.stride(), dtype=dtype, device=inner.device
     )
-
-
-def map_instances(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
-    """Replace the instances of a type in nested lists, tuples and dictionaries."""
-    return _pytree.tree_map_only(kind, function, tree)
 
 
 def find_tensors(tree: object) -> list[torch.Tensor]:
