@@ -91,7 +91,7 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
 def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
     """Set elements of inputs, [..., K], to zero with a probability, and divide the others by that of being kept.
 
-    Hashes of an element's feature, and of the bits of both keys, determine whether it is kept: everywhere and always the
+    Hashes of an element's feature, and of both keys, determine whether it is kept: everywhere and always the
     same. Inputs may be the gradient of dropped ones, which has zeros at the same places.
 
     Args:

@@ -63,14 +63,12 @@ class World:
     """This process among the `size` processes of a run.
 
     Attributes:
-        mesh: all processes as they shard the model, for tensors on their devices: [shards], or [replicas, shards].
-        host_mesh: the same, for tensors in host memory.
-        context: this process in the group that divides packs, by context or tensor parallelism or both; consecutive
-            ranks.
+        mesh: all processes as they shard the model, [shards] or [replicas, shards]; for tensors in host memory,
+            `host_mesh`.
+        context: this process in the group of consecutive ranks that divides packs, by context or tensor parallelism.
         exchange: this process in its context-parallel group, which exchanges tokens for heads. With tensor parallelism,
             its ranks have the same part of the layers, so they are not consecutive.
         tensor_mesh: all processes as they share decoder layers with tensor parallelism, [shards, tensor]; None without.
-        host_tensor_mesh: the same, for tensors in host memory.
     """
 
     rank: int
@@ -158,8 +156,7 @@ class World:
 def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas: int = 1) -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
-    `context_parallel` processes divide the tokens of a pack. Each of `num_replicas` copies of the model is on
-    consecutive ranks. Both divide the number of all processes.
+    `context_parallel` processes divide the tokens of a pack. Each copy of the model is on consecutive ranks.
 
     Raises:
         TrainingError: the processes or devices differ from the plan's.

@@ -223,7 +223,7 @@ def test_fp8_blocks_dequantized_by_rows_match_the_full_matrix() -> None:
     def read(name: str) -> Any:
         return TensorSlice(stored[name])
 
-    names, dequantizing = dequantized(stored, read)
+    names, dequantizing = dequantized({*stored}, read)
     assert names == {"a.weight", "b.weight"}
     whole = dequantizing("a.weight")[:]
     assert torch.equal(whole, expected.to(torch.bfloat16))

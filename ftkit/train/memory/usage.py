@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,10 +95,12 @@ class MemoryTrace:
 
     def first_step(self, step: int) -> FirstStepRecord:
         """Return the record of the first step, which is complete, with the time of each stage up to it."""
-        now = time.time()
         # The current stage began when the host had queued the step; the device finished it only now.
-        stages, times = list(self._begun)[:-1], [*list(self._begun.values())[:-1], now]
-        phases = {stage: round(end - begin, 3) for stage, begin, end in zip(stages, times[:-1], times[1:], strict=True)}
+        now = time.time()
+        times = [*list(self._begun.values())[:-1], now]
+        phases = {
+            stage: round(end - begin, 3) for stage, (begin, end) in zip(self._begun, pairwise(times), strict=False)
+        }
         return FirstStepRecord(now, step, round(now - times[0], 3), phases)
 
     def peak_gib(self) -> float:
@@ -127,10 +130,9 @@ def check_free_host_memory(plan: RunPlan, world: World) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error, or its cause, is an out-of-memory error."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     may_report = isinstance(error, RuntimeError | CheckpointException)
-    if may_report and any(message in str(error).lower() for message in _MESSAGES):
+    is_reported = may_report and any(message in str(error).lower() for message in _MESSAGES)
+    if is_reported or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
@@ -139,12 +141,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_explained(
     plan: RunPlan, world: World, trace: MemoryTrace, tensors: Callable[[], Mapping[str, list[torch.Tensor]]] = dict
 ) -> Iterator[None]:
-    """Convert an out-of-memory error to one that lists the memory by part, and gives advice.
+    """Convert an out-of-memory error to one that lists the memory by part, and changes that are predicted to fit.
 
     `tensors` returns the engine's tensors, by part; without it, memory is not divided by part.
-
-    Raises:
-        MemoryExhaustedError: with the allocated memory by part, and changes that are predicted to fit.
     """
     try:
         yield
@@ -170,10 +169,10 @@ def out_of_memory_explained(
 
 
 def capacity_gib(plan: RunPlan, device: torch.device) -> float:
-    """Return the memory of this process's GPU, or its share of host memory."""
+    """Return the memory of this process's GPU, or its share of the machine's host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / GIB
-    return total_bytes() / plan.placement.processes_per_node / GIB
+    return _kibibytes(_PROC / "meminfo", "MemTotal:") / plan.placement.processes_per_node / GIB
 
 
 def _in_gib(parts: Mapping[str, float]) -> str:
@@ -199,14 +198,18 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Return how much more this job's processes may allocate: the machine's free memory, or less if cgroups limit it.
 
-    0 if unknown.
+    A cgroup's file cache counts as free. 0 if unknown.
     """
-    return min([_kibibytes(proc / "meminfo", "MemAvailable:"), *_free_in_cgroups(proc, cgroups)])
-
-
-def total_bytes(proc: Path = _PROC) -> int:
-    """Return the host memory of this machine; 0 if unknown."""
-    return _kibibytes(proc / "meminfo", "MemTotal:")
+    left = [_kibibytes(proc / "meminfo", "MemAvailable:")]
+    for line in _lines(proc / "self" / "cgroup"):
+        own = cgroups / line.removeprefix("0::/")  # version 2
+        for folder in (own, *own.parents) if line.startswith("0::") else ():
+            limit = "".join(_lines(folder / "memory.max"))
+            if limit.isdigit():
+                used = int("".join(_lines(folder / "memory.current")) or 0)
+                cached = sum(_field(folder / "memory.stat", name) for name in ("inactive_file", "active_file"))
+                left.append(max(0, int(limit) - used + cached))
+    return min(left)
 
 
 def resident_bytes(proc: Path = _PROC) -> tuple[int, int]:
@@ -218,27 +221,6 @@ def reset_peak(proc: Path = _PROC) -> None:
     """Reset the peak; if that is not permitted, it stays the peak since the process's start."""
     with suppress(OSError):
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
-
-
-_VERSIONS = (
-    ("", "", "memory.max", "memory.current", "inactive_file", "active_file"),
-    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
-)
-"""Names of both versions of cgroups: the key of `/proc/self/cgroup`, the folder of the groups, and their files."""
-
-
-def _free_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
-    """Return the free memory of each cgroup that limits this process; its file cache counts as free."""
-    own = [line.split(":", 2) for line in _lines(proc / "self" / "cgroup")]
-    left = []
-    for version, mount, limit_file, used_file, *cached in _VERSIONS:
-        paths = [Path(path.lstrip("/")) for _, key, path in own if version in key.split(",")]
-        for folder in {cgroups / mount / folder for path in paths for folder in (path, *path.parents)}:
-            limit = "".join(_lines(folder / limit_file))
-            if limit.isdigit():
-                used = int("".join(_lines(folder / used_file)) or 0)
-                left.append(max(0, int(limit) - used + sum(_field(folder / "memory.stat", name) for name in cached)))
-    return left
 
 
 def _kibibytes(path: Path, name: str) -> int:

@@ -28,24 +28,15 @@ Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
 _FLASH4 = "ftkit_varlen"
 """Name of ftkit's flash-attn-4 attention in transformers."""
-
 _HOPPER = (9, 0)
 _UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""
-
-_CHANGES_SCORES = {"attn_logit_softcapping": "caps its attention scores"}
-"""Configuration keys of models whose attention flash-attn-4 and SDPA don't compute, with the reason."""
-_HAS_SINKS = ("gpt_oss",)
-"""Families with attention sinks, which config.json does not record."""
-
 _IGNORES_POSITIONS = ("gpt_oss",)
 """Families whose decoder builds its masks without `position_ids` (transformers 5.23): packed documents would attend to
 each other."""
-
 _KERNEL_TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains. flash-attn-4
 4.0.0b36 on an H200 computed gradients that were off by 70 to 90% with heads of 16 and 48."""
-
 FLEX_MINIMUM = 128
 """Minimum number of tokens for flex attention's training kernel. For fewer queries torch uses a decoding kernel without
 gradients, which ignores documents or fails to compile (seen with torch 2.11)."""
@@ -89,21 +80,19 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     return ("eager", f"the model {special}, and {flex}") if special or "sdpa" not in has else ("sdpa", flex)
 
 
-def _kernels_of_class(config: PretrainedConfig) -> set[Kernel]:
+def _kernels_of_class(config: PretrainedConfig) -> set[str]:
     """Return the kernels that a model's class in transformers has."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:  # building it will fail with the reason
         return {"flash4", "flex", "sdpa", "eager"}
-    backends = attention_backends(kind)
-    kernels: dict[str, Kernel] = {"custom": "flash4", "flex": "flex", "sdpa": "sdpa"}
-    return {"eager", *(kernel for backend, kernel in kernels.items() if backend in backends)}
+    return {"eager", *("flash4" if each == "custom" else each for each in attention_backends(kind))}
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
-    """Return how a model changes its attention scores; None if it does not."""
-    if config.model_type in _HAS_SINKS:
+    """Return how a model changes its attention scores, which flash-attn-4 and SDPA don't compute; None if not."""
+    if config.model_type == "gpt_oss":  # config.json does not record it
         return "has attention sinks"
-    return next((text for key, text in _CHANGES_SCORES.items() if getattr(config, key, None) is not None), None)
+    return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
 
 
 def _check_requested(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
@@ -115,8 +104,7 @@ def _check_requested(training: TrainingPlan, special: str | None, config: Pretra
         )
     if requested == "flex" and training.sequence_length < FLEX_MINIMUM:
         raise TrainingError(
-            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM} or more, not "
-            f"{training.sequence_length}",
+            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM}, not {training.sequence_length}",
             meaning="for shorter packs torch uses a kernel that ignores where documents end",
             fix="set training.attention=auto, or a longer training.sequence_length",
         )
@@ -130,16 +118,16 @@ def _check_requested(training: TrainingPlan, special: str | None, config: Pretra
 
 
 def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
-    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all."""
+    """Return why flash-attn-4 can't train this model on some rank, or None if it can on all.
+
+    Forward and backward are tested with the model's heads, with and without its window, against torch's SDPA. Training
+    reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
+    """
     failures = world.gather_objects(_flash4_failure_here(config, world.device))
     return next((failure for failure in failures if failure is not None), None)
 
 
 def _flash4_failure_here(config: PretrainedConfig, device: torch.device) -> str | None:
-    """Test forward and backward with the model's heads, with and without its window, against torch's SDPA.
-
-    Training reuses the compiled kernels. Some versions compute wrong gradients for some head sizes.
-    """
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return f"{torch.cuda.get_device_name(device)} is older than Hopper"
     windows = (None,) if getattr(config, "sliding_window", None) is None else (None, FLEX_MINIMUM // 8)
@@ -215,8 +203,8 @@ def _flash4(  # noqa: PLR0913 - the interface is transformers'
     del attention_mask
     batch, _, length, width = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        cu_seq_lens_q, max_length_q = rows * length, length
+        cu_seq_lens_q = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+        max_length_q = length
     flat = [tensor.transpose(1, 2).reshape(batch * length, -1, width) for tensor in (query, key, value)]
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
     output, _ = varlen_attention(*flat, cu_seq_lens_q, max_length_q, scale, sliding_window)
@@ -240,13 +228,12 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
     """
     if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
         return None
-    weight = next(module.parameters())
+    dtype = next(module.parameters()).dtype
     inputs: dict[str, object] = {
         "config": module.config,
-        "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=weight.dtype, device=position_ids.device),
-        "attention_mask": None,
-        "past_key_values": None,
+        "inputs_embeds": torch.empty(*position_ids.shape, 0, dtype=dtype, device=position_ids.device),
         "position_ids": position_ids,
+        **dict.fromkeys(("attention_mask", "past_key_values")),
     }
     return {
         "full_attention": create_causal_mask(**inputs),
@@ -256,11 +243,9 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
 
 @contextmanager
 def generation_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes.
-
-    Eager if the model changes its attention scores: with SDPA, transformers would silently omit that.
-    """
+    """Switch to a kernel for generation: kernels for packs don't support a cache, a mask or varying shapes."""
     chosen = attention_implementation(model.config)
+    # If a model changes its attention scores, transformers would silently omit that with SDPA.
     model.set_attn_implementation(register_kernel("eager" if _changed_scores(model.config) else "sdpa"))
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -283,9 +268,8 @@ def varlen_attention(  # noqa: PLR0913, PLR0917 - operators take only tensors an
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output, [B * T, H, D], and the log-sum-exp of the scores, fp32 [H, B * T]."""
     flash_forward, _ = flash_attention()
-    output, lse, *_ = flash_forward(
-        query, key, value, return_lse=True, **_options(cu_seqlens, max_seqlen, scale, sliding_window)
-    )
+    options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
+    output, lse, *_ = flash_forward(query, key, value, return_lse=True, **options)
     return output, lse
 
 
@@ -308,9 +292,8 @@ def _varlen_backward(
     _, flash_backward = flash_attention()
     query, key, value, output, lse = saved
     options = _options(cu_seqlens, max_seqlen, scale, sliding_window)
-    gradients = flash_backward(query, key, value, output, gradient, lse, **options)
-    of_query, of_key, of_value = (tensor.contiguous() for tensor in gradients[:3])
-    return of_query, of_key, of_value
+    of_query, of_key, of_value, *_ = flash_backward(query, key, value, output, gradient, lse, **options)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 
 def _options(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, sliding_window: int | None) -> dict[str, object]:

@@ -38,15 +38,9 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         TrainingError: transformers does not have the family.
     """
-    fields = shape.model_dump(include=_PASSED_ON) | _windows(shape)
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        config = AutoConfig.for_model(
-            shape.family,
-            **fields,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        config = AutoConfig.for_model(shape.family, **shape.model_dump(include=_PASSED_ON), **_windows(shape), **tokens)
     except ValueError as error:
         raise TrainingError(
             f"transformers {transformers.__version__} can't configure a '{shape.family}': {one_line(error)}",
@@ -83,7 +77,21 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
         NotFoundError: the file can't be read, or has no architecture.
         TrainingError: transformers can't read it, it is quantized, or the plan is for another shape.
     """
-    stored = _read_stored(folder)
+    model_type, version = read_model_type(folder), transformers.__version__
+    if model_type not in CONFIG_MAPPING:
+        raise TrainingError(
+            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
+            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
+            fix="use an image with a newer transformers, or choose another model",
+        )
+    try:
+        stored = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each architecture and version raises different errors on odd values
+        raise TrainingError(
+            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
+            meaning="the file was edited manually, or belongs to another version of the architecture",
+            fix="correct the file, or copy or download it again",
+        ) from error
     config = stored.get_text_config(decoder=True)
     raw = read_model_config(folder)
     config.tie_word_embeddings = text_part(raw).get("tie_word_embeddings", config.tie_word_embeddings)
@@ -109,11 +117,8 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
 
 
 def shape_fields(config: PretrainedConfig) -> dict[str, object]:
-    """Return the fields of a configuration about the shape, by their public names.
-
-    They come from its saved form if that has these names: if layers differ, the configuration lacks these attributes.
-    """
-    saved = config.to_dict()
+    """Return the fields of a configuration about the shape, by their public names."""
+    saved = config.to_dict()  # if layers differ, the configuration lacks these attributes
     return {key: saved[key] if key in saved else getattr(config, key, None) for key in CONFIG_KEYS}
 
 
@@ -125,15 +130,11 @@ def _scale_positions(config: PretrainedConfig, shape: ArchitectureSpec) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):  # transformers 4
         config.rope_scaling = values
-    elif "full_attention" in rope:
-        config.rope_parameters = rope | {"full_attention": _kept_rope_keys(rope["full_attention"]) | values}
     else:
-        config.rope_parameters = _kept_rope_keys(rope) | values
+        scaled = rope.get("full_attention", rope)
+        scaled = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled} | values
+        config.rope_parameters = rope | {"full_attention": scaled} if "full_attention" in rope else scaled
     config.max_position_embeddings = shape.max_position_embeddings
-
-
-def _kept_rope_keys(rope: dict[str, object]) -> dict[str, object]:
-    return {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
 
 
 def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
@@ -148,24 +149,6 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
             meaning="its class in transformers has other rotary positions, or none",
             fix="leave model.architecture.rope_scaling out, or choose another model",
         )
-
-
-def _read_stored(folder: Path) -> PretrainedConfig:
-    model_type, version = read_model_type(folder), transformers.__version__
-    if model_type not in CONFIG_MAPPING:
-        raise TrainingError(
-            f"transformers {version} does not have the architecture '{model_type}' in {folder / CONFIG_FILE}",
-            meaning="only a newer version has it, or it comes with custom code, which ftkit never runs",
-            fix="use an image with a newer transformers, or choose another model",
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # each architecture and version raises different errors on odd values
-        raise TrainingError(
-            f"transformers {version} can't read {folder / CONFIG_FILE} as a '{model_type}': {one_line(error)}",
-            meaning="the file was edited manually, or belongs to another version of the architecture",
-            fix="correct the file, or copy or download it again",
-        ) from error
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -234,29 +217,20 @@ def _avoid_grouped_mm_of_odd_sizes(model: PreTrainedModel) -> None:
 def why_not_packed(model: PreTrainedModel) -> str | None:
     """Return why a model can't be told where packed documents begin; None if it can."""
     decoder = find_decoder(model)
-    accepted = _parameters(decoder)
-    if accepted is None or "position_ids" in accepted:
+    if accepted_inputs(decoder, {"position_ids": None}):
         return None
     return f"{type(decoder).__name__} does not accept the positions of packed documents"
 
 
 def accepted_inputs(module: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
     """Return those keyword arguments that a module's forward accepts."""
-    accepted = _parameters(module)
-    if accepted is None:
-        return inputs
-    return {name: value for name, value in inputs.items() if name in accepted}
-
-
-def _parameters(module: nn.Module) -> frozenset[str] | None:
-    """Return the parameters of a module's forward; None if it accepts any.
-
-    A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
-    """
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    # A forward that lists its inputs, but no positions, has `**kwargs` for other purposes: it may refuse them.
     is_listed = "input_ids" in parameters and "position_ids" not in parameters
-    return None if takes_any and not is_listed else frozenset(parameters)
+    if takes_any and not is_listed:
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
@@ -269,8 +243,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module under the output projection; the model itself if there is none.
 
     For some models, `get_decoder` returns the model itself: in transformers 4, and for Llama 4's text model, whose
-    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection, whose
-    attribute has that name.
+    `base_model_prefix` is that of another class. For ModernBERT's decoder it returns the output projection.
     """
     decoder = model.get_decoder()
     if decoder is model or decoder is model.get_output_embeddings():
@@ -292,7 +265,11 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)
-    matching = [layers for layers in lists if len(layers) == expected] or _layers_of_two(lists, expected)
+    matching = [layers for layers in lists if len(layers) == expected]
+    if not matching:  # layers that count as two each, as LongCat's do: each has two layers of attention
+        nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
+        outermost = [layers for layers in lists if id(layers) not in nested]
+        matching = outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
     if not matching:
         found = ", ".join(f"{len(layers)} x {type(layers[0]).__name__}" for layers in lists) or "none"
         raise TrainingError(
@@ -301,13 +278,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
             fix="choose a model of another family",
         )
     return max(matching, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
-
-
-def _layers_of_two(lists: list[nn.ModuleList], expected: object) -> list[nn.ModuleList]:
-    """Return the list of layers that count as two each, as LongCat's do: each has two layers of attention."""
-    nested = {id(part) for layers in lists for part in layers.modules() if part is not layers}
-    outermost = [layers for layers in lists if id(layers) not in nested]
-    return outermost if len(outermost) == 1 and 2 * len(outermost[0]) == expected else []
 
 
 def config_for_export(

@@ -58,8 +58,7 @@ def is_adapter(name: str) -> bool:
 def saved_parameters(model: nn.Module, training: TrainingPlan) -> dict[str, nn.Parameter]:
     """Return the parameters of checkpoints and exports, by name; a tied one once, under its first name.
 
-    With adapters, these; otherwise all: a class may freeze some, such as the biases of routers, which belong to the
-    trained model.
+    Without adapters, all: a class may freeze some, such as the biases of routers, which belong to the trained model.
     """
     named = model.named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad or training.adapters is None}

@@ -79,8 +79,8 @@ class LoadTarget:
     """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized.
 
     Attributes:
-        shard: this rank's shard; if quantized, of the flat form, or of those of stacked experts.
-        layout: the layout of its quantized form; None if it is not quantized.
+        shard: of the parameter; if quantized, of the flat form, or of those of stacked experts.
+        layout: of its quantized form, if any.
         magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
         is_transposed: whether the files have a matrix as [inputs, outputs].
     """
@@ -92,7 +92,7 @@ class LoadTarget:
 
     @property
     def expected_shape(self) -> list[int]:
-        """The expected shape of the tensor in the files."""
+        """The shape of the tensor in the files."""
         if self.layout is None:
             return [*self.shard.shape]
         shape = [self.layout.num_outputs, self.layout.num_inputs]
@@ -136,9 +136,10 @@ def _row_norms(rows: torch.Tensor) -> torch.Tensor:
 
 def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Return the target of each tensor of the files. Adapters are in no file, and add a level to the base's names."""
-    parameters = dict(model.named_parameters())  # lists a tied parameter once, under its first name
+    # A tied parameter is listed once, under its first name.
+    shards = {name: local_shard(parameter) for name, parameter in model.named_parameters()}
     found: dict[str, LoadTarget] = {}
-    for name, parameter in parameters.items():
+    for name, shard in shards.items():
         if is_adapter(name):
             continue
         owner, _, own_name = name.rpartition(".")
@@ -149,10 +150,9 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         elif isinstance(module, GroupedExperts) and own_name in module.layouts:
             layout, is_turned = module.layouts[own_name], module.is_transposed
         is_matrix = own_name in ("quantized", "weight")
-        magnitude = parameters.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
-        found[name.replace(".base_layer.", ".").replace(".quantized", ".weight")] = LoadTarget(
-            local_shard(parameter), layout, None if magnitude is None else local_shard(magnitude), is_turned
-        )
+        magnitude = shards.get(owner.removesuffix("base_layer") + DORA_MAGNITUDE) if is_matrix else None
+        stored = name.replace(".base_layer.", ".").replace(".quantized", ".weight")
+        found[stored] = LoadTarget(shard, layout, magnitude, is_turned)
     return found
 
 
@@ -188,17 +188,12 @@ def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | 
     if others := sorted(places.keys() - used - in_layers):
         log.info(
             "the files have %d more tensors, such as of a vision tower or of layers that predict further tokens; "
-            "they are neither trained nor exported: %s …",
-            len(others),
-            ", ".join(others[:3]),
-        )
+            "they are neither trained nor exported: %s …", len(others), ", ".join(others[:3]),
+        )  # fmt: skip
     if in_layers:
-        log.warning(
-            "the files have %d tensors that %s does not use; they are not trained: %s …",
-            len(in_layers),
-            type(model).__name__,
-            ", ".join(sorted(in_layers)[:3]),
-        )
+        first = ", ".join(sorted(in_layers)[:3])
+        name = type(model).__name__
+        log.warning("the files have %d tensors that %s does not use, or train: %s …", len(in_layers), name, first)
 
 
 def _in_layers(model: PreTrainedModel, stored: Iterable[str]) -> list[str]:
@@ -237,16 +232,12 @@ def _map_by_first_name(
     model: PreTrainedModel, stored: Iterable[str], known: Collection[str], read: Callable[[str], TensorSource]
 ) -> dict[str, MappedTensor]:
     """Map tensors as `map_tensors` does; files may have a tied parameter under any of its names."""
-    first_names: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name:
-            aliases[name] = first
-    mapped = map_tensors(model, stored, {*known, *aliases}, read)
-    for name in aliases.keys() & mapped.keys():
-        one = mapped.pop(name)
-        mapped.setdefault(aliases[name], one)
+    first_names: dict[torch.Tensor, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    first_of = {name: first_names.setdefault(parameter, name) for name, parameter in named}
+    mapped = map_tensors(model, stored, {*known, *first_of}, read)
+    for name in [name for name in mapped if first_of.get(name, name) != name]:
+        mapped.setdefault(first_of[name], mapped.pop(name))
     return mapped
 
 

@@ -79,7 +79,8 @@ class Routers:
             TrainingError: a load-balancing loss is asked for, and can't be computed.
         """
         config = hf_model.config
-        routers, num_experts = _find_routers(hf_model)
+        experts = read_experts(config.to_dict())
+        routers = [] if experts is None else _find_routers(hf_model, experts.num)
         has_loss = bool(routers) and hasattr(config, "router_aux_loss_coef")
         coefficient = training.router_aux_loss_coef
         if coefficient is None:
@@ -96,7 +97,7 @@ class Routers:
             )
         return cls(
             routers,
-            num_experts,
+            0 if experts is None else experts.num,
             coefficient=coefficient,
             has_loss=has_loss,
             group=world.context.group,
@@ -121,7 +122,7 @@ class Routers:
             self._sums, self._gradient = self._sums.new_zeros(shape), self._gradient.new_zeros(shape[2:])
         self._gradient.zero_()  # for a pass without the loss, such as a check's
         for tap, sums in zip(self._taps, self._sums, strict=True):
-            tap.begin(sums, self._gradient, is_token.float().view(num_groups, -1))
+            tap.sums, tap.gradient, tap.is_token = sums, self._gradient, is_token.float().view(num_groups, -1)
 
     def balance(self, loss: torch.Tensor, label_index: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss, with the gradient of the load-balancing loss too; its value does not change.
@@ -157,17 +158,15 @@ class Routers:
         return taken
 
 
-def _find_routers(hf_model: PreTrainedModel) -> tuple[list[nn.Module], int]:
-    """Return the routers, and their number of experts; none if they choose among others too, as Zaya's."""
-    kinds, experts = router_classes(type(find_decoder(hf_model))), read_experts(hf_model.config.to_dict())
-    if experts is None:
-        return [], 0
+def _find_routers(hf_model: PreTrainedModel, num_experts: int) -> list[nn.Module]:
+    """Return the routers; none if they choose among others than the experts too, as Zaya's."""
+    kinds = router_classes(type(find_decoder(hf_model)))
     routers = [part for layer in find_decoder_layers(hf_model) for part in layer.modules() if type(part) in kinds]
-    rows = [
-        {each.shape[0] for name, each in router.named_parameters() if each.ndim > 1 and not is_adapter(name)}
-        for router in routers
-    ]
-    return (routers, experts.num) if all(experts.num in each for each in rows) else ([], 0)
+    for router in routers:
+        matrices = [each for name, each in router.named_parameters() if each.ndim > 1 and not is_adapter(name)]
+        if num_experts not in {each.shape[0] for each in matrices}:
+            return []
+    return routers
 
 
 _SUMS = ("chosen", "probability", "entropy", "largest")
@@ -178,16 +177,13 @@ its share of the entropy, and how often it is among the k with the largest logit
 class _Tap:
     """Forward hook of a router, traced by torch.compile with the layer, and called again when it is recomputed.
 
-    `is_token` is fp32 [G, S], 0 for padding, of G groups of S tokens each.
+    It writes `sums`, [4, G, E], of a micro-batch, and reads the `gradient`, [G, E], of the probabilities. `is_token` is
+    fp32 [G, S], 0 for padding, of G groups of S tokens each.
     """
 
     def __init__(self, *, has_loss: bool, adds_gradient: bool) -> None:
         self._has_loss, self._adds_gradient = has_loss, adds_gradient
-        self._sums = self._gradient = self.is_token = torch.zeros(0)
-
-    def begin(self, sums: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor) -> None:
-        """Set this micro-batch's tensors: sums [4, G, E] to write, and the gradient [G, E] of the probabilities."""
-        self._sums, self._gradient, self.is_token = sums, gradient, is_token
+        self.sums = self.gradient = self.is_token = torch.zeros(0)
 
     def __call__(
         self, router: nn.Module, _: object, output: tuple[torch.Tensor, ...]
@@ -198,23 +194,23 @@ class _Tap:
         self._sum(logits.detach(), experts)
         if not self._adds_gradient:
             return None
-        routed = _Routed.apply(weights, logits, self._gradient, self.is_token)  # type: ignore[no-untyped-call]
+        routed = _Routed.apply(weights, logits, self.gradient, self.is_token)  # type: ignore[no-untyped-call]
         return logits, routed, experts, *others
 
     @torch.no_grad()
     def _sum(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
-        _, num_groups, num_experts = self._sums.shape
+        _, num_groups, num_experts = self.sums.shape
         probability = _probability(logits, num_groups, num_experts) * self.is_token[..., None]
         chosen = largest = self._count(experts.long().reshape(num_groups, -1))
         if self._has_loss:
             num_chosen = experts.numel() // self.is_token.numel()
             largest = self._count(probability.topk(num_chosen).indices.flatten(1))
-        self._sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
+        self.sums.copy_(torch.stack([chosen, probability.sum(1), torch.special.entr(probability).sum(1), largest]))
 
     def _count(self, experts: torch.Tensor) -> torch.Tensor:
         """Count how often each expert, [G, E], is among those of the tokens, int64 [G, S * k]."""
         counts = self.is_token.repeat_interleave(experts.shape[1] // self.is_token.shape[1], dim=1)
-        return torch.zeros_like(self._sums[0]).scatter_add_(1, experts, counts)
+        return torch.zeros_like(self.sums[0]).scatter_add_(1, experts, counts)
 
 
 def _probability(logits: torch.Tensor, num_groups: int, num_experts: int) -> torch.Tensor:

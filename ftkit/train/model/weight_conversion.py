@@ -33,13 +33,9 @@ _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 """The values of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
 _MXFP4_BIAS = 127
 """Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
-
-
 _FP8_SCALES = "_scale_inv"
 """Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
-
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-
 _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 """Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""
 
@@ -54,17 +50,11 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """Source of a tensor of the model.
+    """Source of a tensor of the model."""
 
-    Attributes:
-        first: one of the files' tensors that it is read from; determines the file.
-        source: the tensor; a rank may read only some of the files' tensors.
-        joined: all of the files' tensors that are joined to it, with their scales; empty if it is one.
-    """
-
-    first: str
-    source: TensorSource
-    joined: frozenset[str] = frozenset()
+    first: str  # one of the files' tensors that it is read from; determines the file
+    source: TensorSource  # a rank may read only some of the files' tensors
+    joined: frozenset[str] = frozenset()  # all of the files' tensors that are joined to it, with their scales
 
 
 def name_for_peft(model: PreTrainedModel, name: str) -> str:
@@ -87,7 +77,7 @@ def map_tensors(
 ) -> dict[str, MappedTensor]:
     """Return the source of each of the model's tensors that are in the files, by the names of both.
 
-    Of the model, only class and configuration matter. `read` returns a tensor of the files, without reading it yet.
+    Of the model, only class and configuration matter. `read` returns a tensor of the files, not yet read.
 
     Raises:
         TrainingError: pieces of a tensor are missing.
@@ -147,15 +137,10 @@ class JoinedPieces:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Experts in MXFP4, dequantized to bf16 [E, G * 32, N] as they are read.
+    """Experts in MXFP4, dequantized to bf16 [E, G * 32, N] as they are read."""
 
-    Attributes:
-        blocks: uint8 [E, N, G, 16]: 32 numbers of four bits for each group.
-        scales: uint8 [E, N, G]: exponents.
-    """
-
-    blocks: TensorSource
-    scales: TensorSource
+    blocks: TensorSource  # uint8 [E, N, G, 16]: 32 numbers of four bits for each group
+    scales: TensorSource  # uint8 [E, N, G]: exponents
 
     def get_shape(self) -> list[int]:
         experts, outputs, groups, width = self.blocks.get_shape()
@@ -171,15 +156,10 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix in FP8 with a scale for each block, dequantized to bf16 as it is read.
-
-    Attributes:
-        values: float8_e4m3fn [N, K].
-        scales: fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B.
-    """
+    """A matrix in FP8, [N, K], with a scale for each block, dequantized to bf16 as it is read."""
 
     values: TensorSource
-    scales: TensorSource
+    scales: TensorSource  # fp32 [ceil(N / B), ceil(K / B)]: factor of the values of a block of B x B
 
     def get_shape(self) -> list[int]:
         return self.values.get_shape()
@@ -201,16 +181,16 @@ class Fp8Tensor:
 
 
 def dequantized(
-    stored: Iterable[str], read: Callable[[str], TensorSource]
+    stored: set[str], read: Callable[[str], TensorSource]
 ) -> tuple[set[str], Callable[[str], TensorSource]]:
     """Return the names of the files' tensors without FP8 scales, and a reader that applies the scales."""
-    names = set(stored)
-    scaled = {name for name in names if name + _FP8_SCALES in names}
+    scales = {name + _FP8_SCALES for name in stored} & stored
 
     def read_dequantized(name: str) -> TensorSource:
-        return Fp8Tensor(read(name), read(name + _FP8_SCALES)) if name in scaled else read(name)
+        factor = name + _FP8_SCALES
+        return Fp8Tensor(read(name), read(factor)) if factor in scales else read(name)
 
-    return names - {name + _FP8_SCALES for name in scaled}, read_dequantized
+    return stored - scales, read_dequantized
 
 
 @dataclass(frozen=True)
