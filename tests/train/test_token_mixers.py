@@ -14,7 +14,7 @@ from torch._dynamo import lookup_backend
 from transformers import AutoModelForCausalLM
 
 from ftkit.train.causal_lm import MicroBatch, model_inputs
-from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, find_token_loop
+from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.model import token_mixers
 from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
 from ftkit.train.model.token_mixers import choose_token_mixers, chunk_gated_delta_rule
@@ -277,22 +277,6 @@ def test_a_kernel_that_is_wrong_on_hopper_is_not_tuned_first(
         "needs Triton 3.7.1 or newer, or tilelang, on NVIDIA H200; here is Triton 3.6.0"
     )
     assert token_mixers._known_failure(function, world.device) is None
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        ("minimax", {"MiniMaxLightningAttention", None}),
-        ("recurrent_gemma", {"RecurrentGemmaRglru", None}),
-        ("rwkv", {"rwkv_linear_attention_cpu"}),
-        ("qwen3_next", {None}),
-        ("mamba", {None}),
-        ("mixtral", {None}),
-        ("zamba2", {None}),
-    ],
-)
-def test_layers_of_other_classes_that_loop_over_tokens_are_found(family: str, expected: set[str | None]) -> None:
-    assert {find_token_loop(layer) for layer in find_decoder_layers(build(family))} == expected
 
 
 def test_layers_that_loop_over_tokens_are_not_compiled_and_the_log_says_so(

@@ -19,11 +19,7 @@ a time. Only compiled layers move the outputs of attention and matmuls.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import logging
-import re
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +40,6 @@ from ftkit.train.private_apis.torch import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import ModuleType
 
     from torch._ops import OpOverload
 
@@ -60,10 +55,15 @@ WIDE = 256
 """Inner dimension from which a bf16 matmul is compute-bound. A narrower one is memory-bound, like element-wise
 operations, so recomputing it is cheap."""
 
-_COUNTS_TOKENS = re.compile(r"seq|chunk|num_blocks|shape\[1\]")
-"""Ends of loops that grow with the number of tokens, as transformers writes them."""
-_FAMILIES = "transformers.models."
-"""Packages with the code of model families."""
+_LOOPS_OVER_TOKENS = {
+    "MiniMaxLightningAttention",
+    "Qwen4ExpTextQSAIndexer",
+    "RecurrentGemmaRglru",
+    "RwkvSelfAttention",
+    "xLSTMBackend",
+}
+"""Classes of transformers 5.23 that loop over tokens or chunks: a compiler would unroll such a loop into a graph
+that takes minutes."""
 _INNER_FACTOR = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.addmm.default: 1,
@@ -92,10 +92,10 @@ def apply_activation_checkpointing(
         tag_with_sources()
     offloads = offloads or [None] * len(layers)
     for index, (layer, mode, offload) in enumerate(zip(layers, modes, offloads, strict=True)):
-        loop = find_token_loop(layer) if compiled else None
-        if loop is not None:
-            _warn_of_loop(loop, type(layer).__name__)
-        is_compiled = compiled and loop is None
+        loops = {type(module).__name__ for module in layer.modules()} & _LOOPS_OVER_TOKENS
+        is_compiled = compiled and not loops
+        if compiled and loops:
+            _warn_of_loop(loops.pop(), type(layer).__name__)
         if mode == "none" and not is_compiled:
             continue
         layer_class = _recomputed_class(type(layer))  # type: ignore[arg-type] # a class can be hashed
@@ -217,54 +217,3 @@ _CONTEXTS: dict[ActivationCheckpointing, Callable[[], Contexts]] = {
     "selective": _select,
     "except_attention": _save_attention,
 }
-
-
-# --- Loops over tokens ---------------------------------------------------------------------------
-#
-# A compiler would unroll a loop over the tokens of a pack into a graph that takes minutes. Such loops are found in the
-# code of a layer's classes, because tracing them takes as long.
-
-
-def find_token_loop(layer: nn.Module) -> str | None:
-    """Return the class or function of a layer that loops over tokens or chunks of them; None if there is none.
-
-    Functions with a decorator are not looked at: transformers decorates those that `choose_token_mixers` replaces.
-    """
-    kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
-    families = sorted(
-        (kind for kind in kinds if kind.__module__.startswith(_FAMILIES)), key=lambda kind: kind.__qualname__
-    )
-    found = map(_loop_of_class, families)
-    return next((name for name in found if name is not None), None)
-
-
-@cache
-def _loop_of_class(kind: type) -> str | None:
-    functions, classes = _definitions(sys.modules[kind.__module__])
-    definition = classes.get(kind.__name__)
-    if definition is None:
-        return None
-    methods = [one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name != "__init__"]
-    if any(map(_loops_over_tokens, methods)):
-        return kind.__name__
-    called: set[str] = set()
-    waiting: list[ast.AST] = [definition]
-    while waiting:
-        names = {node.id for node in ast.walk(waiting.pop()) if isinstance(node, ast.Name)} & set(functions) - called
-        called |= names
-        waiting += [functions[name] for name in names]
-    return next((name for name in sorted(called) if _loops_over_tokens(functions[name])), None)
-
-
-@cache
-def _definitions(file: ModuleType) -> tuple[dict[str, ast.FunctionDef], dict[str, ast.ClassDef]]:
-    """Return the functions without a decorator, and the classes, of a file."""
-    nodes = list(ast.walk(ast.parse(inspect.getsource(file))))
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.decorator_list]
-    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    return {node.name: node for node in functions}, {node.name: node for node in classes}
-
-
-def _loops_over_tokens(function: ast.FunctionDef) -> bool:
-    loops = (node.iter for node in ast.walk(function) if isinstance(node, ast.For))
-    return any(text.startswith("range(") and _COUNTS_TOKENS.search(text) for text in map(ast.unparse, loops))
