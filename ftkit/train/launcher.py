@@ -54,7 +54,6 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a rank that its torchrun ended, in a shell's convention."""
 LAUNCHED = "FTKIT_LAUNCHED"
 """Variable with the time when the launcher began, for the ranks' record of the first step."""
-_REPORT_SECONDS = 120
 
 
 def main(arguments: list[str]) -> int:
@@ -99,7 +98,7 @@ def _write_report(layout: RunLayout) -> None:
     environment = {**os.environ, "FTKIT_WORKSPACE": str(layout.root.parents[1])}
     try:
         command = [sys.executable, "-m", "ftkit", "report", layout.root.name]
-        done = process.run(command, timeout_seconds=_REPORT_SECONDS, environment=environment)
+        done = process.run(command, timeout_seconds=120, environment=environment)
         failure = "" if done.returncode == 0 else done.stderr
     except FtkitError as error:
         failure = str(error)
@@ -154,17 +153,18 @@ def _explain_kill(num_before: int | None) -> tuple[str, int]:
 def _record_deaths(layout: RunLayout, error: ChildFailedError, num_oom_kills: int | None) -> None:
     """Write an error for each rank that was killed by a signal."""
     for rank, failure in error.failures.items():
-        if failure.exitcode < 0:
-            name, meaning, code = failure.signal_name(), "", 1
-            if name == "SIGBUS":
-                meaning = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
-            elif name == "SIGKILL":
-                meaning, code = _explain_kill(num_oom_kills)
-            message = f"rank {rank} was killed by {name}{meaning}"
-            # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
-            died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
-            with suppress(OSError):
-                write_rank_error(layout.rank_error(rank), died)
+        if failure.exitcode >= 0:
+            continue
+        name, meaning, code = failure.signal_name(), "", 1
+        if name == "SIGBUS":
+            meaning = ": a memory-mapped file can't be read; usually its file system is full or unreachable"
+        elif name == "SIGKILL":
+            meaning, code = _explain_kill(num_oom_kills)
+        message = f"rank {rank} was killed by {name}{meaning}"
+        # The timestamp is rounded down to seconds, so it precedes those of ranks that failed because of this one.
+        died = RankError(float(failure.timestamp), rank, socket.gethostname(), name, message, "", code, code == 1)
+        with suppress(OSError):
+            write_rank_error(layout.rank_error(rank), died)
 
 
 @contextmanager

@@ -94,7 +94,12 @@ def choose_token_mixers(model: PreTrainedModel, world: World) -> list[str]:
 
 def _choose(function: KernelFunction, failure: str | None) -> tuple[str, bool]:
     """Replace a function by what computes it; return a line for the log, and whether it is a slow loop in PyTorch."""
-    kernel, fallback, package, name = function.kernel, function.fallback, _package_of(function), function.name
+    kernel, fallback, package, name = (
+        function.kernel,
+        function.fallback,
+        _package_of(function),
+        function.name,
+    )
     if kernel is not None and failure is None:
         compute = _convolution(kernel, _CONVOLUTION_REACHES) if name == _CONVOLUTION else kernel
         _replace(function, compute, inspect.signature(kernel).parameters, is_traced=False)
@@ -341,11 +346,8 @@ def _compute_again(
     wanted = [one for one, need in zip(inputs, needed, strict=True) if need]
     with torch.enable_grad():
         output = _compute(inputs, call)
-    gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-    return [
-        torch.zeros_like(one) if of_one is None else of_one.contiguous()
-        for one, of_one in zip(wanted, gradients, strict=True)
-    ]
+    gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True, materialize_grads=True)
+    return [of_one.contiguous() for of_one in gradients]
 
 
 @torch.library.register_fake("ftkit::token_mixer")  # type: ignore[untyped-decorator]
@@ -355,8 +357,7 @@ def _(tensors: list[torch.Tensor], index: int, _: str) -> torch.Tensor:
 
 @torch.library.register_fake("ftkit::token_mixer_backward")  # type: ignore[untyped-decorator]
 def _(_: torch.Tensor, tensors: list[torch.Tensor], needed: list[bool], __: str) -> list[torch.Tensor]:
-    wanted = (one for one, need in zip(tensors, needed, strict=True) if need)
-    return [one.new_empty(one.shape) for one in wanted]
+    return [one.new_empty(one.shape) for one, need in zip(tensors, needed, strict=True) if need]
 
 
 def _save_inputs(ctx: Ctx, inputs: tuple[list[torch.Tensor], int, str], output: torch.Tensor) -> None:
@@ -366,10 +367,8 @@ def _save_inputs(ctx: Ctx, inputs: tuple[list[torch.Tensor], int, str], output: 
 
 
 def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[list[torch.Tensor | None], None, None]:
-    needed = list(ctx.needs_input_grad[0])
-    gradients = iter(
-        torch.ops.ftkit.token_mixer_backward(gradient.contiguous(), list(ctx.saved_tensors), needed, ctx.call)
-    )
+    needed, tensors = list(ctx.needs_input_grad[0]), list(ctx.saved_tensors)
+    gradients = iter(torch.ops.ftkit.token_mixer_backward(gradient.contiguous(), tensors, needed, ctx.call))
     return [next(gradients) if need else None for need in needed], None, None
 
 
