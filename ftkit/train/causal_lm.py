@@ -31,32 +31,20 @@ if TYPE_CHECKING:
 class MicroBatch:
     """A micro-batch of one process: B packs of T tokens, or B padded rows of one document each, with N labels.
 
-    Attributes:
-        input_ids: int64 [B, T].
-        position_ids: int64 [B, T]; they restart at 0 with each document, which is all that separates documents. With
-            tensor parallelism, they are those of the full packs.
-        label_index: int64 [N], indices into the flattened tokens; the next token of each is a label.
-        labels: int64 [N], these next tokens.
-        cu_seqlens: int32 [D + 1], the offset of each of D documents in the flattened tokens, then B * T; with context
-            or tensor parallelism, the offsets in the full packs, of which this process has a part.
-        max_seqlen: upper bound of the documents' lengths.
-        is_token: bool [B, T], false for padding; None if there is none, or nothing needs it.
-        attention_mask: int64 [B, T], 1 for tokens and 0 for the padding on their right; None for packs.
-        label_sources: int64 [N], the source of each label, as its index in `data.source`; None for a single source.
-        token_keys: int64 [B, T], random bits of each token for dropout; with tensor parallelism, those of the full
-            packs. None where nothing draws any.
+    Positions restart at 0 with each document, which is all that separates documents. With context or tensor
+    parallelism, this process has a part of the packs, and what is marked with * is of the full packs.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    label_index: torch.Tensor
-    labels: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    is_token: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    label_sources: torch.Tensor | None = None
-    token_keys: torch.Tensor | None = None
+    input_ids: torch.Tensor  # int64 [B, T]
+    position_ids: torch.Tensor  # int64 [B, T]; * with tensor parallelism
+    label_index: torch.Tensor  # int64 [N], indices into the flattened tokens; the next token of each is a label
+    labels: torch.Tensor  # int64 [N], these next tokens
+    cu_seqlens: torch.Tensor  # int32 [D + 1], offsets of D documents in the flattened tokens, then B * T; *
+    max_seqlen: int  # upper bound of the documents' lengths
+    is_token: torch.Tensor | None = None  # bool [B, T], false for padding; None without, or if nothing needs it
+    attention_mask: torch.Tensor | None = None  # int64 [B, T], 0 for the padding on the right; None for packs
+    label_sources: torch.Tensor | None = None  # int64 [N], indices in `data.source`; None for a single source
+    token_keys: torch.Tensor | None = None  # int64 [B, T], random bits for dropout; * with tensor parallelism
 
     def pinned(self) -> MicroBatch:
         """Return a copy in pinned memory, from which copies to a GPU don't block the host."""
@@ -88,10 +76,7 @@ class SourceLosses:
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """Transform of the output projection's products to logits: a scale, then a soft cap.
-
-    A cap `c` is `c * tanh(x / c)`, as in Gemma 2.
-    """
+    """Transform of the output projection's products to logits: a scale, then a cap `c`, `c * tanh(x / c)`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -105,7 +90,6 @@ class LogitTransform:
         return cls(factor / divisor, getattr(config, "final_logit_softcapping", None))
 
     def apply(self, products: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -148,7 +132,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.T, hidden[part])
+                if hidden.is_cuda and hidden.dtype != torch.float32 and TORCH >= (2, 11):  # in one kernel
+                    torch.addmm(grad_weight, grad_logits.T, hidden[part], out_dtype=torch.float32, out=grad_weight)
+                else:
+                    grad_weight += grad_logits.T @ hidden[part]
             del logits, grad_logits  # freed before the next chunk's logits
         if grad_weight is not None:
             grad_weight = grad_weight[:vocabulary].to(weight.dtype)
@@ -160,14 +147,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Ctx, grad_output: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = (None if grad is None else grad * grad_output for grad in ctx.saved_tensors)
         return grad_hidden, grad_weight, None, None
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add the product of two matrices to an fp32 one, on GPUs in one kernel if torch supports it."""
-    if total.device.type == "cuda" and right.dtype != total.dtype and TORCH >= (2, 11):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
 
 
 def _losses_and_gradient(
@@ -189,18 +168,14 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 class CausalLM(nn.Module):
-    """A transformers model with its loss.
+    """A transformers model, `hf_model`, with its loss.
 
     FSDP2 and DeepSpeed all-gather weights in hooks around `forward`. So every computation with unsharded weights goes
-    through `forward`: the loss by default, else its argument `compute`.
+    through `forward`: the loss by default, else its argument `compute`. `forward` also counts what the routers of a
+    mixture of experts do in training.
 
-    Attributes:
-        hf_model: the transformers model. Its parameters have the names of the weight files; this module's names add a
-            prefix that no file has.
-        has_head_layers: whether there are layers between decoder and output projection, as in ModernBERT's decoder:
-            the loss is then computed from all logits of the model's own class.
-        logit_transform: scaling and soft cap of the logits before the loss.
-        routers: those of a mixture of experts; `forward` counts what they do in training.
+    If `has_head_layers`, between decoder and output projection, as in ModernBERT's decoder, the loss is computed from
+    all logits of the model's own class.
     """
 
     def __init__(
@@ -216,8 +191,8 @@ class CausalLM(nn.Module):
         Args:
             hf_model: a causal language model of transformers.
             routers: found before an engine changed the model; None: they are left alone.
-            by_weight: read the output projection's weight, and compute the loss from a chunk of logits at a time;
-                otherwise call the projection as a module, for an engine that gathers weights in hooks of every module.
+            by_weight: compute the loss from the output projection's weight, a chunk of logits at a time; otherwise call
+                the projection as a module, for an engine that gathers weights in hooks of every module.
             autocast: creates the autocast context if the compute dtype is not that of the parameters.
         """
         super().__init__()
@@ -245,28 +220,22 @@ class CausalLM(nn.Module):
         Its gradient includes that of the load-balancing loss, if the routers have one. `source_losses` accumulates the
         losses of each source, if the labels are from several.
         """
-        if self._is_chunked:
-            hidden, projection = self._label_states(batch), self.hf_model.get_output_embeddings()
-            loss, losses = linear_cross_entropy(hidden, projection.weight, batch.labels, self.logit_transform)
+        model, projection = self.hf_model, self.hf_model.get_output_embeddings()
+        if self.has_head_layers:
+            self._begin_routing(batch)
+            states = model(**model_inputs(model, batch)).logits
         else:
-            losses = functional.cross_entropy(self._label_logits(batch), batch.labels, reduction="none")
+            states = self.hidden_states(batch)
+        states = states.flatten(0, 1).index_select(0, batch.label_index)  # of the tokens whose next one is a label
+        if self._is_chunked:
+            loss, losses = linear_cross_entropy(states, projection.weight, batch.labels, self.logit_transform)
+        else:
+            logits = states if self.has_head_layers else self.logit_transform.apply(projection(states).float())
+            losses = functional.cross_entropy(logits.float(), batch.labels, reduction="none")
             loss = losses.sum()
         if source_losses is not None and batch.label_sources is not None:
             source_losses.add(losses.detach(), batch.label_sources)
         return self.routers.balance(loss, batch.label_index)
-
-    def _label_states(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the last hidden states of the tokens whose next token is a label, [N, H]."""
-        return self.hidden_states(batch).flatten(0, 1).index_select(0, batch.label_index)
-
-    def _label_logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logits of these tokens, fp32 [N, V]."""
-        model = self.hf_model
-        if self.has_head_layers:
-            self._begin_routing(batch)
-            logits: torch.Tensor = model(**model_inputs(model, batch)).logits
-            return logits.flatten(0, 1).index_select(0, batch.label_index).float()
-        return self.logit_transform.apply(model.get_output_embeddings()(self._label_states(batch)).float())
 
     def hidden_states(self, batch: MicroBatch) -> torch.Tensor:
         """Return the last hidden states, [B, T, H]. Within `forward` only."""

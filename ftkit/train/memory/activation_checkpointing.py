@@ -172,17 +172,13 @@ def _recomputing(forward: Forward, **options: Any) -> Forward:
 def _is_compute_bound(operation: OpOverload, args: tuple[torch.Tensor, ...]) -> bool:
     if operation in _INNER_FACTOR:
         return bool(args[_INNER_FACTOR[operation]].shape[-1] >= WIDE)
-    return _is_attention(operation) or _name_of(operation) == "ftkit::nf4_product"
+    return _is_attention(operation)
 
 
 def _is_attention(operation: OpOverload, _: object = None) -> bool:
     # By name: torch has an operator for each of its attention kernels, and adds some with each version.
-    name = _name_of(operation)
+    name: str = operation.name()  # type: ignore[no-untyped-call]
     return "attention" in name or name == "ftkit::token_mixer"
-
-
-def _name_of(operation: OpOverload) -> str:
-    return str(operation.name())  # type: ignore[no-untyped-call]
 
 
 def _contexts(

@@ -122,9 +122,6 @@ class QuantizedLinear(nn.Linear):
         output = self.layout.multiply(input, self.quantized)
         return output if self.bias is None else output + self.bias
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.layout.kind}"
-
 
 def quantize_linears(layers: Iterable[nn.Module], layout_of: Callable[[int, int], WeightLayout | None]) -> None:
     """Replace linear layers within decoder layers with quantized ones; those on the meta device stay there.
@@ -213,8 +210,8 @@ class Nf4Layout(WeightLayout):
 
     def multiply(self, inputs: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Multiply by the matrix, which exists only during the product."""
-        product: Callable[..., torch.Tensor] = _CompiledProduct.apply if torch.compiler.is_compiling() else _product
-        return product(inputs, flat, self.num_outputs)
+        product: torch.Tensor = _Product.apply(inputs, flat, self)  # type: ignore[no-untyped-call]
+        return product
 
     def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of a flat form, as bytes."""
@@ -261,52 +258,21 @@ _OPERATORS.define(  # type: ignore[no-untyped-call]
 _OPERATORS.impl("nf4_matrix", _dequantize_compiled, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-# A custom operator, so that activation checkpointing finds it by name. Autograd saves the parameter, not views of it:
-# an engine may free and all-gather it in between.
-@torch.library.custom_op("ftkit::nf4_product", mutates_args=())
-def _product(inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    return functional.linear(inputs, Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype).dequantize(quantized))
+class _Product(torch.autograd.Function):
+    """A matmul with a matrix that is dequantized in the backward pass again.
 
-
-@torch.library.custom_op("ftkit::nf4_product_backward", mutates_args=())
-def _product_backward(gradient: torch.Tensor, quantized: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    return gradient @ Nf4Layout(gradient.shape[-1], num_inputs, quantized.dtype).dequantize(quantized)
-
-
-@_product.register_fake
-@_product_backward.register_fake
-def _empty_product(factor: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
-    return factor.new_empty(*factor.shape[:-1], width)
-
-
-def _save_for_backward(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor, int], output: torch.Tensor) -> None:
-    del output
-    ctx.save_for_backward(inputs[1])
-    ctx.num_inputs = inputs[0].shape[-1]
-
-
-def _backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return _product_backward(gradient, *ctx.saved_tensors, ctx.num_inputs), None, None
-
-
-_product.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-class _CompiledProduct(torch.autograd.Function):
-    """The same matmul for a compiler, which traces into it."""
+    Autograd saves the parameter, not views of it: an engine may free and all-gather it in between.
+    """
 
     @staticmethod
-    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    def forward(ctx: Ctx, inputs: torch.Tensor, quantized: torch.Tensor, layout: Nf4Layout) -> torch.Tensor:
         ctx.save_for_backward(quantized)
-        ctx.num_inputs = inputs.shape[-1]
-        layout = Nf4Layout(num_outputs, inputs.shape[-1], quantized.dtype)
+        ctx.layout = layout
         return functional.linear(inputs, layout.dequantize(quantized, after=inputs))
 
     @staticmethod
     def backward(ctx: Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (quantized,) = ctx.saved_tensors
-        layout = Nf4Layout(gradient.shape[-1], ctx.num_inputs, quantized.dtype)
-        return gradient @ layout.dequantize(quantized, after=gradient), None, None
+        return gradient @ ctx.layout.dequantize(*ctx.saved_tensors, after=gradient), None, None
 
 
 def _bitsandbytes() -> Any:
