@@ -76,19 +76,12 @@ def materialize(model: nn.Module, device: torch.device, parameter_device: torch.
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized.
+    """A parameter that is loaded from the files: this rank's shard of it, as it is or quantized."""
 
-    Attributes:
-        shard: of the parameter; if quantized, of the flat form, or of those of stacked experts.
-        layout: of its quantized form, if any.
-        magnitude: DoRA's magnitude of the layer's outputs, initialized with the norms of their pretrained weights.
-        is_transposed: whether the files have a matrix as [inputs, outputs].
-    """
-
-    shard: LocalShard
-    layout: WeightLayout | None = None
-    magnitude: LocalShard | None = None
-    is_transposed: bool = False
+    shard: LocalShard  # if quantized, of the flat form, or of those of stacked experts
+    layout: WeightLayout | None = None  # of the quantized form, if any
+    magnitude: LocalShard | None = None  # DoRA's, initialized with the norms of the pretrained weights of each output
+    is_transposed: bool = False  # whether the files have a matrix as [inputs, outputs]
 
     @property
     def expected_shape(self) -> list[int]:
@@ -234,10 +227,10 @@ def _map_by_first_name(
     """Map tensors as `map_tensors` does; files may have a tied parameter under any of its names."""
     first_names: dict[torch.Tensor, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    first_of = {name: first_names.setdefault(parameter, name) for name, parameter in named}
-    mapped = map_tensors(model, stored, {*known, *first_of}, read)
-    for name in [name for name in mapped if first_of.get(name, name) != name]:
-        mapped.setdefault(first_of[name], mapped.pop(name))
+    aliases = {name: first for name, each in named if (first := first_names.setdefault(each, name)) != name}
+    mapped = map_tensors(model, stored, {*known, *aliases}, read)
+    for name in aliases.keys() & mapped.keys():
+        mapped.setdefault(aliases[name], mapped.pop(name))
     return mapped
 
 

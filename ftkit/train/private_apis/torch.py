@@ -41,18 +41,12 @@ FSDP2_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
 
 Autograd refuses weights that are all-gathered again, and gloo sums gradients where NCCL averages them. Stream methods
 are missing too, which is what this checks."""
-
 CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather") and TORCH >= (2, 11)
 """Whether FSDP2 supports custom collectives (from torch 2.10 on), and symmetric memory was tested with them."""
-
 TRACES_FULL_CHECKPOINTS = TORCH >= (2, 13)
 """Whether the compiler traces full activation checkpointing: it is new, so versions with measured runs go without."""
-
 FSDP2_EXTENDS_ALL_GATHERS = TORCH >= (2, 8)
-"""Whether tensor subclasses may transform what FSDP2 all-gathers, as `float8.Fp8Shard` does.
-
-torch 2.6 has the interface too, but its line can't be tested on several processes without GPUs (`FSDP2_ON_CPUS`)."""
-
+"""Whether tensor subclasses may transform what FSDP2 all-gathers: torch 2.6 can't be tested on several processes."""
 FSDP2_SETS_DIVISORS = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
 """Whether FSDP2 sums gradients and divides them by any number, with gloo too (from torch 2.9 on)."""
 
@@ -95,20 +89,17 @@ def recompute_matmul_inputs() -> AbstractContextManager[None]:
     """Let compilers recompute, in the backward pass, inputs of matmuls that element-wise operations made.
 
     By default they are saved: recomputing them takes a kernel, where other recomputed values stay in registers. So are
-    values of chains of more than 100 fusible operations, such as those that dequantize a 4-bit layer's matrices. If
-    these settings go: compile without them, and add the saved values to the plan.
+    values of chains of more than 100 fusible operations, such as those that dequantize a 4-bit layer's matrices.
     """
-    context: AbstractContextManager[None] = functorch_config.patch(
-        ban_recompute_materialized_backward=False, ban_recompute_long_fusible_chains=False
-    )
-    return context
+    settings = ("ban_recompute_materialized_backward", "ban_recompute_long_fusible_chains")
+    patch: AbstractContextManager[None] = functorch_config.patch(dict.fromkeys(settings, False))
+    return patch
 
 
 def cache_autograd_functions() -> AbstractContextManager[None]:
-    """Let AOTAutograd's cache serve graphs with autograd functions, which quantized and FP8 layers have (torch 2.11).
+    """Let AOTAutograd's cache serve graphs with autograd functions, of quantized and FP8 layers (torch 2.11).
 
-    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key. Without
-    it, each start differentiates the layers again, in seconds.
+    Dynamo traces forward and backward of such a function into the graph, so they are part of the cache's key.
     """
     name = "autograd_cache_allow_custom_autograd_functions"
     return functorch_config.patch({name: True}) if hasattr(functorch_config, name) else nullcontext()
@@ -131,10 +122,7 @@ def cacheable_policy(context_fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second size.
-
-    `torch._dynamo.mark_dynamic` fails where a layer needs a known size.
-    """
+    """Have compiled functions accept any size of a dimension; by default, they are compiled again for the second."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001
 
 
@@ -159,10 +147,7 @@ def set_collectives(module: FSDPModule, all_gather: object, reduce_scatter: obje
 
 
 def skip_step(optimizer: torch.optim.Optimizer, is_skipped: torch.Tensor) -> None:
-    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, without a host sync.
-
-    `torch.amp.GradScaler` sets `found_inf`, and `grad_scale`.
-    """
+    """Have a fused optimizer skip its next `step` if a scalar on the device is 1, as `torch.amp.GradScaler` does."""
     optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
 
 
@@ -172,21 +157,15 @@ def divide_gradients(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) ->
 
 
 def record_collectives() -> None:
-    """Enable torch's flight recorder: the last collectives of each process group created from now on.
-
-    Each takes a few hundred bytes. torch 2.6 has the second name, torch 2.13 both.
-    """
+    """Enable torch's flight recorder of the last collectives; torch 2.6 has the second name, torch 2.13 both."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
 
 
 def dump_collectives() -> bytes | None:
-    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable.
-
-    Builds with CUDA have the first name, those without the second, from torch 2.13 on.
-    """
+    """Return torch's record of the last collectives in the format of `torchfrtrace`; None if unavailable."""
     c10d = torch._C._distributed_c10d  # noqa: SLF001
-    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)  # without CUDA, torch 2.13
     trace: bytes | None = dump() if dump else None
     return trace
 
