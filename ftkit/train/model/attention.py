@@ -50,42 +50,39 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     sequence length squared. Only flex and eager attention support models that change their attention scores.
 
     Raises:
-        TrainingError: the recipe asks for a kernel that can't compute this model.
-        PrerequisiteError: it asks for flash-attn-4, which does not run here.
+        PrerequisiteError: the recipe asks for a kernel that can't compute this model here.
     """
-    special, has = _changed_scores(config), _kernels_of_class(config)
-    if training.attention != "auto":
-        _check_requested(training, special, config, world)
-        return training.attention, "the recipe asks for it"
-    if has == {"eager"}:
-        return "eager", "the model's class in transformers has no other"
-    if world.device.type != "cuda":
-        special = special or (None if "sdpa" in has else "does not have SDPA")
-        return ("eager", f"CPU; the model {special}") if special else ("sdpa", "the fastest one on CPUs")
-    if special:
-        failure: str | None = f"the model {special}"
-    elif training.compute_precision != "bf16":
-        failure = f"it does not compute in {training.compute_precision}"
-    elif "flash4" not in has:
-        failure = "the model's class in transformers computes its attention itself"
-    else:
-        failure = _flash4_failure(config, world)
-    if failure is None:
-        return "flash4", f"{torch.cuda.get_device_name()} and flash-attn-4 is installed"
-    if "flex" in has and training.sequence_length >= FLEX_MINIMUM:
-        return "flex", f"flash-attn-4 can't be used: {failure}"
-    flex = (
-        f"flex attention needs packs of {FLEX_MINIMUM} tokens" if "flex" in has else "its class has no flex attention"
-    )
-    return ("eager", f"the model {special}, and {flex}") if special or "sdpa" not in has else ("sdpa", flex)
+    if training.attention == "auto":
+        kernels: tuple[Kernel, ...] = ("flash4", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)
+        reason = "the fastest one here"
+        for kernel in kernels:
+            failure = _failure(kernel, training, config, world)
+            if failure is None:
+                return kernel, reason
+            reason = f"not {kernel}: {failure}"
+        return "eager", reason
+    if failure := _failure(training.attention, training, config, world):
+        raise PrerequisiteError(
+            f"training.attention={training.attention}: {failure}",
+            meaning="this model, this GPU, or the installed packages can't compute it",
+            fix="set training.attention=auto; or install flash-attn-4 in the image if that is missing",
+        )
+    return training.attention, "the recipe asks for it"
 
 
-def _kernels_of_class(config: PretrainedConfig) -> set[str]:
-    """Return the kernels that a model's class in transformers has."""
+def _failure(kernel: Kernel, training: TrainingPlan, config: PretrainedConfig, world: World) -> str | None:
+    """Return why a kernel can't train a model here; None if it can."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:  # building it will fail with the reason
-        return {"flash4", "flex", "sdpa", "eager"}
-    return {"eager", *("flash4" if each == "custom" else each for each in attention_backends(kind))}
+    backend = "custom" if kernel == "flash4" else kernel
+    if kernel != "eager" and kind is not None and backend not in attention_backends(kind):
+        return "the model's class in transformers does not have it"
+    if kernel in {"flash4", "sdpa"} and (special := _changed_scores(config)) is not None:
+        return f"the model {special}"
+    if kernel == "flex" and training.sequence_length < FLEX_MINIMUM:
+        return f"flex attention needs packs of {FLEX_MINIMUM} tokens, not {training.sequence_length}"
+    if kernel == "flash4" and training.compute_precision != "bf16":
+        return f"it does not compute in {training.compute_precision}"
+    return _flash4_failure(config, world) if kernel == "flash4" else None
 
 
 def _changed_scores(config: PretrainedConfig) -> str | None:
@@ -93,28 +90,6 @@ def _changed_scores(config: PretrainedConfig) -> str | None:
     if config.model_type == "gpt_oss":  # config.json does not record it
         return "has attention sinks"
     return None if getattr(config, "attn_logit_softcapping", None) is None else "caps its attention scores"
-
-
-def _check_requested(training: TrainingPlan, special: str | None, config: PretrainedConfig, world: World) -> None:
-    requested = training.attention
-    if special and requested in {"flash4", "sdpa"}:
-        raise TrainingError(
-            f"training.attention={requested} can't compute a '{config.model_type}': it {special}",
-            fix="set training.attention=auto",
-        )
-    if requested == "flex" and training.sequence_length < FLEX_MINIMUM:
-        raise TrainingError(
-            f"training.attention=flex needs a sequence length of {FLEX_MINIMUM}, not {training.sequence_length}",
-            meaning="for shorter packs torch uses a kernel that ignores where documents end",
-            fix="set training.attention=auto, or a longer training.sequence_length",
-        )
-    if requested == "flash4" and (failure := _flash4_failure(config, world)) is not None:
-        raise PrerequisiteError(
-            f"training.attention=flash4: {failure}",
-            meaning="flash-attn-4 or a package that it needs is missing or has another version, or it does not support "
-            "this GPU or these heads",
-            fix="install flash-attn-4 in the image, or set training.attention=auto",
-        )
 
 
 def _flash4_failure(config: PretrainedConfig, world: World) -> str | None:
