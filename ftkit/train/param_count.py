@@ -85,11 +85,7 @@ def _active(name: str, parameter: nn.Parameter, experts: Experts | None) -> floa
 
 
 def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
-    """Count the parameters of a model for a training method, before adapters are added and it is sharded.
-
-    Raises:
-        TrainingError: `training.lora.targets` has a projection that the model lacks.
-    """
+    """Count the parameters of a model for a training method, before adapters are added and it is sharded."""
     base = sum(parameter.numel() for parameter in model.parameters())
     lora = training.adapters
     if lora is None:  # classes freeze some, such as the biases of AFMoE's routers
@@ -107,11 +103,7 @@ def count_method(model: nn.Module, training: TrainingPlan) -> ParameterCounts:
 
 
 def find_targets(model: nn.Module, targets: Iterable[str]) -> list[tuple[int, int]]:
-    """Return the numbers of inputs and outputs of the linear layers that get an adapter.
-
-    Raises:
-        TrainingError: the model has no linear layer, and no matrix of experts, of a target's name.
-    """
+    """Return the numbers of inputs and outputs of the linear layers that get an adapter."""
     found: dict[str, list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
         if (sizes := linear_sizes(module)) is not None:

@@ -157,9 +157,6 @@ def init_world(placement: PlacementPlan, context_parallel: int = 1, num_replicas
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     `context_parallel` processes divide the tokens of a pack. Each copy of the model is on consecutive ranks.
-
-    Raises:
-        TrainingError: the processes or devices differ from the plan's.
     """
     size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if size != placement.world_size:

@@ -48,9 +48,6 @@ def choose_kernel(training: TrainingPlan, config: PretrainedConfig, world: World
     flash-attn-4 runs on Hopper and newer, in bf16, and supports packed documents of any length; flex attention is
     compiled for any CUDA device; torch's SDPA and transformers' eager attention run everywhere, with a mask of
     sequence length squared. Only flex and eager attention support models that change their attention scores.
-
-    Raises:
-        PrerequisiteError: the recipe asks for a kernel that can't compute this model here.
     """
     if training.attention == "auto":
         kernels: tuple[Kernel, ...] = ("flash4", "flex", "sdpa") if world.device.type == "cuda" else ("sdpa",)

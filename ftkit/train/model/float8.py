@@ -48,11 +48,7 @@ _SCALE_STRIDE = 4
 
 
 def check_fp8(device: torch.device, *, has_experts: bool = False) -> None:
-    """Raise unless a device multiplies in FP8, and with `has_experts` also frozen experts; CPUs emulate it.
-
-    Raises:
-        PrerequisiteError: the GPU is older than Ada; with experts, than Hopper.
-    """
+    """Raise unless a device multiplies in FP8, and with `has_experts` also frozen experts; CPUs emulate it."""
     if device.type != "cuda":
         return
     first, gpus, factors = ((9, 0), "Hopper", " experts") if has_experts else ((8, 9), "Ada, Hopper", "")

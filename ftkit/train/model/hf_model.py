@@ -34,9 +34,6 @@ def make_config(shape: ArchitectureSpec, tokenizer: PreTrainedTokenizerBase) -> 
     """Create the Hugging Face configuration of an architecture, for a model without pretrained weights.
 
     Fields that `ArchitectureSpec` lacks keep transformers' defaults.
-
-    Raises:
-        TrainingError: transformers does not have the family.
     """
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
@@ -72,10 +69,6 @@ def read_config(folder: Path, shape: ArchitectureSpec, stored_vocab_size: int | 
     """Read the configuration of the weights; for a multimodal model, that of its text model.
 
     `stored_vocab_size` is the number of rows of the embedding in the files, if added tokens need more.
-
-    Raises:
-        NotFoundError: the file can't be read, or has no architecture.
-        TrainingError: transformers can't read it, it is quantized, or the plan is for another shape.
     """
     model_type, version = read_model_type(folder), transformers.__version__
     if model_type not in CONFIG_MAPPING:
@@ -152,11 +145,7 @@ def check_positions(model: nn.Module, shape: ArchitectureSpec) -> None:
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> PreTrainedModel:
-    """Build a model with its parameters on the meta device; its buffers are real.
-
-    Raises:
-        TrainingError: it is not a causal language model, or does not have this attention kernel.
-    """
+    """Build a model with its parameters on the meta device; its buffers are real."""
     try:
         with init_empty_weights(include_buffers=False):
             built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
@@ -259,9 +248,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
 
     They are found by structure, never by class name, so that a renamed class can't leave a model in one FSDP unit.
     Layers may have several classes, as in models that mix attention with other layers.
-
-    Raises:
-        TrainingError: the model has no such list of layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     expected = getattr(model.config, "num_hidden_layers", None)

@@ -68,9 +68,6 @@ def prepare_method(model: PreTrainedModel, training: TrainingPlan, device: torch
     """Prepare an unsharded model for its training method: freeze, quantize and add adapters; or train in FP8.
 
     Parameters may still be on the meta device; `init_adapters` initializes adapters later.
-
-    Raises:
-        PrerequisiteError: the GPU does not multiply in FP8, or a package is missing.
     """
     if training.multiplies_in_fp8:
         check_fp8(device)
@@ -251,10 +248,6 @@ def load_adapters(model: PreTrainedModel, folder: Path, wrapper: PretrainedConfi
     """Load sharded adapters of the same kind from an earlier run's export, or from peft's.
 
     `wrapper` configures the multimodal model that the model is part of, whose names exported adapters have.
-
-    Raises:
-        NotFoundError: their file is missing or incomplete.
-        TrainingError: they differ from the model's adapters.
     """
     check_adapters(folder)
     parameters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}

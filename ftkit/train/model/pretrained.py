@@ -47,9 +47,6 @@ def fetch_weights(model: ModelSpec, world: World) -> Path:
     """Return the folder with the model's files, on the node's local disk if they were staged.
 
     Downloads missing files once per node; the other ranks wait.
-
-    Raises:
-        NotFoundError: there is no such folder or hub model, or this token may not read it.
     """
     if staged := os.environ.get(STAGED):
         return Path(staged)
@@ -154,9 +151,6 @@ def load_weights(model: PreTrainedModel, folder: Path, stored_vocab_size: int | 
 
     Of a multimodal model's files, only the text model is read. If the files have fewer rows of tokens than the model,
     `stored_vocab_size`, the others are initialized with the mean.
-
-    Raises:
-        TrainingError: a parameter is missing from the files, or has another shape.
     """
     targets, buffers = load_targets(model), dict(model.named_buffers())
     places = _places(folder)

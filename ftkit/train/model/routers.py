@@ -73,11 +73,7 @@ class Routers:
 
     @classmethod
     def of(cls, hf_model: PreTrainedModel, training: TrainingSpec, world: World) -> Routers:
-        """Find the routers of a transformers model, before an engine partitions its parameters.
-
-        Raises:
-            TrainingError: a load-balancing loss is asked for, and can't be computed.
-        """
+        """Find the routers of a transformers model, before an engine partitions its parameters."""
         config = hf_model.config
         experts = read_experts(config.to_dict())
         routers = [] if experts is None else _find_routers(hf_model, experts.num)

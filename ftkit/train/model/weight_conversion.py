@@ -78,9 +78,6 @@ def map_tensors(
     """Return the source of each of the model's tensors that are in the files, by the names of both.
 
     Of the model, only class and configuration matter. `read` returns a tensor of the files, not yet read.
-
-    Raises:
-        TrainingError: pieces of a tensor are missing.
     """
     stored = set(stored)
     names, read = dequantized(stored, read)

@@ -99,9 +99,6 @@ def import_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed, set up for a device, without compiling operators at the start.
 
     Without `__compatible_ops__`, it would compile shared memory for gloo for a minute where it trains on CPUs.
-
-    Raises:
-        PrerequisiteError: it is not installed.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     try:

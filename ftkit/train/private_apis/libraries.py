@@ -92,9 +92,6 @@ def import_bitsandbytes(needed_by: str) -> Any:
 
     `bitsandbytes.functional`, whose functions are undocumented, 0.46 to 0.50; importing it also defines the operators
     `torch.ops.bitsandbytes`. `tests/train/test_nf4.py` and `test_adamw8bit.py` have the formulas.
-
-    Raises:
-        PrerequisiteError: it is not installed.
     """
     try:
         from bitsandbytes import functional  # noqa: PLC0415 - an extra
@@ -110,9 +107,6 @@ def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go,
     `choose_kernel` falls back to flex attention.
-
-    Raises:
-        ImportError: the package is missing, or has no such functions.
     """
     from flash_attn.cute import interface  # type: ignore[import-not-found] # noqa: PLC0415 - on GPUs
 
