@@ -29,8 +29,12 @@ from ftkit.train.causal_lm import MicroBatch
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.memory import activation_checkpointing as checkpointing
-from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
-from ftkit.train.memory.activation_offload import ActivationOffload, _addresses
+from ftkit.train.memory.activation_checkpointing import (
+    ActivationOffload,
+    _addresses,
+    activation_checkpointing_of,
+    apply_activation_checkpointing,
+)
 from ftkit.train.model import attention
 from ftkit.train.model.attention import register_kernel
 from ftkit.train.model.hf_model import find_decoder_layers, make_config

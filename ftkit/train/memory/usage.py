@@ -115,7 +115,7 @@ _TOO_LOW = 0.9
 
 
 def check_free_host_memory(plan: RunPlan, world: World) -> None:
-    """Compare what the processes of this node will offload with its free memory; warn if it is less."""
+    """Compare what this node's processes will offload with its free memory: warn if it is less, raise below half."""
     memory = plan.host_memory
     if memory is None or world.local_rank != 0 or not (free := available_bytes()):
         return
