@@ -27,10 +27,8 @@ else:
 _SMALLEST_UPDATE = 2**21
 """Elements from which a parameter is worth a kernel of its own: its update takes about as long as the host's launch of
 it. torch's kernel updates dozens of smaller ones at once."""
-_ELEMENTS = 2048
-"""Elements that a program handles, of vectors."""
-_ROWS = 64
-"""Rows and columns that a program handles, of matrices."""
+_ELEMENTS = 2048  # elements that a program handles, of vectors
+_ROWS = 64  # rows and columns that a program handles, of matrices
 _HASH_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 """Right shifts and factors, int32, of `triple32` (https://github.com/skeeto/hash-prospector)."""
 

@@ -50,10 +50,8 @@ _PR_SET_PDEATHSIG = 1
 UNUSED = (*OF_TRANSFORMERS, "bitsandbytes", "boto3", "torchao", "torchvision", "transformer_engine")
 """Packages that transformers, accelerate and peft import wherever they are installed, for models, layers and services
 that ftkit does not use. sklearn imports pandas and pyarrow too, and bitsandbytes torch's Inductor."""
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a rank that its torchrun ended, in a shell's convention."""
-LAUNCHED = "FTKIT_LAUNCHED"
-"""Variable with the time when the launcher began, for the ranks' record of the first step."""
+TERMINATED = 128 + signal.SIGTERM  # exit code of a rank that its torchrun ended, in a shell's convention
+LAUNCHED = "FTKIT_LAUNCHED"  # variable with the time when the launcher began, for the ranks' record of the first step
 
 
 def main(arguments: list[str]) -> int:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-Forward = Callable[..., object]
-"""The forward of a layer, as its family calls it."""
+Forward = Callable[..., object]  # the forward of a layer, as its family calls it
 
 
 class CompiledForward:

@@ -110,8 +110,7 @@ class MemoryTrace:
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed", "failed to allocate")
 """Messages of allocators and libraries, in lower case."""
-_TOO_LOW = 0.9
-"""If the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction."""
+_TOO_LOW = 0.9  # if the run was predicted to fit but did not, suggestions must fit in this fraction of the prediction
 
 
 def check_free_host_memory(plan: RunPlan, world: World) -> None:

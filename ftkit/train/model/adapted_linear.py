@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ftkit.train.private_apis.torch import Ctx
 
 
-ADAPTER = "default"
-"""peft's default name for an adapter; part of its parameters' names."""
+ADAPTER = "default"  # peft's default name for an adapter; part of its parameters' names
 
 
 class AdaptedLinear(nn.Module):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 Kernel = Literal["flash4", "flex", "sdpa", "eager"]
 
-_FLASH4 = "ftkit_varlen"
-"""Name of ftkit's flash-attn-4 attention in transformers."""
+_FLASH4 = "ftkit_varlen"  # name of ftkit's flash-attn-4 attention in transformers
 _HOPPER = (9, 0)
 _UNSUPPORTED_BY_FLASH4 = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention scores: soft caps, sinks, biases."""

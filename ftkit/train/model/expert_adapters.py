@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 _NDIM = 3
 _KEY_OF_EXPERT = 0x9E3779B97F4A7C15 - 2**64
 """An odd number: added to the keys of tokens, times the expert's, for masks that differ between experts."""
-_RANK_MULTIPLE = 8
-"""A grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16."""
+_RANK_MULTIPLE = 8  # a grouped product needs rows of multiples of 16 bytes, 8 numbers in bf16
 
 
 def experts_in_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

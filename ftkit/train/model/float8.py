@@ -41,8 +41,7 @@ log = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-_SMALLEST_MAXIMUM = 1e-12
-"""Lower bound of a row's maximum: a row of zeros would have an infinite scale."""
+_SMALLEST_MAXIMUM = 1e-12  # lower bound of a row's maximum: a row of zeros would have an infinite scale
 _SCALE_STRIDE = 4
 """Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
 

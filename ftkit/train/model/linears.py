@@ -158,8 +158,7 @@ def opaque_zero(tensor: torch.Tensor) -> torch.Tensor:
 _ALIGNMENT = 8
 """GPUs can load 16 bytes at once from offsets that are multiples of this number of elements, for all dtypes."""
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_WORD = 8
-"""Bytes that a thread assembles before it writes them, with one lookup of their absmax."""
+_WORD = 8  # bytes that a thread assembles before it writes them, with one lookup of their absmax
 
 
 class Nf4Layout(WeightLayout):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-_ELEMENTS_PER_READ = 2**27
-"""Elements of a tensor that are read at a time: 0.5 GiB in fp32."""
+_ELEMENTS_PER_READ = 2**27  # elements of a tensor that are read at a time: 0.5 GiB in fp32
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -285,8 +285,7 @@ class _OpenFiles(ExitStack):
         return slices
 
 
-_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")
-"""Families whose RMS norms multiply by 1 + weight."""
+_ADDS_ONE = ("gemma", "gemma2", "gemma3_text")  # families whose RMS norms multiply by 1 + weight
 
 
 def init_weights(model: nn.Module, shape: ArchitectureSpec, seed: int) -> None:

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Function = Callable[..., Any]
-"""Computes what transformers' function of a name computes, from the same arguments."""
+_Function = Callable[..., Any]  # computes what transformers' function of a name computes, from the same arguments
 _DELTA_RULE, _CONVOLUTION = "chunk_gated_delta_rule", "causal_conv1d_fn"
 _DELTA_RULES = (_DELTA_RULE, "chunk_kda")
 _OUTPUT_SHAPED_LIKE = dict.fromkeys(_DELTA_RULES, 2) | dict.fromkeys(
@@ -61,8 +60,7 @@ _CONVOLUTION_REACHES = 2**32
 """Elements that causal-conv1d 1.7.0 can tell apart: its offsets are 32-bit unsigned integers (`index_t`)."""
 _DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Names of packages in package registries."""
-_TOLERANCE = 0.05
-"""Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains."""
+_TOLERANCE = 0.05  # largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains
 _TEST_TOKENS = {"cpu": (70, 186), "cuda": (1030, 3066)}
 """Lengths of the documents on which kernels are tested: not multiples of a kernel's chunks of 64 tokens. Kernels that
 tune themselves at their first call do it on these, and training uses the result."""
@@ -266,8 +264,7 @@ def _convolution_inputs(lengths: tuple[int, ...], device: torch.device) -> tuple
 
 # --- Calls from compiled layers ------------------------------------------------------------------
 
-_computed: dict[str, _Function] = {}
-"""What computes each function, by the names of its file and of itself."""
+_computed: dict[str, _Function] = {}  # what computes each function, by the names of its file and of itself
 
 
 def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[str], *, is_traced: bool) -> None:

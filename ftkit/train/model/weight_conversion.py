@@ -31,10 +31,8 @@ _MXFP4_BLOCKS, _MXFP4_SCALES = "_blocks", "_scales"
 """Suffixes of a tensor that is stored in MXFP4, such as gpt-oss's experts."""
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of four bits: E2M1 of the OCP Microscaling Formats specification 1.0, section 5.3.3."""
-_MXFP4_BIAS = 127
-"""Bias of the scales, which are exponents of two: E8M0, section 5.4.1."""
-_FP8_SCALES = "_scale_inv"
-"""Suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8."""
+_MXFP4_BIAS = 127  # bias of the scales, which are exponents of two: E8M0, section 5.4.1
+_FP8_SCALES = "_scale_inv"  # suffix of the scales of a matrix in FP8, as in DeepSeek-V3 and Qwen3-FP8
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _JOINED_BY_ROWS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 """Conversions that can be done row by row, so that each rank reads only its rows; transformers does the others."""

@@ -54,8 +54,7 @@ process_group: Callable[[str], ProcessGroup] = distributed_c10d._resolve_process
 """Returns a process group by its name, the only form in which an operator can take it."""
 dump_memory_snapshot: Callable[[Path], None] = torch.cuda.memory._dump_snapshot  # noqa: SLF001
 """Writes the recorded CUDA allocations to a path."""
-add_to_all = torch._foreach_add_
-"""Adds a scalar to tensors in one kernel."""
+add_to_all = torch._foreach_add_  # adds a scalar to tensors in one kernel
 find_norms = torch._foreach_norm  # noqa: SLF001
 """Returns the norm of each tensor, of an order, in few kernels; of order infinity, its largest absolute value."""
 map_instances = _pytree.tree_map_only
