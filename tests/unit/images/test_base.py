@@ -11,8 +11,8 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ConfigError, ImageError, NotFoundError
-from ftkit.images.base import BaseRequest, SelectedBase, current_digest_if_moved, record, select_base
-from ftkit.images.progress import ignore_progress
+from ftkit.images.build import BaseRequest, SelectedBase, current_digest_if_moved, record, select_base
+from ftkit.images.events import ignore_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
