@@ -45,22 +45,11 @@ def chunk_gated_delta_rule(  # noqa: PLR0913, PLR0917 - the interface is transfo
     places = torch.arange(length, device=value.device)
     document = torch.zeros_like(places) if cu_seqlens is None else torch.bucketize(places, cu_seqlens, right=True)
     padding = -length % CHUNK
+    # N chunks of C tokens: [B, H, N, C, K], of values [B, H, N, C, V], and [B, H, N, C]; `document` is [N, C].
     q, k, v = (_divided(functional.pad(one, (0, 0, 0, padding)), CHUNK) for one in (q, k, v))
     decay, rate = (_divided(functional.pad(one, (0, padding)), CHUNK) for one in (decay, rate))
     document = functional.pad(document, (0, padding), value=-1).view(-1, CHUNK)
 
-    output = _attend(q, k, v, decay, rate[..., None], document)
-    return output.flatten(2, 3)[:, :, :length].movedim(1, 2).to(query.dtype), None
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor, document: torch.Tensor
-) -> torch.Tensor:
-    """Compute outputs, [B, H, N, C, V], of N chunks of C tokens.
-
-    `q` and `k` are [B, H, N, C, K], `v` [B, H, N, C, V], logarithms `decay` [B, H, N, C], `rate` [B, H, N, C, 1], and
-    `document`, of each token, [N, C].
-    """
     last = document[:, -1]
     before = functional.pad(last[:-1], (1, 0), value=-2)
     continues = (document == before[:, None]).unsqueeze(-1)  # tokens of the document in which the chunk before ended
@@ -75,6 +64,7 @@ def _attend(
     since_begin = total.exp().unsqueeze(-1) * continues
     until_end = between[..., -1, :].exp().unsqueeze(-1) * remains
 
+    rate = rate[..., None]
     learned = rate * k
     system = (learned @ k.mT) * weights
     right = torch.cat([rate * v, learned * since_begin], dim=-1)
@@ -85,8 +75,8 @@ def _attend(
     passes = total[..., -1].exp()[..., None, None] * (last == before)[:, None, None]
     transition = passes * torch.eye(k.shape[-1], device=k.device) - kept @ read
     states = _states_before(transition, kept @ new)
-    output: torch.Tensor = (q * since_begin) @ states + ((q @ k.mT) * weights) @ (new - read @ states)
-    return output
+    output = (q * since_begin) @ states + ((q @ k.mT) * weights) @ (new - read @ states)
+    return output.flatten(2, 3)[:, :, :length].movedim(1, 2).to(query.dtype), None
 
 
 def _divided(values: torch.Tensor, size: int) -> torch.Tensor:
