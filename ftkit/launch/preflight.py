@@ -113,7 +113,7 @@ def _checks(plan: RunPlan, environment: Mapping[str, str]) -> Iterator[Callable[
 
 
 def _check_sync(destination: str) -> list[str]:
-    from ftkit.runs.storage.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
+    from ftkit.runs.sync import check_destination  # noqa: PLC0415 - fsspec is heavy, and few runs are copied
 
     check_destination(destination)
     return []

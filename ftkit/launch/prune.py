@@ -11,11 +11,11 @@ from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.jobs import check_removable, remove_folder, remove_run
+from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.listing import read_entry
-from ftkit.runs.progress import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

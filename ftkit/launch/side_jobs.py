@@ -236,7 +236,7 @@ def plan_evaluation(
 
     Args:
         plan: plan of the run.
-        settings: settings of the evaluation, as JSON (`ftkit.evaluate.measure.MeasureSettings`).
+        settings: settings of the evaluation, as JSON (`ftkit.evaluate.scoring.MeasureSettings`).
         num_gpus: GPUs of one node; on CPUs, processes.
         time_limit: Slurm's time limit; the profile's if null.
         file: rows to evaluate on; the validation split if null.

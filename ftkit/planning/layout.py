@@ -199,7 +199,7 @@ class RunLayout:
     disk_full = FilePath("disk-full")
     """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
     sync = FilePath("sync.json")
-    """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
+    """The progress of the run's copy at its `sync` destination: `ftkit.runs.sync`."""
     sync_log = FilePath("logs/sync.log")
     """The output of the process that copies the run while it trains."""
     state = FilePath("state.json")

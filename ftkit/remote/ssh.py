@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
 
-LOGIN_SIDE: Final = "ftkit.cli.remote.login_side"
+LOGIN_SIDE: Final = "ftkit.cli.login_side"
 """The module that answers requests on the login node."""
 NEEDS_PROJECT: Final = 190
 """Exit status of the login side: its files of the project differ from this machine's."""

@@ -285,7 +285,7 @@ def test_gc_removes_unreferenced_files_after_confirmation(project: Project) -> N
     project.ok("import", "tiny:1")
     refused = project.call("rm", "--unused", given="n\n")
     assert "no name points to it" in refused.stdout
-    assert "removed nothing" in refused.stderr
+    assert "nothing was changed" in refused.stderr
     assert old.exists()
     project.ok("rm", "--unused", "--yes")
     assert not old.exists()

@@ -14,10 +14,10 @@ from ftkit.launch.job_states import observe
 from ftkit.launch.jobs import NewJob, cancel, resume, submit
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
 from ftkit.planning.plan import read_plan
+from ftkit.runs.history import read_history
 from ftkit.runs.job import Cause, RunState, read_submission
 from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
-from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,7 +233,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     resume(read_plan(layout), os.environ)
     record_start(layout.manifest, tmp_path)
     record_start(layout.manifest, tmp_path)
-    assert [each.reason and each.reason.cause for each in list_restarts(layout)] == [cause, Cause.UNKNOWN]
+    assert [each.reason and each.reason.cause for each in read_history(layout).restarts] == [cause, Cause.UNKNOWN]
 
 
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:

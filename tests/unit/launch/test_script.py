@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.config.context import Context
 from ftkit.errors import ConfigError, SubmitError
 from ftkit.launch.code import files_of

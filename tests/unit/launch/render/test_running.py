@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 from ftkit.config.cluster import NcclSpec
 from ftkit.errors import NotFoundError, SubmitError
 from ftkit.planning.layout import DataLayout
-from ftkit.runs.progress import excluded_nodes
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.records import EndRecord, to_line
 
 if TYPE_CHECKING:
