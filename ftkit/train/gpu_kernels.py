@@ -6,8 +6,8 @@ CPUs, and GPUs without Triton, use torch's operators. Kernels have the arguments
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,16 +99,23 @@ def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabilit
         probability: below 1.
         first: index of the first of the K features; other ranks may have those before it.
     """
-    is_eager = inputs.is_cuda and not torch.compiler.is_compiling()
-    return (_compiled_drop() if is_eager else _drop)(inputs, rows, key, probability, first)
+    if triton is None or not inputs.is_cuda or torch.compiler.is_compiling():
+        # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the key.
+        return torch.where(_is_kept(inputs, rows, key, probability, first), inputs, 0) * (1 / (1 - probability))
+    inputs = inputs.contiguous()
+    dropped = torch.empty_like(inputs)
+    width = inputs.shape[-1]
+    block = min(_ELEMENTS, 1 << (width - 1).bit_length())
+    _drop_kernel[(len(rows), triton.cdiv(width, block))](
+        inputs, dropped, rows, key, width, first, _first_kept(probability), 1 / (1 - probability),
+        *itertools.chain(*_HASH_ROUNDS), BLOCK=block,
+    )  # fmt: skip
+    return dropped
 
 
-@cache
-def _compiled_drop():
-    return torch.compile(_drop, dynamic=True)
-
-
-def _drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int) -> torch.Tensor:
+def _is_kept(
+    inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
+) -> torch.Tensor:
     keys = (rows ^ key)[:, None]
     columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
     # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
@@ -117,9 +124,12 @@ def _drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabili
     for shift, factor in _HASH_ROUNDS:  # half of the bits of the keys are mixed in in each round
         # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
-    is_kept = (hashes >= round(probability * 2**32) - 2**31).view(inputs.shape)
-    # Scaled last: a compiler would save scaled inputs, which don't depend on the key.
-    return torch.where(is_kept, inputs, 0) * (1 / (1 - probability))
+    return (hashes >= _first_kept(probability)).view(inputs.shape)
+
+
+def _first_kept(probability: float) -> int:
+    """Return the smallest hash, int32, of an element that is kept."""
+    return round(probability * 2**32) - 2**31
 
 
 def can_update(parameter: torch.Tensor) -> bool:
@@ -172,6 +182,26 @@ def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
     for row in range(num_rows):
         total += tl.load(rows + row * numel + column, mask=inside).to(tl.float32)
     tl.store(averages + column, (total / num_rows).to(averages.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _drop_kernel(
+    inputs, dropped, rows, key, width, first, first_kept, scale,
+    SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr, FACTOR2: tl.constexpr,
+    SHIFT3: tl.constexpr, FACTOR3: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    keys = tl.load(rows + row) ^ tl.load(key)
+    added = (keys >> 32).to(tl.int32)
+    hashes = (column + first) ^ keys.to(tl.int32)
+    hashes = (hashes ^ (hashes >> SHIFT1 & ((1 << (32 - SHIFT1)) - 1))) * FACTOR1 + added
+    hashes = (hashes ^ (hashes >> SHIFT2 & ((1 << (32 - SHIFT2)) - 1))) * FACTOR2 + added
+    hashes = (hashes ^ (hashes >> SHIFT3 & ((1 << (32 - SHIFT3)) - 1))) * FACTOR3 + added
+    values = tl.load(inputs + row * width + column, mask=inside).to(tl.float32) * scale
+    kept = tl.where(hashes >= first_kept, values, 0.0).to(dropped.dtype.element_ty)
+    tl.store(dropped + row * width + column, kept, mask=inside)
 
 
 @_jit
