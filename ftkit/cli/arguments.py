@@ -303,7 +303,7 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
     Raises:
         NotFoundError: it has no job.
     """
-    from ftkit.launch.jobs import adopt_job
+    from ftkit.launch.submission import adopt_job
     from ftkit.runs.job import SubmittedRun, read_submitted
 
     if run := read_submitted(folder.layout):

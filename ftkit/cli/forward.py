@@ -22,8 +22,8 @@ from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.launch.code import pack_copies
 from ftkit.launch.resolve import recipe_name
-from ftkit.launch.script import copy_script
 from ftkit.launch.sweep import expand
+from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE
 from ftkit.remote.remote_runs import Records, printed_ids
 from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files

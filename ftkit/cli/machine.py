@@ -113,8 +113,6 @@ def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
     facts.append(("containers", ", ".join(found) or "none found"))
     if not site.has_slurm:
         facts.append(("GPUs here", str(site.num_gpus)))
-    if site.networks:
-        facts.append(("network", ", ".join(site.networks)))
     if site.shared_folders:
         facts.append(("shared", ", ".join(site.shared_folders)))
     chosen = f"{proposed.name}, which extends {proposed.extends}" if proposed.extends else proposed.name
@@ -253,10 +251,9 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),
             folder,
-            ctx.project,
         )
         say_overridden(terminal, ctx.project)
-        return check_nodes(checks, hosts, os.environ)
+        return check_nodes(checks, hosts, os.environ, ctx.project)
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:

@@ -35,7 +35,6 @@ from ftkit.config.image_reference import parse_image
 from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
 from ftkit.launch.code import copies_of_run
 from ftkit.launch.inputs import count_documents
-from ftkit.launch.jobs import read_resumable_plan, resume, submit
 from ftkit.launch.preflight import check_trackers, run_checks
 from ftkit.launch.render import render_job
 from ftkit.launch.rerun import (
@@ -47,10 +46,10 @@ from ftkit.launch.rerun import (
     repetition_record,
 )
 from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
+from ftkit.launch.submission import read_resumable_plan, resume, submit
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import RunPlan
-from ftkit.planning.script import ScriptPlan
+from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.runs.bundle import SIGNED_AS
 from ftkit.runs.failure import original_command
 from ftkit.runs.manifest import build_manifest

@@ -39,22 +39,21 @@ from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 from ftkit.launch.inputs import count_documents
-from ftkit.launch.jobs import submit
 from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job
 from ftkit.launch.resolve import resolve
-from ftkit.launch.script import ScriptArgs
+from ftkit.launch.submission import submit
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
+from ftkit.launch.user_script import ScriptArgs
 from ftkit.planning.plan import plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.cli.arguments import RunOptions
-    from ftkit.launch.jobs import NewJob
     from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import StopSignal
+    from ftkit.launch.submission import NewJob
+    from ftkit.planning.plan import RunPlan, StopSignal
     from ftkit.runs.job import SubmittedRun
 
 _script_options = together(

@@ -36,8 +36,8 @@ from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Training
 from ftkit.files import read_json_if_valid
 from ftkit.images.inventory import find_removable, remove_all
 from ftkit.launch.job_states import observe, observe_all
-from ftkit.launch.jobs import check_removable, remove_run
 from ftkit.launch.prune import find_prunable, folder_bytes, prune
+from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
 from ftkit.runs.bundle import SIGNED_AS, write_bundle
@@ -224,7 +224,7 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
 
     def remove() -> int:
         for folder in folders:
-            remove_run(folder)
+            remove_folder(folder.layout.root)
         return sum(each.size for each in items)
 
     return items, remove

@@ -32,7 +32,7 @@ from ftkit.cli.terminal.run_table import show_runs
 from ftkit.cli.terminal.run_view import failed
 from ftkit.errors import FtkitError, NotFoundError
 from ftkit.files import copy_new, open_regular
-from ftkit.launch.jobs import cancel
+from ftkit.launch.submission import cancel
 from ftkit.runs.failure import explain_failure
 from ftkit.runs.find import list_runs
 from ftkit.runs.gpu_samples import read_last_samples

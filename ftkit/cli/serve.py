@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.evaluate.source import Target
-    from ftkit.launch.side_jobs import SideJob
+    from ftkit.launch.render import SideJob
 
 _EXPORT_SECONDS = 6 * 3600
 

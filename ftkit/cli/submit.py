@@ -13,20 +13,20 @@ from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import script_facts, show_findings
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
 from ftkit.launch.inputs import needs_preparation, prepare_here
-from ftkit.launch.jobs import NewJob, submit
 from ftkit.launch.model import pin_revision
 from ftkit.launch.preflight import run_checks, run_script_checks
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
-from ftkit.launch.script import accelerate_json, resolve_script
+from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
+from ftkit.launch.user_script import accelerate_json, resolve_script
 from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.script import ScriptArgs
+    from ftkit.launch.user_script import ScriptArgs
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.planning.plan import PlanError, RunPlan
-from ftkit.planning.script import Script, ScriptPlan, read_job_plan
+from ftkit.planning.plan import PlanError, RunPlan, Script, ScriptPlan, read_job_plan
 from ftkit.runs.gpu_samples import GpuSummary, NodeSample, read_samples, summarize_samples
 from ftkit.runs.history import History, read_history
 from ftkit.runs.manifest import explain_missing_digests

@@ -27,7 +27,7 @@ from ftkit.runs.ends import excluded_nodes, find_end
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.planning.plan import ScriptPlan
 
 Values = dict[str, object]
 """Values of a manifest, or of an object in it."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.inspection import Sample as TrainedSample  # noqa: TC004 - no pydantic reads this dataclass
     from ftkit.planning.layout import RunLayout
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.planning.plan import ScriptPlan
     from ftkit.runs.gpu_samples import GpuSummary, NodeSample
     from ftkit.runs.records import StepRecord
 
@@ -301,7 +301,7 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
 
     try:
         plan = read_plan_to_use(layout)
-        if not plan.is_data_prepared:
+        if not plan.data.is_prepared:
             return ()
         found = list(islice(samples_of_packs(PreparedData(plan.data_directory), [0]), _NUM_SAMPLES))
     except (FtkitError, OSError, ValueError):  # a page without samples is better than none

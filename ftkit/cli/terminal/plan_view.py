@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ftkit.models.architecture import ModelPlan
     from ftkit.planning.fit import HostMemoryPlan
     from ftkit.planning.fit.memory import MemoryPlan, Moment
-    from ftkit.planning.plan import JobPlan, RunPlan
-    from ftkit.planning.script import ScriptPlan
+    from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 
 def plan_facts(plan: RunPlan) -> Facts:
@@ -229,9 +228,9 @@ def _speed(plan: RunPlan) -> str:
 
 def _data(plan: RunPlan) -> str:
     data = plan.recipe.data
-    state = "prepared" if plan.is_data_prepared else "to be prepared"
+    state = "prepared" if plan.data.is_prepared else "to be prepared"
     if data.task is not None:
-        state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.is_data_prepared else ", not run yet")
+        state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.data.is_prepared else ", not run yet")
     if not isinstance(data.format, AutoFormat):
         return f"{describe_format(data.format)}; {state}"
     return f"{describe_detected(data)}; {state}"
@@ -253,7 +252,7 @@ def _documents(plan: RunPlan) -> Cell:
 def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
     sources = plan.recipe.data.sources
-    if plan.is_data_prepared:
+    if plan.data.is_prepared:
         from ftkit.data.store import PreparedData
 
         counted = PreparedData(plan.data_directory).read_manifest().sources
