@@ -21,7 +21,7 @@ from ruamel.yaml.reader import ReaderError
 
 from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.errors import ConfigError, NotFoundError, Problem, one_line
-from ftkit.files import check_regular
+from ftkit.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,8 +60,7 @@ def read_yaml(path: Path) -> Layers:
     """
     log.debug("read %s", path)
     try:
-        check_regular(path)  # a pipe without a writer would never open
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = error.strerror or error

@@ -10,7 +10,7 @@ import math
 from typing import IO, TYPE_CHECKING
 
 from ftkit.errors import one_line, plural
-from ftkit.files import DamagedFileError, PrivateFileError, check_regular
+from ftkit.files import DamagedFileError, PrivateFileError, open_regular
 from ftkit.runs.records import EvaluationRecord, Record, StartRecord, StepRecord, from_line, is_damaged, to_line
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CheckedRecords:
         """Yield the records."""
         number = 0
         try:
-            with _open(self._path) as file:
+            with open_regular(self._path) as file:
                 for line in _short_lines(file):
                     if (record := from_line(line)) is not None:
                         yield record
@@ -85,7 +85,7 @@ def read_outline(path: Path) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their line breaks, without those longer than `MAX_LINE_BYTES`."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             yield from _short_lines(file)
     except OSError:
         return
@@ -100,12 +100,6 @@ def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
         is_inside = not is_complete
 
 
-def _open(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; refuse pipes and devices, which may never end."""
-    check_regular(path)
-    return path.open("rb")
-
-
 def find_damage(path: Path, *, tail_bytes: int | None = None) -> str:
     """Return which records can't be read, and why; empty if all can, or if there is no file yet.
 
@@ -117,7 +111,7 @@ def find_damage(path: Path, *, tail_bytes: int | None = None) -> str:
     """
     is_whole = True
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             if tail_bytes is not None and file.seek(0, 2) > tail_bytes:
                 file.seek(-tail_bytes, 2)
                 is_whole = False
@@ -179,7 +173,7 @@ def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
 def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a file from last to first, reading growing tails of it up to `TAIL_BYTES`."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             start = size = file.seek(0, 2)
             end = max(0, size - TAIL_BYTES)
             unfinished = b""
@@ -204,7 +198,7 @@ class RecordTail:
     def read_new(self) -> Iterator[Record]:
         """Yield the records of new complete lines; a line counts as read once it was yielded."""
         try:
-            with _open(self._path) as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 for line in _short_lines(file):
                     if not line.endswith(b"\n"):

@@ -42,13 +42,19 @@ def test_no_error_borrows_the_exit_code_of_an_unrelated_one() -> None:
     borrowed = {
         str(path.relative_to(ROOT)): found
         for path in sorted(Path(ftkit.__file__).parent.rglob("*.py"))
-        if (found := re.findall(r"^    exit_code = (?:\d+|\w+\.exit_code)$", path.read_text(), re.MULTILINE))
+        if (
+            found := re.findall(
+                r"^(?:class .*|    )\bexit_code ?= ?(?:\d+|\w+\.exit_code)\b", path.read_text(), re.MULTILINE
+            )
+        )
     }
     borrowed.pop("ftkit/errors.py")
     assert borrowed == {
-        "ftkit/files.py": ["    exit_code = PrerequisiteError.exit_code"],  # a permission is missing
+        "ftkit/files.py": [
+            "class PrivateFileError(DamagedFileError, exit_code=PrerequisiteError.exit_code"
+        ],  # a permission is missing
         "ftkit/launch/scheduler.py": ["    exit_code = 130"],  # sbatch was interrupted
-        "ftkit/process.py": ["    exit_code = NoAnswerError.exit_code"],
+        "ftkit/process.py": ["class ProgramTimeoutError(FtkitError, exit_code=NoAnswerError.exit_code"],
     }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftkit.cli.page.report import read_report
+from ftkit.files import open_regular
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import plan_to_json, read_plan
 from ftkit.runs import metrics_file
@@ -140,7 +141,12 @@ def test_one_pass_over_the_records_finds_the_damage_too(
 ) -> None:
     layout, opened = make_run().layout, []
     layout.metrics.write_text("damaged\n" + to_line(records.step(1)) + "\n\n{half")
-    monkeypatch.setattr(metrics_file, "check_regular", opened.append)
+
+    def open_once(path: Any) -> Any:
+        opened.append(path)
+        return open_regular(path)
+
+    monkeypatch.setattr(metrics_file, "open_regular", open_once)
     found = read_history(layout)
     assert opened == [layout.metrics]
     assert found.problem == find_damage(layout.metrics) == "metrics.jsonl has 1 damaged line"
