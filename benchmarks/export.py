@@ -35,7 +35,7 @@ from ftkit.planning.planner import plan_model
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.export_files import write_weights
 from ftkit.train.components.generation import Generation
-from ftkit.train.model.build import TextConfig, build_empty
+from ftkit.train.model.hf_model import TextConfig, build_empty
 from ftkit.train.model.lora import is_adapter
 
 GIB = 2**30

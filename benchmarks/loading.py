@@ -28,9 +28,9 @@ from ftkit.config.training import TrainingPlan
 from ftkit.models.adapters import LoraSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.build import build_empty
+from ftkit.train.model.hf_model import build_empty
 from ftkit.train.model.lora import init_adapters, prepare_method
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.pretrained import load_weights
 from ftkit.train.world import init_world
 
 BEGAN = "FTKIT_BENCHMARK_BEGAN"

@@ -52,8 +52,8 @@ from ftkit.train.components.recorder import Recorder
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import build_empty, make_config
-from ftkit.train.model.weights import init_weights
+from ftkit.train.model.hf_model import build_empty, make_config
+from ftkit.train.model.pretrained import init_weights
 from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:

@@ -41,12 +41,12 @@ from ftkit.train.distributed.checks import (
 )
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import TextConfig, build_empty
 from ftkit.train.model.expert_adapters import expert_matrices
+from ftkit.train.model.hf_model import TextConfig, build_empty
 from ftkit.train.model.linears import linears_in_layers
 from ftkit.train.model.lora import init_adapters, prepare_method, targets_of_experts
+from ftkit.train.model.pretrained import load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.model.weights import load_weights
 from ftkit.train.param_count import count_method
 from ftkit.train.world import World
 

@@ -34,9 +34,9 @@ from ftkit.data.store import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan
-from ftkit.train.model.build import build_empty, find_decoder_layers, make_config
+from ftkit.train.model.hf_model import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.lora import peft_config
-from ftkit.train.model.weights import init_weights, materialize
+from ftkit.train.model.pretrained import init_weights, materialize
 
 
 def packs_as_dataset(plan: RunPlan, num_steps: int) -> Dataset:

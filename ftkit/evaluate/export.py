@@ -20,7 +20,7 @@ from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, streamed_bytes
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.build import TextConfig, make_config, read_config
+from ftkit.train.model.hf_model import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,9 +26,8 @@ from ftkit.files import read_json
 from ftkit.models.folder import ADAPTER_CONFIG, read_generation_config
 from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.attention import generation_attention
-from ftkit.train.model.build import (
+from ftkit.train.model.hf_model import (
     TextConfig,
     build_empty,
     find_decoder_layers,
@@ -37,8 +36,9 @@ from ftkit.train.model.build import (
     read_config,
 )
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
-from ftkit.train.model.weights import init_weights, load_weights, materialize
+from ftkit.train.model.pretrained import init_weights, load_weights, materialize
 from ftkit.train.private_apis.libraries import import_peft
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

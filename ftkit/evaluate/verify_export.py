@@ -27,7 +27,7 @@ from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export import ExportRecord, Logits, sample_logits
 from ftkit.train.components.generation import render, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.build import auto_class_of, load_pretrained
+from ftkit.train.model.hf_model import auto_class_of, load_pretrained
 from ftkit.train.model.weight_conversion import converts_layout
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ftkit.config.execution import LOGITS_ALIGNMENT, logits_rows
 from ftkit.train.model.adapted_linear import TokenKeys
 from ftkit.train.model.attention import packed_masks
-from ftkit.train.model.build import accepted_inputs, find_decoder, has_recurrent_layers
+from ftkit.train.model.hf_model import accepted_inputs, find_decoder, has_recurrent_layers
 from ftkit.train.model.routers import Routers
 from ftkit.train.private_apis.torch import TORCH, mark_dynamic
 
@@ -143,11 +143,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Ctx,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        transform: LogitTransform,
+        ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, transform: LogitTransform
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad  # a frozen projection needs none
         vocabulary = weight.shape[0]

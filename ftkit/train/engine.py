@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, is_offloaded
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import QuantizedLinear
 
 if TYPE_CHECKING:

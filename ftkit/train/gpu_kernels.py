@@ -1,6 +1,6 @@
 """Operations whose kernels in torch don't reach the memory bandwidth of GPUs, as Triton kernels.
 
-CPUs, and GPUs without Triton, use torch's operators.
+CPUs, and GPUs without Triton, use torch's operators. Kernels have the arguments of the functions that start them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING or (torch.cuda.is_available() and importlib.util.find_spec("triton")):
-    from ftkit.train import triton_kernels
+    import triton
+    import triton.language as tl
+
+    _jit = triton.jit
 else:
-    triton_kernels = None
+    triton = None
+
+    def _jit(kernel):
+        return kernel
+
 
 _SMALLEST_UPDATE = 2**21
 """Elements from which a parameter is worth a kernel of its own: its update takes about as long as the host's launch of
@@ -30,11 +37,11 @@ _HASH_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848
 
 def average_rows(rows: torch.Tensor, averages: torch.Tensor) -> None:
     """Average rows, [N, K], into `averages`, [K], in its dtype, summed in fp32."""
-    if triton_kernels is None or not rows.is_cuda:
+    if triton is None or not rows.is_cuda:
         torch.mean(rows, dim=0, dtype=averages.dtype, out=averages)
         return
     num_rows, numel = rows.shape
-    triton_kernels.average_rows[(_num_blocks(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
+    _average_rows_kernel[(_num_blocks(numel, _ELEMENTS),)](rows, averages, num_rows, numel, BLOCK=_ELEMENTS)
 
 
 def round_and_transpose(
@@ -42,13 +49,13 @@ def round_and_transpose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide a matrix, [M, K], by a scale, fp32 [], and round it to an FP8 dtype; return that, and its transpose."""
     largest = torch.finfo(dtype).max
-    if triton_kernels is None or not matrix.is_cuda:
+    if triton is None or not matrix.is_cuda:
         rounded = (matrix.float() / scale).clamp(-largest, largest).to(dtype)
         return rounded, transpose(rounded)
     matrix = matrix.contiguous()
     num_rows, num_columns = matrix.shape
     rounded, transposed = torch.empty_like(matrix, dtype=dtype), matrix.new_empty(num_columns, num_rows, dtype=dtype)
-    triton_kernels.round_and_transpose[_blocks_of(matrix)](
+    _round_and_transpose_kernel[_blocks_of(matrix)](
         matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST=largest, BLOCK=_ROWS
     )
     return rounded, transposed
@@ -60,12 +67,12 @@ def round_shard(values: torch.Tensor, scale: torch.Tensor, rounded: torch.Tensor
     A matrix of a single process is in bf16 before it is rounded to FP8: shards get the same numbers.
     """
     largest = torch.finfo(rounded.dtype).max
-    if triton_kernels is None or not values.is_cuda:
+    if triton is None or not values.is_cuda:
         rounded.copy_((values.bfloat16().float() / scale).clamp(-largest, largest))
         return
     numel = values.numel()
     if numel:
-        triton_kernels.round_elements[(_num_blocks(numel, _ELEMENTS),)](
+        _round_elements_kernel[(_num_blocks(numel, _ELEMENTS),)](
             values, scale, rounded, numel, LARGEST=largest, BLOCK=_ELEMENTS
         )
 
@@ -76,12 +83,12 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     Compilers would recompute the matrix, together with sums of what it is computed from: row by row, whose writes to a
     transposed matrix are 20 times slower than those of blocks (measured on an H200).
     """
-    if triton_kernels is None or not matrix.is_cuda:
+    if triton is None or not matrix.is_cuda:
         return matrix.t().contiguous()
     matrix = matrix.contiguous()
     num_rows, num_columns = matrix.shape
     transposed = matrix.new_empty(num_columns, num_rows)
-    triton_kernels.transpose[_blocks_of(matrix)](matrix, transposed, num_rows, num_columns, BLOCK=_ROWS)
+    _transpose_kernel[_blocks_of(matrix)](matrix, transposed, num_rows, num_columns, BLOCK=_ROWS)
     return transposed
 
 
@@ -97,14 +104,14 @@ def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabilit
         probability: below 1.
         first: index of the first of the K features; other ranks may have those before it.
     """
-    if triton_kernels is None or not inputs.is_cuda or torch.compiler.is_compiling():
+    if triton is None or not inputs.is_cuda or torch.compiler.is_compiling():
         # A compiler fuses these operators with others. It would save scaled inputs, which don't depend on the key.
         return torch.where(_is_kept(inputs, rows, key, probability, first), inputs, 0) * (1 / (1 - probability))
     inputs = inputs.contiguous()
     dropped = torch.empty_like(inputs)
     width = inputs.shape[-1]
     block = min(_ELEMENTS, 1 << (width - 1).bit_length())
-    triton_kernels.drop[(len(rows), _num_blocks(width, block))](
+    _drop_kernel[(len(rows), _num_blocks(width, block))](
         inputs, dropped, rows, key, width, first, _first_kept(probability), 1 / (1 - probability),
         *itertools.chain(*_HASH_ROUNDS), BLOCK=block,
     )  # fmt: skip
@@ -114,15 +121,13 @@ def drop(inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probabilit
 def _is_kept(
     inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
 ) -> torch.Tensor:
-    """Return a mask by hashes of features, and of the bits of both keys: half of them are mixed in in each round.
-
-    Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
-    """
+    """Return a mask by hashes of features, and of the bits of both keys: half of them are mixed in in each round."""
     keys = (rows ^ key)[:, None]
     columns = torch.arange(first, first + inputs.shape[-1], device=inputs.device)
     # In Triton code of torch < 2.13, positions have the dtype of indices (int64 if sizes are symbolic, and from 2^31
     # elements), and casts of them are left out. Those of loaded values, such as keys, are not.
     hashes, added = (columns ^ keys).int(), (keys >> 32).int()
+    # Products of int32 wrap. Right shifts copy the sign, which a bit mask removes.
     for shift, factor in _HASH_ROUNDS:
         hashes = (hashes ^ (hashes >> shift & (1 << 32 - shift) - 1)) * factor + added
     return (hashes >= _first_kept(probability)).view(inputs.shape)
@@ -136,7 +141,7 @@ def _first_kept(probability: float) -> int:
 def can_update(parameter: torch.Tensor) -> bool:
     """Return whether `update_adamw` updates a parameter, or a rank's shard of it, faster than torch's fused kernel."""
     return (
-        triton_kernels is not None
+        triton is not None
         and parameter.numel() >= _SMALLEST_UPDATE
         and parameter.is_cuda
         and parameter.dtype == torch.float32
@@ -144,7 +149,7 @@ def can_update(parameter: torch.Tensor) -> bool:
     )
 
 
-def update_adamw(  # noqa: PLR0913 - operands of a kernel
+def update_adamw(
     parameter: torch.Tensor,
     gradient: torch.Tensor,
     moments: tuple[torch.Tensor, torch.Tensor],
@@ -167,7 +172,7 @@ def update_adamw(  # noqa: PLR0913 - operands of a kernel
     """
     beta1, beta2 = group["betas"]
     log2_beta1, log2_beta2 = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
-    triton_kernels.update_adamw[(_num_blocks(parameter.numel(), _ELEMENTS),)](
+    _update_adamw_kernel[(_num_blocks(parameter.numel(), _ELEMENTS),)](
         parameter, gradient, *moments, num_steps, divisor, is_skipped,
         group["lr"], group["weight_decay"], group["eps"], 1 - beta1, 1 - beta2, log2_beta1, log2_beta2,
         parameter.numel(), BLOCK=_ELEMENTS,
@@ -181,3 +186,96 @@ def _blocks_of(matrix: torch.Tensor) -> tuple[int, int]:
 
 def _num_blocks(numel: int, size: int) -> int:
     return -(-numel // size)
+
+
+# --- Kernels -----------------------------------------------------------------------------------------
+
+
+@_jit
+def _average_rows_kernel(rows, averages, num_rows, numel, BLOCK: tl.constexpr):
+    """Average the columns of one block."""
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < numel
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(num_rows):
+        total += tl.load(rows + row * numel + column, mask=inside).to(tl.float32)
+    tl.store(averages + column, (total / num_rows).to(averages.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _drop_kernel(
+    inputs, dropped, rows, key, width, first, first_kept, scale,
+    SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr, FACTOR2: tl.constexpr,
+    SHIFT3: tl.constexpr, FACTOR3: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Drop elements of one block of a row by hashes of their features, in the arithmetic of int32."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    keys = tl.load(rows + row) ^ tl.load(key)
+    added = (keys >> 32).to(tl.int32)
+    hashes = (column + first) ^ keys.to(tl.int32)
+    hashes = (hashes ^ (hashes >> SHIFT1 & ((1 << (32 - SHIFT1)) - 1))) * FACTOR1 + added
+    hashes = (hashes ^ (hashes >> SHIFT2 & ((1 << (32 - SHIFT2)) - 1))) * FACTOR2 + added
+    hashes = (hashes ^ (hashes >> SHIFT3 & ((1 << (32 - SHIFT3)) - 1))) * FACTOR3 + added
+    values = tl.load(inputs + row * width + column, mask=inside).to(tl.float32) * scale
+    kept = tl.where(hashes >= first_kept, values, 0.0).to(dropped.dtype.element_ty)
+    tl.store(dropped + row * width + column, kept, mask=inside)
+
+
+@_jit
+def _round_and_transpose_kernel(
+    matrix, scale, rounded, transposed, num_rows, num_columns, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Round one square block, and write it twice."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    place = row[:, None] * num_columns + column[None, :]
+    scaled = tl.load(matrix + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale)
+    numbers = tl.clamp(scaled, -LARGEST, LARGEST).to(rounded.dtype.element_ty)
+    tl.store(rounded + place, numbers, mask=inside)
+    tl.store(transposed + column[:, None] * num_rows + row[None, :], tl.trans(numbers), mask=tl.trans(inside))
+
+
+@_jit
+def _round_elements_kernel(values, scale, rounded, numel, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Round one block of a vector to bf16, and then to FP8."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numel
+    scaled = tl.load(values + index, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32) / tl.load(scale)
+    tl.store(rounded + index, tl.clamp(scaled, -LARGEST, LARGEST).to(rounded.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _transpose_kernel(matrix, transposed, num_rows, num_columns, BLOCK: tl.constexpr):
+    """Transpose one square block."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    block = tl.load(matrix + row[:, None] * num_columns + column[None, :], mask=inside)
+    tl.store(transposed + column[:, None] * num_rows + row[None, :], tl.trans(block), mask=tl.trans(inside))
+
+
+@_jit
+def _update_adamw_kernel(
+    parameter, gradient, average, square, num_steps, divisor, is_skipped,
+    learning_rate, weight_decay, eps, rate1, rate2, log2_beta1, log2_beta2, numel, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update the elements of one block."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < tl.where(tl.load(is_skipped) == 0, numel, 0)
+    step = tl.load(num_steps).to(tl.float64)  # 1 - beta^n would lose digits in fp32
+    correction1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
+    correction2 = tl.sqrt((1 - tl.exp2(step * log2_beta2)).to(tl.float32))
+    gradients = tl.load(gradient + index, mask=inside) / tl.load(divisor)
+    averages = tl.load(average + index, mask=inside)
+    averages += rate1 * (gradients - averages)
+    squares = tl.load(square + index, mask=inside)
+    squares += rate2 * (gradients * gradients - squares)
+    values = tl.load(parameter + index, mask=inside)
+    values -= learning_rate * weight_decay * values
+    values -= learning_rate / correction1 * averages / (tl.sqrt(squares) / correction2 + eps)
+    tl.store(average + index, averages, mask=inside)
+    tl.store(square + index, squares, mask=inside)
+    tl.store(parameter + index, values, mask=inside)

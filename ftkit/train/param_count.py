@@ -20,8 +20,8 @@ from ftkit.models.adapters import adapter_size, expert_adapter_size
 from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, Linear, ModelCounts
 from ftkit.models.config_json import fill_config, text_part
 from ftkit.models.parameters import Experts, count_attention, read_experts
-from ftkit.train.model.build import find_decoder_layers, make_config, shape_fields
 from ftkit.train.model.expert_adapters import expert_matrices
+from ftkit.train.model.hf_model import find_decoder_layers, make_config, shape_fields
 from ftkit.train.model.linears import linear_sizes, linears_in_layers
 
 if TYPE_CHECKING:

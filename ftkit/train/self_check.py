@@ -21,8 +21,8 @@ from ftkit.train.distributed.checks import verify_isolation, verify_logits, veri
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import build_empty, make_config
-from ftkit.train.model.weights import init_weights
+from ftkit.train.model.hf_model import build_empty, make_config
+from ftkit.train.model.pretrained import init_weights
 from ftkit.train.world import init_world
 
 if TYPE_CHECKING:

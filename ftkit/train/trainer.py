@@ -49,7 +49,7 @@ from ftkit.train.engine import ShardingOptions
 from ftkit.train.loop import TrainingLoop
 from ftkit.train.memory.usage import MemoryTrace, check_free_host_memory, out_of_memory_explained
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import (
+from ftkit.train.model.hf_model import (
     TextConfig,
     build_empty,
     check_positions,
@@ -57,8 +57,8 @@ from ftkit.train.model.build import (
     read_config,
 )
 from ftkit.train.model.lora import init_adapters, load_adapters, prepare_method
+from ftkit.train.model.pretrained import fetch_weights, init_weights, load_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.model.weights import fetch_weights, init_weights, load_weights
 from ftkit.train.observers import make_observers
 from ftkit.train.observers.profiler import check_profile
 from ftkit.train.observers.progress import Progress, by_criterion, check_is_measured, last_step

@@ -1,4 +1,4 @@
-"""The process group of a run, and this process's rank in it."""
+"""The process group of a run, this process's rank and device in it, and dtypes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from ftkit.process import num_usable_cpus
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ftkit.config.training import Precision
     from ftkit.planning.plan import PlacementPlan
 
 T = TypeVar("T")
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""A recipe's precisions as torch dtypes."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for other ranks before the run fails instead of hanging."""
 

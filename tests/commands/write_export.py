@@ -13,7 +13,7 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.train.components.generation import Generation
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 
 (folder,) = map(Path, sys.argv[1:])
 tokenizer = learn_tokenizer(["CREATE TABLE pets (name TEXT)"], 300, "gemma")

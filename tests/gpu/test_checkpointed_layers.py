@@ -15,9 +15,9 @@ from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import register_kernel
-from ftkit.train.model.build import build_empty, make_config
+from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
-from ftkit.train.model.weights import init_weights
+from ftkit.train.model.pretrained import init_weights
 
 if TYPE_CHECKING:
     from ftkit.config.training import AttentionChoice

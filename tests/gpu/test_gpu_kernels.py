@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def _triton() -> None:
     pytest.importorskip("triton")
-    assert gpu_kernels.triton_kernels is not None
+    assert gpu_kernels.triton is not None
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (100, 130), (4096, 14336)])

@@ -14,9 +14,9 @@ from ftkit.train.distributed.checks import verify_causality, verify_isolation, v
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import run_probe
 from ftkit.train.model.attention import choose_kernel, register_kernel
-from ftkit.train.model.build import build_empty, make_config
+from ftkit.train.model.hf_model import build_empty, make_config
+from ftkit.train.model.pretrained import init_weights
 from ftkit.train.model.token_mixers import choose_token_mixers
-from ftkit.train.model.weights import init_weights
 
 if TYPE_CHECKING:
     from ftkit.config.training import ActivationCheckpointing

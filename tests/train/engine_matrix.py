@@ -45,13 +45,12 @@ from ftkit.train.distributed.collectives import find_error, make_collectives
 from ftkit.train.distributed.engines import make_engine
 from ftkit.train.distributed.pack_parallel import whole_pack_attention
 from ftkit.train.distributed.probe import run_probe
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ShardingOptions
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
-from ftkit.train.world import ContextGroup, World, init_world, with_tensor_parallel
+from ftkit.train.world import DTYPES, ContextGroup, World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -33,7 +33,7 @@ from ftkit.train.memory.activation_checkpointing import activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload, _addresses
 from ftkit.train.model import attention
 from ftkit.train.model.attention import register_kernel
-from ftkit.train.model.build import find_decoder_layers, make_config
+from ftkit.train.model.hf_model import find_decoder_layers, make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.private_apis.torch import TRACES_FULL_CHECKPOINTS
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from ftkit.data.tokenizers import add_tokens, learn_tokenizer
 from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import TrainingError
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.pretrained import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,7 +30,7 @@ from ftkit.train.distributed import fsdp2
 from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.zero3 import Zero3Engine, hide_activations
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

@@ -24,9 +24,9 @@ from ftkit.models.adapters import LoraSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.model.adapted_linear import TokenKeys, token_keys
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
 from ftkit.train.model.float8 import Fp8Layout
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import MergedTensors, init_adapters, is_adapter, load_adapters, prepare_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftkit.train.model.float8 import GatheredScales, convert_linears
-from ftkit.train.model.local_shard import FP8, Fp8Shard, Fp8Weight
+from ftkit.train.model.float8 import FP8, Fp8Shard, Fp8Weight, GatheredScales, convert_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -40,8 +40,8 @@ from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.distributed.probe import ProbeResult, _packed_layout, _padded_layout, run_probe
 from ftkit.train.engine import ShardingStats
 from ftkit.train.model.attention import choose_kernel, generation_attention, register_kernel
-from ftkit.train.model.build import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
-from ftkit.train.model.weights import load_weights
+from ftkit.train.model.hf_model import build_empty, find_decoder_layers, load_pretrained, make_config, read_config
+from ftkit.train.model.pretrained import load_weights
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

@@ -30,7 +30,7 @@ from ftkit.models.weight_files import check_tensors
 from ftkit.planning.layout import Workspace
 from ftkit.planning.planner import plan_model
 from ftkit.runs.records import StartRecord, VerificationRecord
-from ftkit.train.model.build import read_config
+from ftkit.train.model.hf_model import read_config
 from ftkit.train.param_count import count_method, count_modules, print_counts
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

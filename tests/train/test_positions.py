@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftkit.errors import ConfigError, TrainingError
 from ftkit.models.architecture import ModelSpec
 from ftkit.models.config_json import resolve_shape
-from ftkit.train.model.build import build_empty, check_positions, read_config
+from ftkit.train.model.hf_model import build_empty, check_positions, read_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from ftkit.evaluate.export import ExportRequest, export_run
 from ftkit.evaluate.load import load_model
 from ftkit.evaluate.source import TrainedStep
 from ftkit.train.components.generation import Generation
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from ftkit.runs.records import StepRecord
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
 from ftkit.train.components.recorder import scalars_of
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.routers import RouterSums, router_stats
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 

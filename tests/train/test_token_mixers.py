@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ftkit.train.causal_lm import MicroBatch, model_inputs
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing, find_token_loop
 from ftkit.train.model import packed_mixers, token_mixers
-from ftkit.train.model.build import find_decoder, find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
 from ftkit.train.model.packed_mixers import chunk_gated_delta_rule
 from ftkit.train.model.token_mixers import choose_token_mixers
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS, kernel_functions

@@ -27,7 +27,7 @@ from ftkit.evaluate.vllm import load_with_vllm
 from ftkit.launch.side_jobs import serve_command
 from ftkit.models.folder import ADAPTER_FILE
 from ftkit.train.components.generation import Generation
-from ftkit.train.model.build import make_config
+from ftkit.train.model.hf_model import make_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable

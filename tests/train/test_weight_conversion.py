@@ -23,7 +23,8 @@ from ftkit.planning.planner import plan_model
 from ftkit.train.components.export import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
-from ftkit.train.model.build import TextConfig, make_config
+from ftkit.train.model.hf_model import TextConfig, make_config
+from ftkit.train.model.pretrained import LoadTarget, load_weights
 from ftkit.train.model.weight_conversion import (
     Fp8Tensor,
     JoinedPieces,
@@ -32,7 +33,6 @@ from ftkit.train.model.weight_conversion import (
     map_tensors,
     split_as_stored,
 )
-from ftkit.train.model.weights import LoadTarget, load_weights
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
 
 if TYPE_CHECKING:

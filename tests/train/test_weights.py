@@ -11,7 +11,7 @@ from torch import nn
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.model import local_shard
 from ftkit.train.model.local_shard import LocalShard
-from ftkit.train.model.weights import LoadTarget, init_weights
+from ftkit.train.model.pretrained import LoadTarget, init_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_random_weights_do_not_depend_on_the_sharding(monkeypatch: pytest.Monkey
         model = nn.ModuleDict({"table": nn.Embedding(64, 8)})
         model["table"].weight = nn.Parameter(torch.zeros(end - begin))  # type: ignore[union-attr]
         part: Callable[..., LocalShard] = lambda parameter: LocalShard(torch.Size((64, 8)), parameter.detach(), begin)  # noqa: E731
-        monkeypatch.setattr("ftkit.train.model.weights.local_shard", part)
+        monkeypatch.setattr("ftkit.train.model.pretrained.local_shard", part)
         init_weights(model, shape, 3)
         return model["table"].weight.detach()  # type: ignore[union-attr, return-value]
 

@@ -27,14 +27,14 @@ from ftkit.runs.checkpoints import SavedFile
 from ftkit.runs.model_card import read_license, write_card
 from ftkit.train.components.export_files import rounded, write_model, write_weights
 from ftkit.train.components.generation import Generation, Prompt, end_token_setting, make_prompts, tokenizer_digests
-from ftkit.train.dtypes import DTYPES
-from ftkit.train.model.build import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.expert_adapters import transposed_experts
+from ftkit.train.model.hf_model import TextConfig, build_empty, config_for_export, find_decoder_layers
 from ftkit.train.model.linears import transposed_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors, is_adapter, peft_config, peft_names, prepare_method
 from ftkit.train.model.peft_names import find_text, to_peft
+from ftkit.train.model.pretrained import PretrainedTensors
 from ftkit.train.model.weight_conversion import LazyTensors
-from ftkit.train.model.weights import PretrainedTensors
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -23,7 +23,7 @@ from ftkit.models.weight_files import LENGTH_BYTES, WEIGHTS_FILE, WEIGHTS_INDEX
 from ftkit.process import num_usable_cpus
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.batches import computed_ahead
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.weight_conversion import converts_layout, split_as_stored
 
 if TYPE_CHECKING:

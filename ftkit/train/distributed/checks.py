@@ -15,7 +15,7 @@ import torch
 
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.distributed.probe import ProbeResult, run_probe
-from ftkit.train.model.build import why_not_packed
+from ftkit.train.model.hf_model import why_not_packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from ftkit.errors import TrainingError, one_line
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.gpu_kernels import average_rows
 from ftkit.train.private_apis.torch import CUSTOM_COLLECTIVES, set_collectives, symmetric_memory
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,17 +26,16 @@ from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
 from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import DEFAULT_SHARDING, ParameterShard, ShardingOptions, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.memory.compile import compiles
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.float8 import GatheredScales
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordinary_shard
 from ftkit.train.model.lora import saved_parameters
+from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
-from ftkit.train.model.weights import materialize
 from ftkit.train.private_apis.torch import (
     FSDP2_ON_CPUS,
     TORCH,
@@ -44,6 +43,7 @@ from ftkit.train.private_apis.torch import (
     divide_gradients,
     skip_step,
 )
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from ftkit.data.packing import row_width
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
 from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch
-from ftkit.train.model.build import accepted_inputs, find_decoder, find_decoder_layers
+from ftkit.train.model.hf_model import accepted_inputs, find_decoder, find_decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,12 +15,11 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.engine import ParameterShard, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import experts_in_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.routers import Routers
@@ -31,6 +30,7 @@ from ftkit.train.private_apis.deepspeed import (
     import_deepspeed,
     zero3_partition,
 )
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -216,12 +216,7 @@ class Draw(NamedTuple):
 class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Ctx,
-        inputs: torch.Tensor,
-        rows: torch.Tensor,
-        key: torch.Tensor,
-        probability: float,
-        first: int,
+        ctx: Ctx, inputs: torch.Tensor, rows: torch.Tensor, key: torch.Tensor, probability: float, first: int
     ) -> torch.Tensor:
         ctx.save_for_backward(rows, key)
         ctx.settings = probability, first

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ftkit.errors import PrerequisiteError, TrainingError, one_line
 from ftkit.train.private_apis.libraries import flash_attention
@@ -245,11 +246,6 @@ def packed_masks(module: PreTrainedModel, position_ids: torch.Tensor) -> dict[st
     """
     if module.config.model_type not in _IGNORES_POSITIONS or not CONVERTS_WEIGHTS:
         return None
-    from transformers.masking_utils import (  # noqa: PLC0415 - transformers 4 has other parameters
-        create_causal_mask,
-        create_sliding_window_causal_mask,
-    )
-
     weight = next(module.parameters())
     inputs: dict[str, object] = {
         "config": module.config,

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ftkit.errors import TrainingError
 from ftkit.models.architecture import ExpertMatrix
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.private_apis.transformers import (
     WeightConversions,
     apply_gate,

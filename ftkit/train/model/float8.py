@@ -3,13 +3,17 @@
 Weights and activations are e4m3, gradients of trained layers e5m2, as torchao's tensorwise recipe has them.
 `torch._scaled_mm` multiplies them and returns the compute dtype; `torch._scaled_grouped_mm` multiplies frozen experts,
 with a scale for each row. On CPUs, which have no such matmuls, the factors are rounded to FP8 and multiplied in fp32.
+
+FSDP2 all-gathers trained weights in FP8 too, which takes half the bytes of bf16, on the network and in memory. Each
+rank rounds its shard, in fp32, with the scale of the whole weight, so the gathered factors equal those of a single
+process. FSDP2 calls the methods of a shard before and after its all-gather (its extension for tensor subclasses).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -17,14 +21,24 @@ from torch import nn
 
 from ftkit.config.execution import FP8_MULTIPLE, ROUTERS, is_gathered_in_fp8
 from ftkit.errors import PrerequisiteError
-from ftkit.train.gpu_kernels import round_and_transpose, transpose
+from ftkit.train.gpu_kernels import round_and_transpose, round_shard, transpose
 from ftkit.train.model.linears import WeightLayout, opaque_zero
-from ftkit.train.model.local_shard import FP8, Fp8Shard, Fp8Weight, local_tensor
-from ftkit.train.private_apis.torch import FSDP2_EXTENDS_ALL_GATHERS, find_norms, scaled_grouped_mm, scaled_mm
+from ftkit.train.model.local_shard import local_tensor
+from ftkit.train.private_apis.torch import (
+    FSDP2_EXTENDS_ALL_GATHERS,
+    find_norms,
+    make_wrapper,
+    map_instances,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 from ftkit.train.private_apis.transformers import grouped_mm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch._ops import OpOverload
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ftkit.config.training import TrainingPlan
     from ftkit.train.private_apis.torch import Ctx
@@ -33,9 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_FIRST_CAPABILITY = (8, 9)
-_FIRST_CAPABILITY_OF_EXPERTS = (9, 0)
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
 _SLOT = 4
 """Numbers from one gathered matrix's scale to the next: cuBLAS takes only scales at multiples of 16 bytes."""
 _SMALLEST_MAXIMUM = 1e-12
@@ -50,18 +63,12 @@ def check_fp8(device: torch.device, *, has_experts: bool = False) -> None:
     """
     if device.type != "cuda":
         return
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < _FIRST_CAPABILITY:
+    first, gpus, factors = ((9, 0), "Hopper", " experts") if has_experts else ((8, 9), "Ada, Hopper", "")
+    if torch.cuda.get_device_capability(device) < first:
         raise PrerequisiteError(
-            f"{name} does not multiply in FP8",
-            meaning="Ada, Hopper and newer GPUs do",
+            f"{torch.cuda.get_device_name(device)} does not multiply{factors} in FP8",
+            meaning=f"{gpus} and newer GPUs do",
             fix="set training.precision=bf16 and leave out training.base_precision; or use method 'qlora' for memory",
-        )
-    if has_experts and capability < _FIRST_CAPABILITY_OF_EXPERTS:
-        raise PrerequisiteError(
-            f"{name} does not multiply the experts of a mixture in FP8",
-            meaning="torch's grouped products in FP8 are for Hopper and newer GPUs",
-            fix="leave out training.base_precision",
         )
 
 
@@ -70,9 +77,6 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
 
     Weights, their names and their gradients don't change. Routers, and matrices with sizes that GPUs don't multiply in
     FP8, keep the compute dtype.
-
-    Args:
-        layers: decoder layers.
     """
     for layer in layers:
         for parent in list(layer.modules()):
@@ -81,47 +85,6 @@ def convert_linears(layers: Iterable[nn.Module]) -> None:
                     continue
                 if module.in_features % FP8_MULTIPLE == 0 and module.out_features % FP8_MULTIPLE == 0:
                     setattr(parent, name, Fp8Linear(module))
-
-
-class GatheredScales:
-    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
-
-    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Prepare the matrices of converted layers, which are sharded after that."""
-        self._linears = [
-            module
-            for layer in layers
-            for name, module in layer.named_modules()
-            if isinstance(module, Fp8Linear)
-            and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
-        ]
-        self._scales = torch.ones(len(self._linears), _SLOT, device=device)[:, 0]
-        for linear, scale in zip(self._linears, self._scales, strict=True):
-            linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
-
-    @classmethod
-    def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
-        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
-        if not training.sends_fp8:
-            return None
-        against = {
-            "there is one shard": world.num_layer_shards == 1,
-            f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
-        }
-        reason = next((reason for reason, is_so in against.items() if is_so), "")
-        log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
-        return None if reason else cls(layers, world.device)
-
-    @torch.no_grad()
-    def update(self, group: dist.ProcessGroup) -> None:
-        """Compute the scales from the sharded matrices. Collective, without a host sync."""
-        if not self._linears:  # no layer has both sizes divisible by `FP8_MULTIPLE`
-            return
-        shards = [local_tensor(linear.weight) for linear in self._linears]
-        filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
-        maxima = torch.stack(find_norms(filled, math.inf))
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16
 
 
 class Fp8Linear(nn.Linear):
@@ -149,11 +112,7 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Ctx,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        numbers: torch.Tensor | None,
-        scale: torch.Tensor | None,
+        ctx: Ctx, inputs: torch.Tensor, weight: torch.Tensor, numbers: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
         if numbers is None or scale is None:
             ctx.save_for_backward(inputs, weight)
@@ -215,8 +174,8 @@ class Scaled(NamedTuple):
 
 def _round(matrix: torch.Tensor, *, by_row: bool = False) -> Scaled:
     """Round a matrix to e4m3, with one scale or one for each row."""
-    scale = _scale_of(matrix, torch.float8_e4m3fn, by_row=by_row)
-    return Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale)
+    scale = _scale_of(matrix, FP8, by_row=by_row)
+    return Scaled((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale)
 
 
 def _scale_of(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool = False) -> torch.Tensor:
@@ -308,5 +267,164 @@ class Fp8Layout(WeightLayout):
         """Return the matrices of flat forms, with a scale for each row."""
         sizes = [self.num_weights, torch.float32.itemsize * self.num_outputs]
         numbers, scales = torch.split(flat.detach().view(torch.uint8), sizes, dim=-1)
-        matrices = numbers.view(torch.float8_e4m3fn).view(*flat.shape[:-1], self.num_outputs, self.num_inputs)
+        matrices = numbers.view(FP8).view(*flat.shape[:-1], self.num_outputs, self.num_inputs)
         return Scaled(matrices, scales.contiguous().view(torch.float32)[..., None])
+
+
+# --- All-gathers in FP8 --------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+_OF_SHARDS = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+}
+"""What FSDP2 and `Module.to_empty` make a shard with. All other operations return ordinary tensors."""
+_OF_WEIGHTS = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default}
+"""What FSDP2 makes an unsharded parameter with. All other operations take the dequantized weight."""
+
+
+class Fp8Shard(torch.Tensor):
+    """A rank's shard of a weight, in fp32, or the whole weight before it is sharded.
+
+    Attributes:
+        master: the shard as an ordinary tensor, [rows, inputs].
+        scale: fp32 [], of the whole weight; all shards and views of the weight share it.
+    """
+
+    master: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Self], master: torch.Tensor, scale: torch.Tensor) -> Self:
+        shard: Self = make_wrapper(cls, master, master.dtype)
+        shard.master, shard.scale = master, scale
+        return shard
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Fp8Shard({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        plain, named = map_instances(cls, lambda shard: shard.master, (args, kwargs or {}))
+        result = function(*plain, **named)
+        if isinstance(args[0], cls) and result is plain[0]:  # in place
+            return args[0]
+        if function not in _OF_SHARDS:
+            return result
+        return map_instances(torch.Tensor, lambda master: cls(master, args[0].scale), result)
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: object, module: object, mp_policy: object
+    ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+        """Return the shard rounded, as bytes, padded to the number of rows that all ranks send; and the scale."""
+        del outer_stride, module, mp_policy
+        num_rows = -(-outer_size[0] // mesh.size())
+        sent = self.master.new_empty(num_rows, *outer_size[1:], dtype=torch.uint8)
+        round_shard(self.master, self.scale, sent[: len(self.master)].view(FP8))
+        return (sent,), self.scale
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: Sequence[torch.Tensor],
+        metadata: torch.Tensor,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the weight, whose memory FSDP2 frees and fills again; nothing if it exists."""
+        (received,) = all_gather_outputs
+        return None if out is not None else (Fp8Weight(received.view(FP8), metadata, param_dtype), ())
+
+
+class Fp8Weight(torch.Tensor):
+    """An unsharded weight in e4m3, for autograd a tensor in the compute dtype.
+
+    Attributes:
+        numbers: e4m3, [outputs, inputs].
+        scale: what they are multiplied by, fp32 [].
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Self], numbers: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Self:
+        weight: Self = make_wrapper(cls, numbers, dtype)
+        weight.numbers, weight.scale = numbers, scale
+        return weight
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Fp8Weight({tuple(self.shape)})"  # the compiler prints tensors that have no numbers yet
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["numbers", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], dtype: torch.dtype, outer_size: object, outer_stride: object
+    ) -> Fp8Weight:
+        del outer_size, outer_stride
+        return Fp8Weight(inner["numbers"], inner["scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's type is of a function
+        cls, function: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _OF_WEIGHTS:
+            weight, *others = args
+            return cls(function(weight.numbers, *others, **(kwargs or {})), weight.scale, weight.dtype)
+        plain, named = map_instances(cls, cls._dequantize, (args, kwargs or {}))
+        return function(*plain, **named)
+
+    def _dequantize(self) -> torch.Tensor:
+        return (self.numbers.float() * self.scale).to(self.dtype)
+
+
+class GatheredScales:
+    """Scales of the trained matrices that FSDP2 all-gathers in FP8: one for each matrix, the same on all ranks."""
+
+    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
+        """Prepare the matrices of converted layers, which are sharded after that."""
+        self._linears = [
+            module
+            for layer in layers
+            for name, module in layer.named_modules()
+            if isinstance(module, Fp8Linear)
+            and is_gathered_in_fp8(name.rpartition(".")[2], module.in_features, module.out_features)
+        ]
+        self._scales = torch.ones(len(self._linears), _SLOT, device=device)[:, 0]
+        for linear, scale in zip(self._linears, self._scales, strict=True):
+            linear.weight = nn.Parameter(Fp8Shard(linear.weight.detach(), scale))
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module], training: TrainingPlan, world: World) -> GatheredScales | None:
+        """Return the scales if weights are all-gathered in FP8; log it, or why not."""
+        if not training.sends_fp8:
+            return None
+        against = {
+            "there is one shard": world.num_layer_shards == 1,
+            f"torch {torch.__version__} is older than 2.8": not FSDP2_EXTENDS_ALL_GATHERS,
+        }
+        reason = next((reason for reason, is_so in against.items() if is_so), "")
+        log.info("weights are%s all-gathered in FP8%s", " not" if reason else "", reason and f": {reason}")
+        return None if reason else cls(layers, world.device)
+
+    @torch.no_grad()
+    def update(self, group: dist.ProcessGroup) -> None:
+        """Compute the scales from the sharded matrices. Collective, without a host sync."""
+        if not self._linears:  # no layer has both sizes divisible by `FP8_MULTIPLE`
+            return
+        shards = [local_tensor(linear.weight) for linear in self._linears]
+        filled = [shard if shard.numel() else self._scales.new_zeros(1) for shard in shards]
+        maxima = torch.stack(find_norms(filled, math.inf))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        self._scales.copy_(_scale_for(maxima.bfloat16(), FP8))  # the matrices of a single process are in bf16

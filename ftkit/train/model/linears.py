@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ftkit.config.execution import NF4_BLOCK, NF4_NESTED_BLOCK, is_quantized, nf4_parts, quantized_bytes
 from ftkit.config.training import Quantization
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.private_apis.libraries import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -107,12 +107,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(
-        self,
-        layout: WeightLayout,
-        bias: nn.Parameter | None,
-        device: torch.device,
-        *,
-        is_transposed: bool = False,
+        self, layout: WeightLayout, bias: nn.Parameter | None, device: torch.device, *, is_transposed: bool = False
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layout.num_inputs, layout.num_outputs

@@ -14,11 +14,10 @@ from safetensors import safe_open
 
 from ftkit.errors import TrainingError
 from ftkit.models.folder import ADAPTER_FILE, check_adapters
-from ftkit.train.dtypes import DTYPES
 from ftkit.train.model.adapted_linear import ADAPTER, AdaptedLinear, TokenKeys
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts, check_expert_targets, expert_matrices, prepare_experts
 from ftkit.train.model.float8 import Fp8Layout, check_fp8, convert_linears
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import Nf4Layout, quantize_linears, transposed_weights
 from ftkit.train.model.local_shard import local_shard
 from ftkit.train.model.peft_names import (
@@ -30,7 +29,8 @@ from ftkit.train.model.peft_names import (
     shape_in_peft,
 )
 from ftkit.train.model.weight_conversion import LazyTensors, name_for_peft
-from ftkit.train.private_apis.libraries import compute_in_input_dtype, import_peft
+from ftkit.train.private_apis.libraries import adapts_experts, compute_in_input_dtype, import_peft
+from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -141,22 +141,8 @@ def _inject(model: PreTrainedModel, lora: LoraSpec, tokens: TokenKeys) -> None:
 
 def targets_of_experts(model: nn.Module, lora: LoraSpec) -> set[str]:
     """Return the targets that peft treats as experts of this family, though linear layers may have the same names."""
-    try:
-        from peft.utils.transformers_weight_conversion import (  # noqa: PLC0415 - in newer versions, for transformers 5
-            convert_peft_config_for_transformers,
-        )
-    except ImportError:
-        return set()
-
-    def is_of_experts(target: str) -> bool:
-        config = peft_config(lora.model_copy(update={"targets": (target,)}))
-        try:
-            convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # it needs the other half of the fused matrix
-            return True
-        return target not in config.target_modules
-
-    return set(filter(is_of_experts, lora.targets))
+    alone = {target: peft_config(lora.model_copy(update={"targets": (target,)})) for target in lora.targets}
+    return {target for target, config in alone.items() if adapts_experts(config, model)}
 
 
 _MERGED_AT_ONCE = 2**22
@@ -242,10 +228,9 @@ def peft_config(lora: LoraSpec, *, base: str | None = None, model: PreTrainedMod
     """Return peft's configuration of the adapters; for saving, with the name of their base model and the model."""
     is_of_target = tuple(f".{target}.weight" for target in lora.targets)
     transposed = () if model is None else transposed_weights(model)
-    from peft import LoraConfig, TaskType  # noqa: PLC0415 - takes seconds, and only adapters need it
-
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+    peft = import_peft()
+    config: LoraConfig = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
         inference_mode=base is not None,
         r=lora.rank,

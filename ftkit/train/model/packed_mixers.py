@@ -175,11 +175,7 @@ def convolve_documents(
 DELTA_RULE, CONVOLUTION = "chunk_gated_delta_rule", "causal_conv1d_fn"
 DELTA_RULES = (DELTA_RULE, "chunk_kda")
 
-_DISTRIBUTIONS = {
-    "fla": "flash-linear-attention",
-    "causal_conv1d": "causal-conv1d",
-    "mamba_ssm": "mamba-ssm",
-}
+_DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 """Names of packages in package registries."""
 _TOLERANCE = 0.05
 """Largest difference of outputs and gradients, relative to their norm, that rounding in bf16 explains."""

@@ -16,8 +16,8 @@ import torch
 
 from ftkit.errors import one_line
 from ftkit.models.weight_files import WRAPPED
-from ftkit.train.model.build import auto_class_of, find_decoder
 from ftkit.train.model.expert_adapters import expert_matrices, experts_in_layers, matrix_names
+from ftkit.train.model.hf_model import auto_class_of, find_decoder
 from ftkit.train.model.linears import linears_in_layers
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch import nn
 from ftkit.errors import TrainingError
 from ftkit.models.parameters import read_experts
 from ftkit.runs.records import RouterStats
-from ftkit.train.model.build import find_decoder, find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder, find_decoder_layers
 from ftkit.train.model.lora import is_adapter
 from ftkit.train.private_apis.transformers import router_classes
 from ftkit.train.world import ContextGroup
@@ -246,11 +246,7 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Ctx,
-        weights: torch.Tensor,
-        logits: torch.Tensor,
-        gradient: torch.Tensor,
-        is_token: torch.Tensor,
+        ctx: Ctx, weights: torch.Tensor, logits: torch.Tensor, gradient: torch.Tensor, is_token: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(logits, gradient, is_token)
         return weights.view_as(weights)

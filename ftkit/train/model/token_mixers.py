@@ -32,7 +32,7 @@ from ftkit.train.model.packed_mixers import (
     version_of,
     why_no_kernel,
 )
-from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions, replace_function
+from ftkit.train.private_apis.transformers import KernelFunction, kernel_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -174,7 +174,7 @@ def _replace(function: KernelFunction, compute: _Function, parameters: Iterable[
         returns_state = function.name in DELTA_RULES or any(kwargs.get(name) for name in _RETURNS_STATE)
         return (output, None) if returns_state else output
 
-    replace_function(function, call)
+    function.replace(call)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -210,8 +210,7 @@ def _compute(tensors: Sequence[torch.Tensor], call: str) -> torch.Tensor:
 # Not `custom_op`: it excludes autograd while it computes, which the backward pass needs.
 torch.library.define("ftkit::token_mixer", "(Tensor[] tensors, int index, str call) -> Tensor")
 torch.library.define(
-    "ftkit::token_mixer_backward",
-    "(Tensor gradient, Tensor[] tensors, bool[] needed, str call) -> Tensor[]",
+    "ftkit::token_mixer_backward", "(Tensor gradient, Tensor[] tensors, bool[] needed, str call) -> Tensor[]"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, ClassVar
 
-from ftkit.train.model.build import find_decoder_layers
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.observers.metrics import AnomalyWatch, MfuMeter, StepMetrics, StepReporter, Stopwatch
 from ftkit.train.observers.observer import Observer, Observers
 from ftkit.train.observers.profiler import Profiler

@@ -1,4 +1,7 @@
-"""Undocumented names of DeepSpeed's ZeRO-3."""
+"""Undocumented names of DeepSpeed's ZeRO-3, in DeepSpeed 0.19.
+
+If one goes: `deepspeed.utils.safe_get_local_*` reads weights, masters and states parameter by parameter.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,7 @@ class Zero3Partition:
 
 
 def zero3_partition(parameter: torch.Tensor) -> Zero3Partition | None:
-    """Return this rank's partition of a parameter; None if DeepSpeed did not partition it.
-
-    `ds_tensor`, `ds_shape` and `ds_persist`, DeepSpeed 0.19. If one goes: `deepspeed.utils.safe_get_local_fp32_param`
-    has the values, and the shapes can be kept from before `zero.Init`.
-    """
+    """Return this rank's partition of a parameter; None if DeepSpeed did not partition it."""
     ds: Any = parameter
     if not hasattr(ds, "ds_tensor"):
         return None
@@ -46,11 +45,7 @@ def zero3_partition(parameter: torch.Tensor) -> Zero3Partition | None:
 
 
 class Zero3Optimizer:
-    """The attributes of DeepSpeed's ZeRO-3 optimizer that have no public name, DeepSpeed 0.19.
-
-    If one goes: `deepspeed.utils.safe_get_local_*` reads masters and states parameter by parameter, and
-    `engine.get_global_grad_norm()` the norm.
-    """
+    """The attributes of DeepSpeed's ZeRO-3 optimizer that have no public name."""
 
     def __init__(self, engine: Any) -> None:
         """Wrap the optimizer of DeepSpeed's engine."""
@@ -101,20 +96,17 @@ class Zero3Optimizer:
 def forget_pending_gradients(model: nn.Module) -> None:
     """Make DeepSpeed expect no gradients for a forward pass without a backward pass.
 
-    It counts the outputs of each module whose gradients are pending (`ds_grads_remaining`, DeepSpeed 0.19), and frees
-    weights after the last. If it goes: probe without gradients.
+    It counts the outputs of each module whose gradients are pending, and frees weights after the last.
     """
-    module: Any
     for module in model.modules():
         if hasattr(module, "ds_grads_remaining"):
-            module.ds_grads_remaining = 0
+            module.ds_grads_remaining = 0  # type: ignore[assignment]
 
 
 def import_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed, set up for a device, without compiling operators at the start.
 
-    `deepspeed.ops.__compatible_ops__`, DeepSpeed 0.19. If it goes: install a C++ compiler where ZeRO-3 trains on CPUs;
-    shared memory for gloo is compiled there, for a minute.
+    Without `__compatible_ops__`, it would compile shared memory for gloo for a minute where it trains on CPUs.
 
     Raises:
         PrerequisiteError: it is not installed.
@@ -122,7 +114,6 @@ def import_deepspeed(device: torch.device) -> Any:
     os.environ["DS_ACCELERATOR"] = device.type
     try:
         import deepspeed  # noqa: PLC0415 - it looks for the accelerator when it is imported
-        import deepspeed.ops  # noqa: PLC0415
     except ImportError as error:
         raise PrerequisiteError(
             "engine 'zero3' needs DeepSpeed, which is not installed", fix="pip install 'ftkit[deepspeed]'"

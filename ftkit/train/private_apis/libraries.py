@@ -12,20 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from peft import LoraConfig
     from torch import nn
-
-
-def compute_in_input_dtype(model: nn.Module) -> None:
-    """Make peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
-
-    `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.14 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
-    around each forward.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - takes seconds, and only adapters need it
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.cast_input_dtype_enabled = False
 
 
 @cache
@@ -34,17 +22,15 @@ def import_peft() -> Any:
 
     It imports them whatever it adapts, and fails if torchao is older than 0.16, as in many images of NVIDIA, or if
     Transformer Engine finds no GPU driver. Called in `faster_imports`, it imports none.
-    `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.14 to 0.21. If they go:
-    leave them out.
+    `peft.import_utils.is_torchao_available` and others, which remember their results, peft 0.17 to 0.21.
     """
     broken = ("bitsandbytes",) if is_broken("bitsandbytes") else ()
     with without_packages("transformer_engine", *broken):
         import peft  # noqa: PLC0415 - takes seconds, and only adapters need it
-        from peft import import_utils  # noqa: PLC0415
 
-        import_utils.is_bnb_available()
+        peft.import_utils.is_bnb_available()
     for name in ("torchao", "gptqmodel", "auto_gptq"):
-        is_available = getattr(import_utils, f"is_{name}_available", None)
+        is_available = getattr(peft.import_utils, f"is_{name}_available", None)
         if is_available is None:
             continue
         try:
@@ -55,29 +41,56 @@ def import_peft() -> Any:
     return peft
 
 
+def compute_in_input_dtype(model: nn.Module) -> None:
+    """Make peft's layers compute in the dtype of their inputs, under autocast, instead of that of the adapters.
+
+    `BaseTunerLayer.cast_input_dtype_enabled`, peft 0.17 to 0.21. If it goes: `peft.helpers.disable_input_dtype_casting`
+    around each forward.
+    """
+    layer_class = import_peft().tuners.tuners_utils.BaseTunerLayer
+    for module in model.modules():
+        if isinstance(module, layer_class):
+            module.cast_input_dtype_enabled = False
+
+
+def adapts_experts(config: LoraConfig, model: nn.Module) -> bool:
+    """Return whether peft adapts parameters of experts instead of the linear layers that a configuration targets.
+
+    `peft.utils.transformers_weight_conversion`, in newer versions, for transformers 5.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion  # noqa: PLC0415 - not in every version
+    except ImportError:
+        return False
+    targets = {*config.target_modules}
+    try:
+        conversion.convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # it needs the other half of the fused matrix
+        return True
+    return not targets <= {*config.target_modules}
+
+
 def accelerate_environment(config: Path) -> dict[str, str]:
     """Return the variables that `accelerate launch` would set for a configuration file.
 
     accelerate's own launcher can't be used: it starts processes by its own rules, and a single one on CPUs. These
-    functions are undocumented; 1.0 to 1.15 have them. When they go: set the variables of its documentation here.
+    functions are undocumented; 1.0 to 1.15 have them. If they go: set the variables of its documentation here.
     """
     from accelerate.commands import launch  # noqa: PLC0415 - few runs need it
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env  # noqa: PLC0415
 
     parsed = launch.launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
     args, defaults, _ = launch._validate_launch_command(parsed)  # noqa: SLF001
     args.deepspeed_fields_from_accelerate_config = ",".join([*defaults.deepspeed_config, "mixed_precision"])
     # As if on a second machine: on the first, it looks for a free port.
     args.num_machines, args.machine_rank, args.deepspeed_multinode_launcher = 2, 1, "standard"
-    found = prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+    found = launch.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else launch.prepare_multi_gpu_env(args)
     return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
 
 def load_offloaded(module: nn.Module) -> None:
     """Load the weights of a module that accelerate keeps on the disk, as its forward would.
 
-    `_hf_hook`, accelerate 1.0 to 1.15; transformers' `force_accelerate_hooks` uses it too. If it goes: refuse DoRA in
-    `ftkit.evaluate.verify_export`, the only caller.
+    `_hf_hook`, accelerate 1.0 to 1.15; transformers' `force_accelerate_hooks` uses it too.
     """
     module._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]  # noqa: SLF001
 
@@ -92,7 +105,7 @@ def import_bitsandbytes(needed_by: str) -> Any:
     """Return bitsandbytes' functions: quantization to NF4, its tables, and the update of 8-bit optimizer states.
 
     `bitsandbytes.functional`, whose functions are undocumented, 0.46 to 0.50; importing it also defines the operators
-    `torch.ops.bitsandbytes`. If one goes: `tests/train/test_nf4.py` and `test_adamw8bit.py` have the formulas.
+    `torch.ops.bitsandbytes`. `tests/train/test_nf4.py` and `test_adamw8bit.py` have the formulas.
 
     Raises:
         PrerequisiteError: it is not installed.
@@ -109,8 +122,8 @@ def import_bitsandbytes(needed_by: str) -> Any:
 def flash_attention() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return flash-attn-4's forward and backward; its public function is opaque to compilers and to checkpointing.
 
-    `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go:
-    `choose_kernel` finds that the kernel doesn't run, and falls back to flex attention.
+    `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`, flash-attn-4 4.0.0b. If they go,
+    `choose_kernel` falls back to flex attention.
 
     Raises:
         ImportError: the package is missing, or has no such functions.

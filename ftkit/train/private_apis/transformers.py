@@ -1,4 +1,4 @@
-"""Private and undocumented names of transformers."""
+"""Private and undocumented names of transformers: in 4.57 to 5.23, unless an entry says otherwise."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 CONVERTS_WEIGHTS = int(transformers.__version__.split(".")[0]) >= 5  # noqa: PLR2004
-"""Whether transformers stores some tensors in another form than files on the hub."""
+"""Whether transformers stores some tensors in another form than files on the hub: 5 does, 4 does not."""
+
+if CONVERTS_WEIGHTS:
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.integrations.moe import _grouped_linear
 
 
 @dataclass(frozen=True)
 class WeightConversions:
-    """transformers' conversions of the tensors in files when it loads a model class.
+    """transformers' conversions of the tensors in files when it loads a model class; none in transformers 4.
 
-    `transformers.conversion_mapping` and `transformers.core_model_loading`, transformers 5.0 to 5.23, undocumented; 4
-    has neither, and converts nothing. If they go: the mapping of each family is in the code of its model in
-    transformers; write it here.
+    If they go: the mapping of each family is in the code of its model in transformers; write it here.
 
     Attributes:
         renamings: tensors that only have another name in files.
@@ -42,30 +45,20 @@ class WeightConversions:
         """Return the conversions of a model's class."""
         if not CONVERTS_WEIGHTS:
             return cls([], [])
-        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - transformers 5
-        from transformers.core_model_loading import WeightConverter, WeightRenaming  # noqa: PLC0415
-
         known = get_model_conversion_mapping(model, add_legacy=False)
-        return cls(*([one for one in known if isinstance(one, kind)] for kind in (WeightRenaming, WeightConverter)))
+        kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
+        return cls(*([one for one in known if isinstance(one, kind)] for kind in kinds))
 
     def rename(self, stored: str) -> tuple[str, str | None]:
         """Return the name of the tensor that a stored one is converted to, and the pattern of its part in it."""
         if not self.renamings and not self.converters:
             return stored, None
-        from transformers.core_model_loading import rename_source_key  # noqa: PLC0415 - transformers 5
-
-        renamed: tuple[str, str | None] = rename_source_key(stored, self.renamings, self.converters)
+        renamed: tuple[str, str | None] = core_model_loading.rename_source_key(stored, self.renamings, self.converters)
         return renamed
 
 
 def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's weights in the layout of files.
-
-    `transformers.core_model_loading.revert_weight_conversion`, transformers 5.0 to 5.23. If it goes: see
-    `WeightConversions`.
-    """
-    from transformers import core_model_loading  # noqa: PLC0415 - transformers 5
-
+    """Return a model's weights in the layout of files (transformers 5)."""
     reverted: dict[str, torch.Tensor] = core_model_loading.revert_weight_conversion(model, dict(weights))
     return reverted
 
@@ -73,9 +66,8 @@ def revert_weight_conversion(model: PreTrainedModel, weights: Mapping[str, torch
 def router_classes(decoder_class: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Return the classes of a decoder's routers that return logits, weights, and indices of the chosen experts.
 
-    `_can_record_outputs`, transformers 5.0 to 5.23: which modules return the output `router_logits`, and where in it;
-    those that return it first return the other two behind it. 4 has other classes. If it goes: the modules of decoder
-    layers whose class name contains `Router`.
+    `_can_record_outputs` says which modules return the output `router_logits`, and where in it; those that return it
+    first return the other two behind it. transformers 4 has other classes.
     """
     recorded = (getattr(decoder_class, "_can_record_outputs", None) or {}).get("router_logits", ())
     if not CONVERTS_WEIGHTS:
@@ -85,11 +77,7 @@ def router_classes(decoder_class: type[nn.Module]) -> tuple[type[nn.Module], ...
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """Return the attention implementation that a model uses.
-
-    `config._attn_implementation`, transformers 4.57 to 5.23; only setting it has a public method. If it goes: keep the
-    name that `build_empty` was given.
-    """
+    """Return the attention implementation that a model uses; only setting it has a public method."""
     name: str = config._attn_implementation  # noqa: SLF001
     return name
 
@@ -98,11 +86,8 @@ def attention_backends(model_class: type[nn.Module]) -> set[str]:
     """Return the attention backends that a model class of transformers supports: `custom`, `flex`, `sdpa`.
 
     Models with a recurrent state are not marked as supporting `custom`, but support it if they pass documents to
-    FlashAttention through the same registry (seen with those of 5.23 that take packs without mamba-ssm).
-
-    `_supports_attention_backend`, `_supports_flex_attn`, `_supports_sdpa`, `_supports_flash_attn`, `_is_stateful`, and
-    `ALL_ATTENTION_FUNCTIONS` in the file of a model, transformers 4.57 to 5.23. If they go: try
-    `set_attn_implementation`, which raises for the others.
+    FlashAttention through the same registry (seen with those of 5.23 that take packs without mamba-ssm). If these flags
+    go: try `set_attn_implementation`, which raises for the others.
     """
     flags = {"custom": "_supports_attention_backend", "flex": "_supports_flex_attn", "sdpa": "_supports_sdpa"}
     supported = {backend for backend, flag in flags.items() if getattr(model_class, flag)}
@@ -112,45 +97,35 @@ def attention_backends(model_class: type[nn.Module]) -> set[str]:
 
 
 def ignored_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Return patterns of the tensors in files that a model class of transformers deliberately ignores.
-
-    `_keys_to_ignore_on_load_unexpected`, transformers 4.57 to 5.23. If it goes: a warning lists such tensors.
-    """
+    """Return patterns of the tensors in files that a model class of transformers deliberately ignores."""
     return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module has stacked experts that transformers computes by grouped products.
+    """Return whether a module has stacked experts that transformers 5 computes by grouped products.
 
-    `_apply_gate`, which `transformers.integrations.moe.use_experts_implementation` adds, transformers 5.0 to 5.23. If
-    it goes: experts can't get adapters.
+    `transformers.integrations.moe.use_experts_implementation` adds `_apply_gate`.
     """
     return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 
-def apply_gate(experts: Any, gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Return the inner activations, [N, width], of experts for which `is_experts`; see there."""
-    activations: torch.Tensor = experts._apply_gate(gate_and_up)  # noqa: SLF001
+def apply_gate(experts: nn.Module, gate_and_up: torch.Tensor) -> torch.Tensor:
+    """Return the inner activations, [N, width], of experts for which `is_experts`."""
+    activations: torch.Tensor = experts._apply_gate(gate_and_up)  # type: ignore[operator] # noqa: SLF001
     return activations
 
 
 def computes_experts_one_by_one(config: PretrainedConfig) -> bool:
-    """Return whether a model computes stacked experts one after the other, as it does if their sizes are odd.
-
-    `config._experts_implementation`, transformers 5.0 to 5.23; only setting it has a public method. If it goes: keep
-    what `build_empty` decided.
-    """
+    """Return whether a model computes stacked experts one after the other, as it does if their sizes are odd."""
     return bool(config._experts_implementation == "eager")  # noqa: SLF001
 
 
 def grouped_mm(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply sorted rows, [S, I], by the matrices of their experts, [E, I, O]; expert e has the rows before ends[e].
 
-    `transformers.integrations.moe._grouped_linear`, transformers 5.0 to 5.23: `torch._grouped_mm`, or a loop where
-    torch or its compiler lacks it. If it goes: `torch.nn.functional.grouped_mm`, which torch 2.10 and newer have.
+    `torch._grouped_mm`, or a loop where torch or its compiler lacks it. `torch.nn.functional.grouped_mm` needs torch
+    2.10.
     """
-    from transformers.integrations.moe import _grouped_linear  # noqa: PLC0415 - transformers 5
-
     product: torch.Tensor = _grouped_linear(rows, matrices, offs=ends, is_transposed=True)
     return product
 
@@ -177,6 +152,10 @@ class KernelFunction:
     fallback: Callable[..., Any]
     kernel: Callable[..., Any] | None
 
+    def replace(self, replacement: Callable[..., Any]) -> None:
+        """Let the model's file call another function; its classes look it up at each call."""
+        setattr(sys.modules[self.module], self.attribute, replacement)
+
 
 def kernel_functions(model: nn.Module) -> list[KernelFunction]:
     """Return the functions with kernels in the files of a model's classes.
@@ -193,19 +172,12 @@ def kernel_functions(model: nn.Module) -> list[KernelFunction]:
 
 def _kernel_function(module: str, attribute: str, function: Callable[..., Any]) -> KernelFunction | None:
     """Return a function with a kernel, which others may wrap; None for other functions."""
+    variables = ("func_name", "package", "implementation", "torch_function")
     while isinstance(function, FunctionType):
         closed = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if {"func_name", "package", "implementation", "torch_function"} <= set(closed):
-            name, package, kernel, fallback = (
-                closed[key].cell_contents for key in ("func_name", "package", "implementation", "torch_function")
-            )
-            return KernelFunction(
-                module, attribute, name, package, function, fallback, None if kernel is fallback else kernel
-            )
+        if {*variables} <= set(closed):
+            name, package, kernel, fallback = (closed[key].cell_contents for key in variables)
+            found = None if kernel is fallback else kernel
+            return KernelFunction(module, attribute, name, package, function, fallback, found)
         function = getattr(function, "__wrapped__", None)  # type: ignore[assignment]
     return None
-
-
-def replace_function(function: KernelFunction, replacement: Callable[..., Any]) -> None:
-    """Let a model's file in transformers call another function; its classes look it up at each call."""
-    setattr(sys.modules[function.module], function.attribute, replacement)

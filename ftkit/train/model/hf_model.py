@@ -64,10 +64,7 @@ def _windows(shape: ArchitectureSpec) -> dict[str, object]:
         return {}
     if not shape.is_measured and shape.sliding_window is None:
         return {"sliding_window": None}
-    return {
-        "sliding_window": shape.sliding_window or shape.max_position_embeddings,
-        "layer_types": shape.layer_types,
-    }
+    return {"sliding_window": shape.sliding_window or shape.max_position_embeddings, "layer_types": shape.layer_types}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from ftkit.hub.access import download_weights
 from ftkit.models.folder import check_folder
 from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name, weight_files
 from ftkit.paths import is_path
-from ftkit.train.model.build import find_decoder_layers
 from ftkit.train.model.expert_adapters import GroupedExperts
+from ftkit.train.model.hf_model import find_decoder_layers
 from ftkit.train.model.linears import QuantizedLinear, WeightLayout, is_transposed
 from ftkit.train.model.local_shard import LocalShard, local_shard, rows_per_read
 from ftkit.train.model.lora import DORA_MAGNITUDE, is_adapter
