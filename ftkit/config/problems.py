@@ -94,7 +94,9 @@ def validate(model: type[SpecT], layers: Layers) -> SpecT:
         raise ConfigError(problems) from error
 
 
-def _problem(model: type[BaseModel], layers: Layers, detail: ErrorDetails) -> Problem:
+def _problem(  # noqa: C901 - one case for each form of message
+    model: type[BaseModel], layers: Layers, detail: ErrorDetails
+) -> Problem:
     path, key, owner = _follow_location(model, detail["loc"])
     where, message, fix = layers.origin(path), "", ""
     kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
