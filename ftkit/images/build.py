@@ -115,7 +115,7 @@ def _run_build(
     report(ProgressEvent("checking the image from inside"))
     check_inside(client, image_id, image_labels[docker_engine.REFERENCE_LABEL])
     named = NamedImage(image_labels[docker_engine.REFERENCE_LABEL])
-    client.tag(image_id, named.docker_repository, named.tag)
+    client.tag(image_id, *named.docker_name.split(":"))
     return docker_engine.inspect_required(client, image_id, "build it again")
 
 
