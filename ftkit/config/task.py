@@ -46,12 +46,7 @@ class TaskFile(Spec):
         return [name for name, each in self.functions.items() if _parameters(each) == METRIC_PARAMETERS]
 
     def find_problems(self, needed: tuple[str, ...], options: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-        """Yield lines and problems of the file.
-
-        Args:
-            needed: functions that the recipe needs.
-            options: keyword arguments of `generate` that the recipe sets.
-        """
+        """Yield lines and problems of a file with the `needed` functions, whose `generate` gets the `options`."""
         try:
             functions = self.functions
         except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes
