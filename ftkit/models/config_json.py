@@ -62,7 +62,6 @@ _DTYPES = (
     "uint8",
 )  # fmt: skip
 """Names of dtypes in torch that weights may have."""
-_DTYPE_ABBREVIATIONS = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 
 
 def check_loadable(config: Mapping[str, Any], weights: str) -> None:
@@ -75,14 +74,15 @@ def check_loadable(config: Mapping[str, Any], weights: str) -> None:
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
         raise ConfigError([Problem(where, "model.weights", what, unquantized_fix(weights))])
-    parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
-    for key, value in ((key, part.get(key)) for part in parts for key in ("dtype", "torch_dtype")):
-        if isinstance(value, str) and value not in _DTYPES:
-            name = value.removeprefix("torch.").lower()
-            name = _DTYPE_ABBREVIATIONS.get(name, name)
-            fix = f'Write "{key}": "{name if name in _DTYPES else "bfloat16"}" in config.json.'
-            what = f'its config.json has "{key}": "{value}", which torch does not have, so transformers can\'t read it.'
-            raise ConfigError([Problem(where, "model.weights", what, fix)])
+    for part in (config, config.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key) if isinstance(part, dict) else None
+            if isinstance(value, str) and value not in _DTYPES:
+                name = value.removeprefix("torch.").lower()
+                right = name if name in _DTYPES else {"fp16": "float16", "fp32": "float32"}.get(name, "bfloat16")
+                what = f'its config.json has "{key}": "{value}", which torch does not have.'
+                fix = f'Write "{key}": "{right}" in config.json.'
+                raise ConfigError([Problem(where, "model.weights", what, fix)])
 
 
 _QUANTIZED_NAME = re.compile(
@@ -123,12 +123,14 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     heads, hidden = filled.get("num_attention_heads"), filled.get("hidden_size")
     if filled.get("model_type") in FAMILIES and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         filled = {"num_key_value_heads": heads, "head_dim": hidden // heads} | filled
-    rope = filled.get("rope_parameters")
-    if isinstance(rope, dict):  # with several types of layers, each type has its own
-        kind = rope.get(FULL, rope)
-        if isinstance(kind, dict) and kind.get("rope_theta") is not None:
-            filled["rope_theta"] = kind["rope_theta"]
-    filled |= _full_attention_values(filled)
+    rope = _of_full_attention(filled.get("rope_parameters"))
+    if rope.get("rope_theta") is not None:
+        filled["rope_theta"] = rope["rope_theta"]
+    layers = filled.get("per_layer_config")  # Gemma 4's full-attention layers, in transformers 5's spelling
+    first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
+    for key, own in {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}.items():
+        if isinstance(first, dict) and key in first:
+            filled[own] = first[key]
     if family.window_switch and not stored.get(family.window_switch):
         filled["sliding_window"] = None
     if not isinstance(filled.get("layer_types"), list):
@@ -138,12 +140,10 @@ def fill_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def _full_attention_values(filled: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of Gemma 4's full-attention layers, from transformers 5's spelling."""
-    layers = filled.get("per_layer_config")
-    first = next(iter(layers.values()), None) if isinstance(layers, dict) else None
-    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return {names[key]: value for key, value in first.items() if key in names} if isinstance(first, dict) else {}
+def _of_full_attention(rope: object) -> dict[str, Any]:
+    """Return rope parameters: with several types of layers, each type has its own."""
+    found = rope.get(FULL, rope) if isinstance(rope, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_count(value: object) -> bool:
@@ -171,34 +171,24 @@ def _layer_types(filled: Mapping[str, Any]) -> list[str] | None:
 def resolve_shape(model: ModelSpec, config: Mapping[str, Any] | None) -> ArchitectureSpec:
     """Return the complete shape of a model: that of its configuration, with the recipe's overrides.
 
-    Args:
-        model: the recipe's model.
-        config: raw configuration of its weights; None if there is none, or if it can't be read from here.
+    `config` is the raw configuration of its weights; None if there is none, or if it can't be read from here.
 
     Raises:
         ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
     """
     given = model.architecture
+    if config is None and isinstance(given, ArchitectureSpec):
+        return _with_more_positions(given, given)
     if config is None:
-        if isinstance(given, ArchitectureSpec):
-            return _with_more_positions(given, given)
-        raise ConfigError([_unknown_shape(model)])
+        fix = f"On a machine with network access: hf download {model.weights} config.json"
+        if is_path(model.weights):
+            fix = "Correct the path; if the folder exists only on the nodes"
+        what = f"the config.json of '{model.weights}' can't be read from here."
+        raise ConfigError([Problem("", "model.weights", what, f"{fix}, or give the complete model.architecture.")])
     if found := find_contradictions(given, config):
         where, fix = f"config.json of {model.weights}", "Correct the recipe, or leave it out."
         raise ConfigError([Problem(where, f"model.architecture.{key}", f"{each}.", fix) for key, each in found.items()])
     return _with_more_positions(read_shape(config, model.weights), given)
-
-
-def _unknown_shape(model: ModelSpec) -> Problem:
-    what = f"the config.json of '{model.weights}' can't be read from here."
-    if is_path(model.weights):
-        fix = "Correct the path; for a folder that exists only on the nodes, give the complete model.architecture."
-    else:
-        fix = (
-            f"On a machine with network access: hf download {model.weights} config.json; or give the complete "
-            "model.architecture."
-        )
-    return Problem("", "model.weights", what, fix)
 
 
 def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
@@ -209,33 +199,25 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
     """
     filled = fill_config(config)
     types, window = filled.get("layer_types"), filled.get("sliding_window")
-    if isinstance(types, list) and (window is None or WINDOWED not in types):
-        types = window = None
-    every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else None
-    if isinstance(types, list) and every is None:
-        every = len(types) + 1  # no layer has full attention
+    every = 1
+    if isinstance(types, list) and window is not None and WINDOWED in types:
+        every = types.index(FULL) + 1 if FULL in types else len(types) + 1
+    else:
+        window = None
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
-    width = filled.get("intermediate_size") or _width_of_experts(filled)
     known = fields | {
         "family": filled.get("model_type"),
-        "intermediate_size": width,
+        "intermediate_size": filled.get("intermediate_size") or _width_of_experts(filled),
         "sliding_window": window,
-        "full_attention_every": every or 1,
+        "full_attention_every": every,
     }
     try:
         return ArchitectureSpec.model_validate({key: value for key, value in known.items() if value is not None})
     except ValidationError as error:
         wrong = list(dict.fromkeys(str(detail["loc"][0]) for detail in error.errors() if detail["loc"]))
-        raise ConfigError(
-            [
-                Problem(
-                    f"config.json of {weights}", "model.weights",
-                    f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use.",
-                    "Plan on a machine with torch and transformers, which fill in missing values; or choose another "
-                    "model.",
-                )
-            ]
-        ) from error  # fmt: skip
+        what = f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use."
+        fix = "Plan on a machine with torch and transformers, which fill in missing values; or choose another model."
+        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
 
 
 def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
@@ -261,11 +243,9 @@ def _with_more_positions(shape: ArchitectureSpec, given: ArchitectureFields) -> 
 
 
 def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields in which a shape contradicts the configuration of weights, each with both values.
+    """Return the fields in which a recipe's shape contradicts the configuration of weights, each with both values.
 
-    Args:
-        shape: the recipe's shape; unset fields are not compared.
-        config: configuration, raw or with defaults; missing keys are not compared.
+    Unset fields and missing keys are not compared; the configuration is raw, or has the defaults.
     """
     stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
@@ -285,9 +265,11 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
 
 def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the contradictions about positions and rope scaling."""
-    key, scaling, own = "max_position_embeddings", shape.rope_scaling, _own_scaling(stored)
+    key, scaling = "max_position_embeddings", shape.rope_scaling
     there, wanted = stored.get(key), given.get(key)
-    if scaling is not None and own is not None:
+    found = _of_full_attention(stored.get("rope_parameters") or stored.get("rope_scaling"))
+    own = found.get("rope_type") or found.get("type") or "default"
+    if scaling is not None and own != "default":
         trained = f"the weights were trained with {own}, for {there} positions"
         return {"rope_scaling": f"{scaling.rope_type} in the recipe, {trained}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
@@ -298,14 +280,6 @@ def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapp
     if wanted > most:
         return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"}
     return {}
-
-
-def _own_scaling(stored: Mapping[str, Any]) -> str | None:
-    """Return the weights' own rope scaling; None without one."""
-    found = stored.get("rope_parameters") or stored.get("rope_scaling")
-    found = found.get(FULL, found) if isinstance(found, dict) else None
-    kind = (found.get("rope_type") or found.get("type")) if isinstance(found, dict) else None
-    return None if kind in (None, "default") else str(kind)
 
 
 def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, str]:

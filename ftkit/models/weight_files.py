@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +29,6 @@ _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format."""
 _MAX_NAME = 255
 """Longest name of a file, in bytes."""
-_COMPARE_CHUNK_BYTES = 2**24
-"""Number of bytes that are compared at a time."""
-
-
 WRAPPED = "model.language_model."
 """Prefix of the text model in most multimodal models' classes."""
 
@@ -52,18 +50,16 @@ def text_name(stored: str) -> str:
 
 def stored_names(file: Path) -> set[str]:
     """Return the names of the tensors in a file of safetensors; empty if the file is missing or damaged."""
-    try:
+    with suppress(*UNREADABLE):
         return {*stored_tensors(file)}
-    except UNREADABLE:
-        return set()
+    return set()
 
 
 def stored_dtypes(file: Path) -> set[str]:
     """Return the dtypes of a file of safetensors, by the format's names; empty if the file is damaged."""
-    try:
+    with suppress(*UNREADABLE):
         return {tensor.kind[0] for tensor in stored_tensors(file).values()}
-    except UNREADABLE:
-        return set()
+    return set()
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -121,16 +117,13 @@ class StoredTensor:
 
     def equals(self, other: StoredTensor) -> bool:
         """Compare dtype, shape and bytes."""
-        if self.kind != other.kind:
-            return False
-        with self.path.open("rb") as one, other.path.open("rb") as two:
-            one.seek(self.begin)
-            two.seek(other.begin)
-            for done in range(0, self.end - self.begin, _COMPARE_CHUNK_BYTES):
-                size = min(_COMPARE_CHUNK_BYTES, self.end - self.begin - done)
-                if one.read(size) != two.read(size):
-                    return False
-        return True
+        return self.kind == other.kind and all(map(eq, self._chunks(), other._chunks()))
+
+    def _chunks(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.begin)
+            for done in range(self.begin, self.end, 2**24):
+                yield file.read(min(2**24, self.end - done))
 
 
 def tensors_of_model(folder: Path) -> dict[str, StoredTensor]:
@@ -164,7 +157,6 @@ def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, StoredTens
 
 _LAYER = re.compile(r"((model|transformer|gpt_neox|backbone)\.)?(layers|h|blocks)\.(\d+)\.")
 """Prefix of the tensors of a decoder layer."""
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
 _PREDICTING = re.compile("nextn|mtp")
 """Keys of config.json that count layers which predict further tokens. They follow the decoder layers, untrained."""
 _SHOWN = 3
@@ -173,16 +165,11 @@ _NDIM = 2
 
 
 def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: Path) -> str | None:
-    """Compare the files' tensors with the model that is built from config.json.
+    """Compare the tensors in a folder's complete weight files with the model that is built from its raw config.json.
 
-    Args:
-        shape: the shape in the weights' files, with parameters counted exactly; nothing is compared otherwise.
-        config: raw configuration.
-        folder: a folder whose weight files are complete.
-
-    Returns:
-        A warning if the files have more decoder layers; for families without a formula, whose files may have other
-        tensors than their class, also if they have fewer layers or tensors of other shapes.
+    Nothing is compared unless the parameters of the `shape` in the files are counted exactly. Returns a warning if the
+    files have more decoder layers; for families without a formula, whose files may have other tensors than their class,
+    also if they have fewer layers or tensors of other shapes.
 
     Raises:
         NotFoundError: the files of a family with a formula have fewer layers, or tensors of other shapes.
@@ -195,7 +182,10 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
         return None  # damaged files in the hub's cache are refused by the run
     layers = {int(found[4]) for name in stored if (found := _LAYER.match(name))}
     num, of_config = 1 + max(layers, default=-1), shape.num_hidden_layers
-    if wrong := [*_wrong_layers(num, of_config), *_wrong_shapes(shape, shape.counts, stored)]:
+    wrong = [*_wrong_shapes(shape, shape.counts, stored)]
+    if 0 < num < of_config:
+        wrong.insert(0, f"the files have {plural(num, 'decoder layer')}, {CONFIG_FILE} says {of_config}")
+    if wrong:
         shown = wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
         what = f"{folder / CONFIG_FILE} contradicts the weight files: {'; '.join(shown)}"
         if not family_of(shape.family).has_formula:
@@ -205,23 +195,13 @@ def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: 
             meaning=f"{CONFIG_FILE} was edited, or it belongs to another model than the files",
             fix="copy or download the folder again",
         )
-    if num <= of_config + _num_predicting(config):
+    if num <= of_config + sum(value for key, value in config.items() if _PREDICTING.search(key) and type(value) is int):
         return None
     return (
         f"the weight files in {folder} have {num} decoder layers, its {CONFIG_FILE} says {of_config} "
         f"(num_hidden_layers): the run trains and exports only the first {of_config}; if that is not intended, copy or "
         f"download {CONFIG_FILE} again"
     )
-
-
-def _num_predicting(config: Mapping[str, Any]) -> int:
-    counts = (value for key, value in config.items() if _PREDICTING.search(key))
-    return sum(value for value in counts if type(value) is int)
-
-
-def _wrong_layers(num: int, of_config: int) -> Iterator[str]:
-    if 0 < num < of_config:
-        yield f"the files have {plural(num, 'decoder layer')}, {CONFIG_FILE} says {of_config} (num_hidden_layers)"
 
 
 def _wrong_shapes(shape: ArchitecturePlan, counts: ModelCounts, stored: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -239,7 +219,7 @@ def _wrong_shapes(shape: ArchitecturePlan, counts: ModelCounts, stored: Mapping[
     for name, sizes in stored.items():
         layer = _LAYER.match(name)
         expected: list[tuple[int, int]] = []
-        if name.removeprefix("model.") in _TABLES:
+        if name.removeprefix("model.") in ("embed_tokens.weight", "lm_head.weight"):
             expected = tables
         elif layer and int(layer[4]) < shape.num_hidden_layers and ".experts." not in name:
             expected = linears.get(".".join(name.split(".")[-2:]), [])

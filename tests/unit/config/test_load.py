@@ -470,7 +470,7 @@ def test_a_model_given_only_by_weights_replaces_the_inherited_model(ctx: Context
     ("words", "message"),
     [
         ("model=run:../x", "a run is given as run:NAME"),
-        ("model={weights: run:x, revision: v1}", "revision has no effect with the weights of a run"),
+        ("model={weights: run:x, revision: v1}", "revision has no effect"),
         ("model=random", "weights 'random' have no tokenizer"),
         (
             "model.architecture.rope_scaling={rope_type: linear, factor: 2, beta_fast: 3}",

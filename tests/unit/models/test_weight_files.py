@@ -42,8 +42,8 @@ def check(folder: Path, prefix: str = "model.", **edits: Any) -> str | None:
 def test_files_with_more_layers_than_the_configuration_are_a_warning(prefix: str, tmp_path: Path) -> None:
     assert check(tmp_path, prefix) is None
     warning = check(tmp_path, prefix, num_hidden_layers=2)
-    assert "have 3 decoder layers, its config.json says 2 (num_hidden_layers)" in str(warning)
-    assert "trains and exports only the first 2" in str(warning)
+    for fact in ("3 decoder layers", "2 (num_hidden_layers)"):
+        assert fact in str(warning)
 
 
 def test_layers_that_predict_further_tokens_are_no_surplus(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_layers_that_predict_further_tokens_are_no_surplus(tmp_path: Path) -> No
         ({"intermediate_size": 16}, r"down_proj\.weight' has shape \[8, 12\] in the files, and \[8, 16\] by"),
         ({"num_key_value_heads": 2}, r"layers\.0\.self_attn\.k_proj\.weight' has shape \[4, 8\] .* \[8, 8\] by"),
         ({"hidden_size": 16}, "and 5 more"),
-        ({"num_hidden_layers": 4}, r"the files have 3 decoder layers, config\.json says 4"),
+        ({"num_hidden_layers": 4}, r"3 decoder layers, config\.json says 4"),
     ],
 )
 def test_files_of_other_shapes_than_the_configuration_are_rejected(
@@ -76,7 +76,7 @@ def test_families_without_a_formula_get_warnings_if_their_parameters_are_counted
     assert check_tensors(shape, {}, tmp_path) is None
     for key, value in (("vocab_size", 24), ("num_hidden_layers", 4)):
         warning = check_tensors(shape.model_copy(update={key: value}), {}, tmp_path)
-        assert "contradicts the weight files" in str(warning)
+        assert "config.json contradicts" in str(warning)
 
 
 def test_damaged_files_are_left_to_the_check_of_the_folder(tmp_path: Path) -> None:
