@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS = (
+    ("fused elementwise and reductions", r"^triton_(poi|red|per)_"),
     ("attention", r"flash|fmha|flex_attention|attention|sdpa|cudnn_generated"),
     ("matmuls", r"gemm|nvjet|cutlass|xmma|triton_(tem|mm)|scaled_mm|cublas|splitK"),
     ("4-bit weights", r"[dD]equantize|quantize|4bit"),
     ("optimizer", r"multi_tensor|fused_adam|adamw|foreach"),
     ("copies", r"^Mem(cpy|set)"),
-    ("fused elementwise and reductions", r"^triton_"),
 )
 """Groups by the first pattern that a kernel's name matches; what matches none is 'other'."""
 
@@ -48,10 +48,25 @@ class StepTrace(NamedTuple):
 
 
 def read_trace(path: Path, num_steps: int, *, most: int = 30) -> StepTrace | None:
-    """Summarize the kernels of a compressed Chrome trace of `num_steps` steps; None if there are none, as on CPUs."""
+    """Summarize the kernels of a compressed Chrome trace of `num_steps` steps; None if there are none, as on CPUs.
+
+    The host is ahead of the GPU, so a kernel belongs to the step in which it was launched.
+    """
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    on_device = [event for event in events if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    steps = [event for event in events if event.get("name", "").startswith("ProfilerStep#") and "dur" in event]
+    begin = min(event["ts"] for event in steps)
+    end = max(event["ts"] + event["dur"] for event in steps)
+    launched = {
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") in {"cuda_runtime", "cuda_driver"} and begin <= event["ts"] < end
+    }
+    on_device = [
+        event
+        for event in events
+        if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"} and event["args"].get("correlation") in launched
+    ]
     if not on_device:
         return None
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in on_device)

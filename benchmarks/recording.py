@@ -28,8 +28,8 @@ FOLDER = Path(__file__).parent / "records"
 CHECKOUT = Path(__file__).parents[1]
 MEASURED = "measured by the program, which wrote this file"
 PACKAGES = (
-    "torch", "triton", "transformers", "flash-attn-4", "flash-linear-attention", "bitsandbytes", "torchao", "peft",
-    "trl", "liger-kernel", "unsloth", "axolotl", "llamafactory",
+    "torch", "triton", "transformers", "flash-attn-4", "flash-linear-attention", "tilelang", "bitsandbytes", "torchao",
+    "peft", "trl", "liger-kernel", "unsloth", "axolotl", "llamafactory",
 )  # fmt: skip
 
 

@@ -385,13 +385,14 @@ def record(training: Training, plan: RunPlan, trainer: str, result: Result, opti
     name = f"{plan.name}-{trainer}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
     print(f"record: {write_record(options.record, f'train-{name}', record_of([row], python=python))}", flush=True)
     if trace := result.trace:
+        case = shlex.join([training.architecture, *training.overrides])
         whole = KernelTime(
             "step, first kernel to last", trace.milliseconds, sum(each.launches for each in trace.groups)
         )
         shares = [("whole", [whole, KernelTime("GPU busy", trace.busy, 0)])]
         shares += [("group", trace.groups), ("kernel", trace.kernels)]
         rows = [
-            Row({"case": plan.name, level: name}, {"milliseconds": milliseconds, "launches": launches}, None, training)
+            Row({"case": case, level: name}, {"milliseconds": milliseconds, "launches": launches}, None)
             for level, times in shares
             for name, milliseconds, launches in times
         ]

@@ -17,17 +17,20 @@ from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster
 from ftkit.config.request import load_settings
 from ftkit.errors import ConfigError, Problem, plural
-from ftkit.provision.execute import create, destroy, is_there, plan_provision, used_by, users_of
-from ftkit.provision.spec import (
-    KINDS,
+from ftkit.provision.providers import plan_provision
+from ftkit.provision.settings import KINDS, Kind, read_spec, restore_spec
+from ftkit.provision.steps import (
     ProvisionState,
     begin_or_continue,
     clusters_folder,
-    read_spec,
+    create,
+    destroy,
+    is_there,
     read_state,
-    restore_spec,
+    used_by,
+    users_of,
+    words_of,
 )
-from ftkit.provision.steps import placed
 from ftkit.remote.install import install
 from ftkit.remote.login import login_of
 from ftkit.wheel import code_identity
@@ -100,9 +103,6 @@ def connect_command(cluster: str, *, extras: tuple[str, ...]) -> None:
     terminal.say(f"ready. Try: ftkit run demo --cluster {cluster}")
 
 
-_KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-vm-l4")
-
-
 @click.command(
     "create",
     cls=ExamplesCommand,
@@ -113,7 +113,7 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
 )
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--kind", type=click.Choice(_KINDS), required=True, help="What to create.")
+@click.option("--kind", type=click.Choice(KINDS), required=True, help="What to create.")
 @click.option(
     "--settings",
     "file",
@@ -123,7 +123,7 @@ _KINDS = ("a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "soperator", "gcp-
 @click.option("--dry-run", is_flag=True, help="Print every file and command, and run nothing.")
 @click.option("--yes", is_flag=True, help="Create without asking.")
 def create_command(
-    name: str, overrides: tuple[str, ...], kind: str, file: Path | None, *, dry_run: bool, yes: bool
+    name: str, overrides: tuple[str, ...], kind: Kind, file: Path | None, *, dry_run: bool, yes: bool
 ) -> None:
     """Create a cluster of a kind, with settings from a file and KEY=VALUE arguments.
 
@@ -131,19 +131,19 @@ def create_command(
     interruption to continue.
     """
     terminal = Terminal()
-    known = next(each for each in KINDS if each == kind)
-    spec = read_spec(known, file, overrides)
-    provision, folder = plan_provision(name, known, spec), clusters_folder() / name
+    spec = read_spec(kind, file, overrides)
+    provision, folder = plan_provision(name, kind, spec), clusters_folder() / name
     if dry_run:
         terminal.data(_script(provision, folder))
         return
-    new = ProvisionState(known, spec.model_dump(mode="json"))
+    new = ProvisionState(kind, spec.model_dump(mode="json"))
     state = begin_or_continue(folder, new)
-    left = len([step for step in provision.steps if step.id not in (*state.made, *state.found)])
+    left = len([step for step in provision.steps if state.outcome(step) not in ("made", "found")])
+    minutes = sum(step.minutes for step in provision.steps)
     terminal.facts(
         [
             ("cluster", f"{name}, {kind}"),
-            ("steps", f"{plural(left, 'step')}, about {provision.minutes} minutes in total"),
+            ("steps", f"{plural(left, 'step')}, about {minutes} minutes in total"),
             ("cost", provision.cost),
             ("folder", short_path(folder)),
         ],
@@ -161,8 +161,8 @@ def create_command(
 def _script(provision: Provision, folder: Path) -> str:
     """Return all files and commands as a shell script."""
 
-    def line(command: tuple[str, ...]) -> str:
-        return shlex.join(placed(command, folder)) + "\n"
+    def line(command: str) -> str:
+        return shlex.join(words_of(command, folder)) + "\n"
 
     parts = [f"# {provision.name}: {provision.kind}; {provision.cost}\n"]
     for path, text in provision.files.items():
@@ -190,9 +190,8 @@ def status_command(name: str, *, as_json: bool) -> None:
     terminal, folder = Terminal(), clusters_folder() / name
     state = read_state(folder)
     provision = plan_provision(name, state.kind, restore_spec(state.kind, state.settings))
-    outcomes = dict.fromkeys(state.found, "existed before") | dict.fromkeys(state.made, "created")
-    if state.begun is not None:
-        outcomes[state.begun] = "started, not finished"
+    texts = {"found": "existed before", "made": "created", "begun": "started, not finished"}
+    outcomes = {key: texts[each.outcome] for key, each in state.steps.items()}
     if as_json:
         terminal.json(
             {
@@ -213,8 +212,7 @@ def status_command(name: str, *, as_json: bool) -> None:
         (Column("STEP"), Column("WHAT", can_shrink=True), Column("OUTCOME")),
         [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps],
     )
-    for command in provision.status:
-        terminal.data(process.run(placed(command, folder), timeout_seconds=120, cwd=folder).stdout)
+    terminal.data(process.run(words_of(provision.status, folder), timeout_seconds=120, cwd=folder).stdout)
 
 
 @click.command(
@@ -238,10 +236,10 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
     terminal, folder = Terminal(), clusters_folder() / name
     state = read_state(folder)
     provision = plan_provision(name, state.kind, restore_spec(state.kind, state.settings))
-    steps = [step for step in reversed(provision.steps) if step.undo and step.id in (*state.made, state.begun)]
+    steps = [step for step in reversed(provision.steps) if step.undo and state.outcome(step) in ("made", "begun")]
     if keep_image:
         steps = steps[: next((number for number, step in enumerate(steps) if step.is_image), len(steps))]
-    answers: dict[tuple[str, ...], str] = {}
+    answers: dict[str, str] = {}
     users = {step: users_of(step, folder, answers) for step in steps if step.users and is_there(step, folder)}
     removed = [step for step in steps if not users.get(step)]
     terminal.facts(
@@ -256,7 +254,7 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
     if dry_run:
         for step in removed:
             for undo in step.undo:
-                terminal.data(shlex.join(placed(undo, folder)))
+                terminal.data(shlex.join(words_of(undo, folder)))
         return
     if not yes and not click.confirm("Remove it and everything on its disks?", err=True):
         terminal.say("removed nothing")

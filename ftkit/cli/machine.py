@@ -22,7 +22,7 @@ from ftkit.config.load import load_cluster
 from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError, NoAnswerError, PrerequisiteError, Problem, UnfitMachineError, plural
 from ftkit.health.findings import failures
-from ftkit.health.login import LoginNode, check_login_node
+from ftkit.health.login_node import LoginNode, check_login_node
 from ftkit.health.site import detect_site
 from ftkit.health.site_profile import propose_cluster
 from ftkit.launch.render import NodeChecks
@@ -33,7 +33,7 @@ from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.planner import container_image
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.health.findings import Finding, Status
     from ftkit.health.site import Site
@@ -143,7 +143,7 @@ def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
     return files
 
 
-def _edited(path: Path | None, values: dict[str, object], head: str = _HEAD) -> str:
+def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) -> str:
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
 

@@ -2,7 +2,7 @@
 
 First every node checks itself. Then they rendezvous at the first node that responds and exchange their findings, and
 the healthy ones measure collectives: all together, and in pairs, which shows whose network is slow. The others wait at
-most `wait_seconds` for a missing or unhealthy node.
+most `--wait-seconds` for a missing or unhealthy node.
 """
 
 from __future__ import annotations
@@ -14,152 +14,256 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from ftkit.config.cluster import GpuModel
 from ftkit.errors import UnfitMachineError, one_line
-from ftkit.health.findings import Finding
-from ftkit.health.measure import (
+from ftkit.health.findings import Finding, Status, failures
+from ftkit.health.node import check_disk, check_gpus, check_shared_disk, open_nvml
+from ftkit.health.rates import (
+    SLOW_GPU,
     CollectiveRates,
     DeviceProcesses,
+    DeviceRates,
     Group,
+    MeasuredDevice,
     MeasureError,
-    is_outlier,
-    least_network_bandwidth,
+    NodeNumbers,
+    compare_with_others,
+    least_bus_bandwidth,
+    least_matmul,
+    least_memory_bandwidth,
+    pair_rounds,
 )
-from ftkit.health.node import GROUP_SECONDS, NodeJob, NodeReport, below_peak, check_alone, judge_collectives
 from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from ftkit.health.measure import MeasuredDevice
-
+_GROUP_SECONDS: Final = 40.0
 _PAIR_ROUNDS: Final = 3
 """Rounds of pairs: a slow node is slow with all of its partners, while they are slow only with it."""
 _FAST_NETWORK_GBPS: Final = 100
-_CLOCK_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.1
 REPORT_PREFIX = "ftkit-report "
 VERDICT_PREFIX = "ftkit-node "
 WARNING_PREFIX = "ftkit-warning "
 
 
-def main(words: list[str]) -> int:
-    """Check this node; print the report, return the exit code."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a page for each missing node
-    options = _parser().parse_args(words)
-    device, num_devices, gpu = _devices(options)
-    host = options.host or socket.gethostname()
-    job = NodeJob(
-        host=host,
-        hosts=tuple(options.hosts.split(",")) if options.hosts else (host,),
-        port=options.port,
-        device=device,
-        num_devices=num_devices,
-        gpu=gpu,
-        network_gbps=options.network_gbps,
-        local_dir=Path(options.local_dir),
-        shared_file=Path(options.shared_file) if options.shared_file else None,
-        is_short=options.short,
-        wait_seconds=options.wait_seconds,
-        absent_dir=Path(options.absent_dir) if options.absent_dir else None,
-    )
-    report = check_node(job, os.environ)
-    failed = "; ".join(f"{each} ({each.fix})" if each.fix else str(each) for each in report.failed)
-    if options.in_job:  # many nodes write to one stream: write whole lines, each with the node's name
-        sys.stdout.write(f"{REPORT_PREFIX}{json.dumps(as_json(report))}\n")
-        warnings = [each for each in report.findings if each.status == "warning"]
-        sys.stdout.write("".join(f"{WARNING_PREFIX}{host}: {one_line(str(each))}\n" for each in warnings))
-        sys.stdout.write(f"{VERDICT_PREFIX}{host} {f'bad {one_line(failed)}' if failed else 'ok'}\n")
-        return 0
-    if options.json:
-        sys.stdout.write(json.dumps(as_json(report), indent=2) + "\n")
-    else:
-        sys.stdout.write("".join(f"{each.status:8} {each}\n" for each in report.findings))
-    return UnfitMachineError.exit_code if report.failed else 0
+@dataclass(frozen=True)
+class NodeReport:
+    """Results of one node.
+
+    Attributes:
+        host: its name.
+        findings: findings of all checks; the node can't be used if one failed.
+        devices: rates of each device.
+        within: collectives among the devices of the node.
+        between: collectives among all healthy nodes.
+        pairs: bus bandwidth in GB/s of all-reduces with another node, by its name.
+        seconds: duration of the checks.
+    """
+
+    host: str
+    findings: tuple[Finding, ...] = ()
+    devices: tuple[DeviceRates, ...] = ()
+    within: CollectiveRates | None = None
+    between: CollectiveRates | None = None
+    pairs: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ftkit.health", description="Check this node.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--short", action="store_true", help="skip slow checks, as the preflight of a run does")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--num-devices", type=int, help="number of GPUs of the node; default: all that torch sees")
-    parser.add_argument("--gpu", choices=get_args(GpuModel), help="GPU model; default: detected")
-    parser.add_argument("--network-gbps", type=float, help="bandwidth of a node's network, in Gbit/s")
-    parser.add_argument("--local-dir", default="/tmp", help="folder on the node's own disk")  # noqa: S108
-    parser.add_argument("--shared-file", help="a file that must exist on every node")
-    parser.add_argument("--host", help="name of this node among --hosts")
-    parser.add_argument("--hosts", default="", help="all nodes of the job, separated by commas")
-    parser.add_argument("--port", type=int, default=29400, help="first of several ports to use on the nodes")
-    parser.add_argument("--wait-seconds", type=float, default=60, help="how long to wait for nodes that start late")
-    parser.add_argument("--absent-dir", help="folder in which HOST.absent marks a node whose checks did not run")
-    parser.add_argument("--in-job", action="store_true", help="print one line each of report and verdict; exit with 0")
-    return parser
+class NodeCheck:
+    """The checks of one node, as the options of the command line select them."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.host: str = options.host or socket.gethostname()
+        self.hosts: Sequence[str] = options.hosts.split(",") if options.hosts else [self.host]
+        self.port: int = options.port
+        self.network_gbps: float | None = options.network_gbps
+        self.local_dir: Path = options.local_dir
+        self.shared_file: Path | None = options.shared_file
+        self.absent_dir: Path | None = options.absent_dir
+        self.wait_seconds: float = options.wait_seconds
+        self.is_short: bool = options.short
+        with open_nvml() as nvml:
+            names = [] if isinstance(nvml, str) else nvml.names
+        self.on_gpu: bool = options.device == "cuda" or (options.device == "auto" and bool(names))
+        self.device: MeasuredDevice = "cuda" if self.on_gpu else "cpu"
+        self.num_devices: int = options.num_devices or (len(names) if self.on_gpu else 1) or 1
+        self.gpu: GpuModel | None = options.gpu if self.on_gpu else None
+        if self.on_gpu and self.gpu is None and names:
+            self.gpu = next((model for model, known in GPUS.items() if known.device_name == names[0]), None)
+        self.processes = DeviceProcesses(self.device, self.num_devices)
 
-def _devices(options: argparse.Namespace) -> tuple[MeasuredDevice, int, GpuModel | None]:
-    """Return device, number of devices and GPU model: as given, else as torch detects them."""
-    device, count, gpu = options.device, options.num_devices, options.gpu
-    if device == "cpu":
-        return "cpu", count or 1, None
-    import torch  # noqa: PLC0415
+    def run(self, environment: Mapping[str, str]) -> NodeReport:
+        """Run all checks."""
+        start = time.monotonic()
+        try:
+            report = self._check_alone(environment)
+            if len(self.hosts) > 1:
+                report = self._check_together(report)
+        finally:
+            self.processes.close()
+        return replace(report, seconds=time.monotonic() - start)
 
-    has_gpus = torch.cuda.is_available()
-    if device == "auto" and not has_gpus:
-        return "cpu", count or 1, None
-    if gpu is None and has_gpus:
-        name = torch.cuda.get_device_name(0)
-        gpu = next((model for model, known in GPUS.items() if known.device_name == name), None)
-    return "cuda", count or torch.cuda.device_count() or 1, gpu
+    @property
+    def _below_peak(self) -> Status:
+        """The status of a rate below the expected one: before training, a warning; only slower than others fails.
 
+        A site may limit the power of all its GPUs, or a profile may overstate the network, without a fault of the node.
+        """
+        return "warning" if self.is_short else "failed"
 
-def check_node(job: NodeJob, environment: Mapping[str, str]) -> NodeReport:
-    """Run all checks of this node."""
-    start = time.monotonic()
-    processes = DeviceProcesses(job.device, job.num_devices)
-    try:
-        report = check_alone(job, environment, processes)
-        if len(job.hosts) > 1:
-            report = _check_together(job, processes, report)
-    finally:
-        processes.close()
-    return replace(report, seconds=time.monotonic() - start)
+    def _check_alone(self, environment: Mapping[str, str]) -> NodeReport:
+        """Check the node without the others. GPUs are checked after the matmuls, while they are warm."""
+        mib = (64 if self.is_short else 256) // (1 if self.on_gpu else 4)
+        findings = [check_disk("local disk", self.local_dir, mib)]
+        if self.shared_file is not None:
+            findings.append(check_shared_disk(self.shared_file, mib))
+        devices: Sequence[DeviceRates] = ()
+        failure = ""
+        try:
+            devices = self.processes.rates(is_short=self.is_short)
+        except MeasureError as error:
+            failure = str(error)
+        with open_nvml(environment) as nvml:
+            if not isinstance(nvml, str):
+                name = GPUS[self.gpu].device_name.removeprefix("NVIDIA ") if self.gpu else ""
+                findings += check_gpus(nvml, self.num_devices if self.on_gpu else 0, name, environment)
+            elif self.on_gpu:
+                findings.append(Finding("driver", "unknown", nvml))
+        if failure:
+            fix = "check 'nvidia-smi' and the kernel log on that node"
+            return NodeReport(self.host, (*findings, Finding("matrix products", "failed", failure, fix)))
+        findings += self._judge_devices(devices)
+        within = None
+        if self.num_devices > 1:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+            group = Group("127.0.0.1", port, 0, self.num_devices, 2**30 if self.on_gpu else 2**20, _GROUP_SECONDS)
+            try:
+                within = self.processes.collectives(group)
+                findings.append(self._judge("within node", within))
+            except MeasureError as error:
+                fix = "check 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
+                findings.append(Finding("within node", "failed", str(error), fix))
+        return NodeReport(self.host, tuple(findings), tuple(devices), within)
 
+    def _judge_devices(self, devices: Sequence[DeviceRates]) -> Iterator[Finding]:
+        rates = ", ".join(f"{each.matmul:,.3g}" for each in devices)
+        yield Finding("matrix products", "ok", f"{rates} TFLOP/s")
+        for index, each in enumerate(devices):
+            if self.gpu and each.matmul < (least := least_matmul(self.gpu)):
+                value = f"{each.matmul:,.0f} TFLOP/s, at least {least:,.0f} expected"
+                yield Finding("matrix products", self._below_peak, value, SLOW_GPU, index)
+            if self.gpu and each.memory < (least := least_memory_bandwidth(self.gpu)):
+                value = f"{each.memory:,.0f} GB/s, at least {least:,.0f} expected"
+                yield Finding("GPU memory", self._below_peak, value, "have the GPU replaced", index)
 
-# --- Alone ---------------------------------------------------------------------------------------
+    def _judge(self, name: str, rates: CollectiveRates) -> Finding:
+        """Compare measured collectives `within node` or `between nodes` with the least expected rate."""
+        value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
+        value += f" by {rates.transport}" if rates.transport else ""
+        within, between = least_bus_bandwidth(self.gpu, self.network_gbps)
+        least = within if name == "within node" else between
+        if least is None or rates.all_reduce >= least:
+            return Finding(name, "ok", value)
+        fix = "compare the pairs; check the network's links and NCCL's plug-in"
+        return Finding(name, self._below_peak, f"{value}; at least {least:,.0f} GB/s expected", fix)
 
+    # --- Together --------------------------------------------------------------------------------
 
-# --- Together ------------------------------------------------------------------------------------
+    def _check_together(self, alone: NodeReport) -> NodeReport:
+        """Return the report of the node's own checks, extended by the checks with the other nodes."""
+        rendezvous = _Rendezvous(self)
+        good = rendezvous.share("alone", not failures(alone.findings), self.hosts)
+        now = time.time()
+        # The list of the store's host counts: nodes may have different ones. It may wait longer for a missing node.
+        members: list[str] = [host for host in self.hosts if good.get(host)]
+        [members] = rendezvous.share("members", members, [rendezvous.host], patience=2).values() or [members]
+        findings = list(alone.findings)
+        if missing := [host for host in self.hosts if host not in good]:
+            findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
+        between, pairs = None, dict[str, float]()
+        if self.host in members and len(members) > 1:
+            between, judged = self._measure_between(members)
+            findings += judged
+            succeeded = rendezvous.share("between", between is not None, members)
+            if not self.is_short or not all(succeeded.values()):
+                pairs = self._measure_pairs(members)
+        matmul = [each.matmul for each in alone.devices]
+        numbers: NodeNumbers = {"matmul": matmul, "pair": max(pairs.values(), default=None), "time": now}
+        shared = rendezvous.share("numbers", numbers, list(good))
+        findings += compare_with_others(self.host, self.device, shared)
+        # Until then, the others read its store.
+        rendezvous.share("end", value=True, hosts=list(shared) if rendezvous.host == self.host else [])
+        return replace(alone, findings=tuple(findings), between=between, pairs=pairs)
+
+    def _measure_between(self, members: Sequence[str]) -> tuple[CollectiveRates | None, list[Finding]]:
+        """Return the rates among all nodes, None if they failed, and the findings about them."""
+        first_rank = members.index(self.host) * self.num_devices
+        num_bytes = 2**30 if self.on_gpu else 2**20
+        size = len(members) * self.num_devices
+        group = Group(members[0], self.port + 1, first_rank, size, num_bytes, _GROUP_SECONDS)
+        try:
+            rates = self.processes.collectives(group)
+        except MeasureError as error:
+            return None, [Finding("between nodes", "warning", f"all nodes together: {error}")]
+        findings = [self._judge("between nodes", rates)]
+        if "Socket" in rates.transport and (self.network_gbps or 0) >= _FAST_NETWORK_GBPS:
+            fix = "NCCL's plug-in was not loaded: compare 'nccl:' in the profile with the site's instructions"
+            findings.append(Finding("NCCL network", self._below_peak, "NCCL uses TCP sockets", fix))
+        return rates, findings
+
+    def _measure_pairs(self, members: Sequence[str]) -> dict[str, float]:
+        """Return the bus bandwidth with each partner, in GB/s; 0 if it failed."""
+        rates: dict[str, float] = {}
+        num_bytes = 2**28 if self.on_gpu else 2**18
+        for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
+            partner = partners.get(self.host)
+            if partner is None:
+                continue
+            first = min(self.host, partner, key=members.index)
+            rank = 0 if first == self.host else self.num_devices
+            port = self.port + 2 + number
+            group = Group(first, port, rank, 2 * self.num_devices, num_bytes, _GROUP_SECONDS / 2)
+            try:
+                rates[partner] = self.processes.collectives(group).all_reduce
+            except MeasureError:
+                rates[partner] = 0.0
+        return rates
 
 
 class _Rendezvous:
     """The rendezvous of a job's nodes, which exchange findings through a torch store on the first responding node."""
 
-    def __init__(self, job: NodeJob) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - it is exported by name only
+    def __init__(self, node: NodeCheck) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - exported by name only
 
-        self._job = job
+        self._node = node
         self._store = None
-        for host in job.hosts:
+        self.host = node.host
+        wait = timedelta(seconds=node.wait_seconds)
+        for host in node.hosts:
             if self._is_absent(host):
                 continue
             with contextlib.suppress(Exception):  # raised by torch if there is no listener
-                wait = timedelta(seconds=job.wait_seconds)
-                self._store = TCPStore(host, job.port, is_master=host == job.host, wait_for_workers=False, timeout=wait)
+                is_ours = host == node.host
+                self._store = TCPStore(host, node.port, is_master=is_ours, wait_for_workers=False, timeout=wait)
+                self.host = host
                 break
-        self.is_host = self._store is not None and host == job.host
 
-    def share(self, topic: str, value: Any, hosts: tuple[str, ...]) -> dict[str, Any]:
+    def share(self, topic: str, value: Any, hosts: Sequence[str], patience: float = 1) -> dict[str, Any]:
         """Exchange a value with the other nodes; hosts without a value in time are missing from the result."""
         if self._store is None:
-            return {self._job.host: value}
-        self._store.set(f"{topic}/{self._job.host}", json.dumps(value))
-        deadline = time.monotonic() + self._job.wait_seconds
+            return {self._node.host: value}
+        self._store.set(f"{topic}/{self._node.host}", json.dumps(value))
+        deadline = time.monotonic() + patience * self._node.wait_seconds
         found: dict[str, Any] = {}
         for host in hosts:
             while not self._store.check([f"{topic}/{host}"]):
@@ -171,143 +275,44 @@ class _Rendezvous:
         return found
 
     def _is_absent(self, host: str) -> bool:
-        folder = self._job.absent_dir
+        folder = self._node.absent_dir
         return folder is not None and (folder / f"{host}.absent").exists()
 
-    def decide(self, topic: str, value: Any) -> Any:
-        """Return the value of the store's host, because nodes may have different values."""
-        if self._store is None or self.is_host:
-            if self._store is not None:
-                self._store.set(topic, json.dumps(value))
-            return value
-        try:
-            self._store.wait([topic], timedelta(seconds=2 * self._job.wait_seconds))
-            return json.loads(self._store.get(topic))
-        except Exception:  # noqa: BLE001 - torch's errors if the host is gone
-            return value
 
-
-def _check_together(job: NodeJob, processes: DeviceProcesses, alone: NodeReport) -> NodeReport:
-    """Return the report of a node's own checks, extended by the checks with the other nodes."""
-    rendezvous = _Rendezvous(job)
-    good = rendezvous.share("alone", not alone.failed, job.hosts)
-    now = time.time()
-    members = tuple(rendezvous.decide("members", [host for host in job.hosts if good.get(host)]))
-    missing = [host for host in job.hosts if host not in good]
-    findings = list(alone.findings)
-    if missing:
-        findings.append(Finding("other nodes", "warning", f"no response from: {', '.join(missing)}"))
-    between, pairs = None, dict[str, float]()
-    if job.host in members and len(members) > 1:
-        between, judged = _measure_between(job, processes, members)
-        findings += judged
-        succeeded = rendezvous.share("between", between is not None, members)
-        if not job.is_short or not all(succeeded.values()):
-            pairs = _measure_pairs(job, processes, members)
-    numbers = {
-        "matmul": [each.matmul for each in alone.devices],
-        "pair": max(pairs.values(), default=None),
-        "time": now,
-        "driver": next((each.value for each in findings if each.check == "driver"), None),
-    }
-    shared = rendezvous.share("numbers", numbers, tuple(good))
-    findings += compare_with_others(job.host, job.device, shared)
-    rendezvous.share(
-        "end", value=True, hosts=tuple(shared) if rendezvous.is_host else ()
-    )  # until then, others read its store
-    return replace(alone, findings=tuple(findings), between=between, pairs=pairs, time=now)
-
-
-def _measure_between(
-    job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]
-) -> tuple[CollectiveRates | None, list[Finding]]:
-    """Return the rates among all nodes, None if they failed, and the findings about them."""
-    position = members.index(job.host)
-    num_bytes = 2**30 if job.device == "cuda" else 2**20
-    group = Group(
-        members[0], job.port + 1, position * job.num_devices, len(members) * job.num_devices, num_bytes, GROUP_SECONDS
-    )
-    try:
-        rates = processes.collectives(group)
-    except MeasureError as error:
-        return None, [Finding("between nodes", "warning", f"all nodes together: {error}")]
-    findings = [judge_collectives(job, "between nodes", rates, least_network_bandwidth(job.network_gbps))]
-    uses_sockets = "Socket" in rates.transport
-    if uses_sockets and (job.network_gbps or 0) >= _FAST_NETWORK_GBPS:
-        fix = "NCCL's plug-in was not loaded: compare 'nccl:' in the profile with the site's instructions"
-        findings.append(Finding("NCCL network", below_peak(job), "NCCL uses TCP sockets", fix))
-    return rates, findings
-
-
-def _measure_pairs(job: NodeJob, processes: DeviceProcesses, members: tuple[str, ...]) -> dict[str, float]:
-    """Return the bus bandwidth with each partner, in GB/s; 0 if it failed."""
-    rates: dict[str, float] = {}
-    for number, partners in enumerate(pair_rounds(members)[:_PAIR_ROUNDS]):
-        partner = partners.get(job.host)
-        if partner is None:
-            continue
-        first = min(job.host, partner, key=members.index)
-        group = Group(
-            first,
-            job.port + 2 + number,
-            0 if first == job.host else job.num_devices,
-            2 * job.num_devices,
-            2**28 if job.device == "cuda" else 2**18,
-            GROUP_SECONDS / 2,
-        )
-        try:
-            rates[partner] = processes.collectives(group).all_reduce
-        except MeasureError:
-            rates[partner] = 0.0
-    return rates
-
-
-def pair_rounds(members: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return rounds in which each node has a different partner: the circle method of round-robin tournaments."""
-    ring: list[str | None] = list(members) if len(members) % 2 == 0 else [*members, None]
-    rounds = []
-    for _ in range(len(ring) - 1):
-        half = len(ring) // 2
-        pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a and b]
-        rounds.append({a: b for pair in pairs for a, b in (pair, pair[::-1])})
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-    return rounds
-
-
-def compare_with_others(host: str, device: str, numbers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Compare a node with the others: one that differs from most is faulty, even without reference values.
-
-    Args:
-        host: the node.
-        device: the measured device.
-        numbers: measurements of all nodes, by name: `matmul` of each device in TFLOP/s, `pair` with the best partner in
-            GB/s, `time` in seconds, `driver`.
-    """
-    findings, own = [], numbers[host]
-    every = [rate for each in numbers.values() for rate in each["matmul"]]
-    for index, rate in enumerate(own["matmul"]):
-        if is_outlier(rate, every, device):
-            value = f"{rate:,.3g} TFLOP/s, others {max(every):,.3g}"
-            fix = "check its clocks, power limit and cooling"
-            findings.append(Finding("matrix products", "failed", value, fix, index if device == "cuda" else None))
-    pairs = [each["pair"] for each in numbers.values() if each["pair"] is not None]
-    if own["pair"] is not None and (own["pair"] == 0 or is_outlier(own["pair"], pairs, device)):
-        value = f"{own['pair']:,.3g} GB/s with its best partner, others {max(pairs):,.3g}"
-        findings.append(Finding("pairs", "failed", value, "check the node's network adapters, cables and switch ports"))
-    times = sorted(each["time"] for each in numbers.values() if each["time"])
-    if times and abs(own["time"] - times[len(times) // 2]) > _CLOCK_SECONDS:
-        value = f"differs by {own['time'] - times[len(times) // 2]:.0f} s from most nodes"
-        findings.append(Finding("clock", "warning", value, "synchronize the clocks with NTP"))
-    drivers = [each["driver"] for each in numbers.values() if each["driver"]]
-    usual = max(drivers, key=drivers.count, default=None)
-    if own["driver"] and drivers.count(own["driver"]) < drivers.count(usual):
-        findings.append(Finding("driver", "warning", f"{own['driver']}; most nodes have {usual}", "install that one"))
-    return findings
-
-
-def as_json(report: NodeReport) -> dict[str, Any]:
-    """Return a report as plain values."""
-    return {**asdict(report), "is_healthy": not report.failed}
+def main(words: list[str]) -> int:
+    """Check this node; print the report, return the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a page for each missing node
+    parser = argparse.ArgumentParser(prog="python -m ftkit.health", description="Check this node.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--short", action="store_true", help="skip slow checks, as the preflight of a run does")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--num-devices", type=int, help="number of GPUs of the node; default: all")
+    parser.add_argument("--gpu", choices=get_args(GpuModel), help="GPU model; default: detected")
+    parser.add_argument("--network-gbps", type=float, help="bandwidth of a node's network, in Gbit/s")
+    parser.add_argument("--local-dir", type=Path, default="/tmp", help="folder on the node's own disk")  # noqa: S108
+    parser.add_argument("--shared-file", type=Path, help="a file that must exist on every node")
+    parser.add_argument("--host", help="name of this node among --hosts")
+    parser.add_argument("--hosts", default="", help="all nodes of the job, separated by commas")
+    parser.add_argument("--port", type=int, default=29400, help="first of several ports to use on the nodes")
+    parser.add_argument("--wait-seconds", type=float, default=60, help="how long to wait for nodes that start late")
+    parser.add_argument("--absent-dir", type=Path, help="folder in which HOST.absent marks a node that does not start")
+    parser.add_argument("--in-job", action="store_true", help="print one line each of report and verdict; exit with 0")
+    options = parser.parse_args(words)
+    report = NodeCheck(options).run(os.environ)
+    failed = failures(report.findings)
+    values = {**asdict(report), "is_healthy": not failed}
+    if options.in_job:  # many nodes write to one stream: write whole lines, each with the node's name
+        sys.stdout.write(f"{REPORT_PREFIX}{json.dumps(values)}\n")
+        warnings = [each for each in report.findings if each.status == "warning"]
+        sys.stdout.write("".join(f"{WARNING_PREFIX}{report.host}: {one_line(str(each))}\n" for each in warnings))
+        reasons = one_line("; ".join(f"{each} ({each.fix})" if each.fix else str(each) for each in failed))
+        sys.stdout.write(f"{VERDICT_PREFIX}{report.host} {f'bad {reasons}' if failed else 'ok'}\n")
+        return 0
+    if options.json:
+        sys.stdout.write(json.dumps(values, indent=2) + "\n")
+    else:
+        sys.stdout.write("".join(f"{each.status:8} {each}\n" for each in report.findings))
+    return UnfitMachineError.exit_code if failed else 0
 
 
 if __name__ == "__main__":

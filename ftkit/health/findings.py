@@ -1,9 +1,9 @@
-"""Findings of checks."""
+"""Findings of checks, and checks that run concurrently."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -11,20 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 ResultT = TypeVar("ResultT")
-
 Status = Literal["ok", "warning", "failed", "unknown"]
+"""`failed` keeps a run from working, or from being as fast as it should; `unknown` could not be checked."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check: its subject, the observed value, what to do next, and the index of the GPU if it is one.
 
-    Attributes:
-        check: subject of the check, in a word or two.
-        status: `failed` keeps a run from working or from being as fast as it should; `unknown` could not be checked.
-        value: observed value.
-        fix: what to do next; empty if nothing is wrong.
-        gpu: index of the GPU; None if it is about the whole machine.
+    `fix` is empty if nothing is wrong.
     """
 
     check: str
@@ -43,11 +38,11 @@ def failures(findings: Iterable[Finding]) -> list[Finding]:
     return [each for each in findings if each.status == "failed"]
 
 
-def start_all(functions: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT]]:
-    """Start functions concurrently, and return their futures.
+def run_all(functions: Sequence[Callable[[], ResultT]], seconds: float) -> list[ResultT | None]:
+    """Run functions concurrently, and return what each returned; None if it did not end in time.
 
     They run in daemon threads, which don't keep the process alive: a name server or a file system that never responds
-    can't be interrupted, but the caller can stop waiting for it.
+    can't be interrupted.
     """
 
     def run(function: Callable[[], ResultT], result: Future[ResultT]) -> None:
@@ -56,7 +51,8 @@ def start_all(functions: Sequence[Callable[[], ResultT]]) -> list[Future[ResultT
         except BaseException as error:  # noqa: BLE001 - raised where the result is read
             result.set_exception(error)
 
-    results = [Future[ResultT]() for _ in functions]
-    for function, result in zip(functions, results, strict=True):
-        threading.Thread(target=run, args=(function, result), name="check", daemon=True).start()
-    return results
+    futures = [Future[ResultT]() for _ in functions]
+    for function, future in zip(functions, futures, strict=True):
+        threading.Thread(target=run, args=(function, future), name="check", daemon=True).start()
+    wait(futures, seconds)
+    return [future.result() if future.done() else None for future in futures]

@@ -1,4 +1,7 @@
-"""Checks of one node by itself: its disks, its shared folder, its driver, the state and the speed of its GPUs."""
+"""Checks of one node without torch: its disks, its driver, and its GPUs through NVML (nvidia-ml-py).
+
+No other module uses NVML. Its constants are from NVIDIA's NVML API reference.
+"""
 
 from __future__ import annotations
 
@@ -8,166 +11,209 @@ import re
 import secrets
 import shutil
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
-from ftkit import process
-from ftkit.config.cluster import GpuModel
-from ftkit.errors import FtkitError, one_line
-from ftkit.health.findings import Finding, Status, failures
-from ftkit.health.measure import (
-    CollectiveRates,
-    DeviceProcesses,
-    DeviceRates,
-    Group,
-    MeasuredDevice,
-    MeasureError,
-    free_port,
-    least_link_bandwidth,
-    least_matmul,
-    least_memory_bandwidth,
-)
-from ftkit.health.nvml import FAULTY_REASONS, Nvml, open_nvml
-from ftkit.planning.training_setup import GPUS
+from ftkit.errors import one_line
+from ftkit.health.findings import Finding
+from ftkit.runs.gpu_samples import GpuSample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+    from types import ModuleType
 
-    from ftkit.health.nvml import GpuHealth
-
+_GIB: Final = 2**30
 _MIB: Final = 2**20
-_DCGM_SECONDS: Final = 40.0
 _LEAST_FREE_GIB: Final = 2
 """Free space on the local disk for compiled kernels and temporary files of one run."""
 _SLOW_MB: Final = {"local disk": 200, "shared disk": 50}
 """Minimum MB/s of one writer: at less, loading weights and writing checkpoints take hours."""
+_THROTTLE_REASONS: Final = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+"""nvmlClocksEventReason*: why clocks are below the requested ones. Idle and fixed clocks are not throttling."""
+_FAULTY_REASONS: Final = ("hardware slowdown", "hardware thermal", "power brake")
+"""Reasons that no load explains on a healthy node; a power cap and software thermal limits occur under full load."""
+_NVLINK_BYTES: Final = (138, 139)
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX, in KiB since the driver was loaded."""
+_ALL_LINKS: Final = 2**32 - 1
+"""Scope of a field value: the sum over all links."""
 
 
-GROUP_SECONDS: Final = 40.0
+class Nvml:
+    """The GPUs that this process may use. Values that a GPU or driver does not support are None."""
 
-
-@dataclass(frozen=True)
-class NodeJob:
-    """The checks to run on one node.
-
-    Attributes:
-        host: name of the node among `hosts`, which are all nodes of the job.
-        port: port of the rendezvous on the first responding node; the following ports are for measurements.
-        device: device of training, with `num_devices` on each node.
-        gpu: GPU model in the cluster's profile, if known.
-        network_gbps: network bandwidth of a node, in Gbit/s, if known.
-        local_dir: folder on the node's own disk.
-        shared_file: a file that exists if the shared file system is mounted.
-        is_short: skip slow checks, as before training: pairs are measured only if all nodes together failed.
-        wait_seconds: maximum wait for nodes that start late.
-        absent_dir: folder in which HOST.absent marks a node that will not take part.
-    """
-
-    host: str
-    hosts: tuple[str, ...]
-    port: int
-    device: MeasuredDevice
-    num_devices: int
-    gpu: GpuModel | None
-    network_gbps: float | None
-    local_dir: Path
-    shared_file: Path | None
-    is_short: bool
-    wait_seconds: float
-    absent_dir: Path | None = None
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """Results of one node.
-
-    Attributes:
-        host: its name.
-        findings: findings of all checks.
-        devices: rates of each device.
-        within: collectives among the devices of the node.
-        between: collectives among all healthy nodes.
-        pairs: bus bandwidth in GB/s of all-reduces with another node, by its name.
-        time: time of the node's clock when all nodes had joined.
-        seconds: duration of the checks.
-    """
-
-    host: str
-    findings: tuple[Finding, ...] = ()
-    devices: tuple[DeviceRates, ...] = ()
-    within: CollectiveRates | None = None
-    between: CollectiveRates | None = None
-    pairs: dict[str, float] = field(default_factory=dict)
-    time: float = 0.0
-    seconds: float = 0.0
+    def __init__(self, library: ModuleType, indices: list[int]) -> None:
+        self._library = library
+        self._handles: dict[int, object] = {index: library.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._gpm: dict[int, object] = {}
 
     @property
-    def failed(self) -> list[Finding]:
-        """Reasons why the node can't be used; empty if it can."""
-        return failures(self.findings)
+    def driver(self) -> str:
+        """Version of the driver."""
+        return _text(self._ask("nvmlSystemGetDriverVersion")) or "unknown"
 
+    @property
+    def cuda(self) -> tuple[int, int] | None:
+        """The newest CUDA that the driver supports."""
+        number = self._ask("nvmlSystemGetCudaDriverVersion_v2") or self._ask("nvmlSystemGetCudaDriverVersion")
+        return None if number is None else (number // 1000, number % 1000 // 10)
 
-@dataclass(frozen=True)
-class Expectation:
-    """Expected properties of a node.
+    @property
+    def names(self) -> list[str]:
+        """Name of each GPU's model."""
+        return [_text(self._ask("nvmlDeviceGetName", handle)) for handle in self._handles.values()]
 
-    Attributes:
-        local_dir: folder on its own disk.
-        shared_file: a file that the submitting machine wrote to the shared file system; None without one.
-        num_gpus: number of GPUs; 0 for training on CPUs.
-        device_name: the driver's name for the GPUs; empty if unknown.
-    """
+    def throttle(self) -> dict[int, tuple[str, ...]]:
+        """Return why the clocks of each GPU are limited now, by its index."""
+        return {index: self._throttle(handle) for index, handle in self._handles.items()}
 
-    local_dir: Path
-    shared_file: Path | None
-    num_gpus: int
-    device_name: str
+    def faults(self) -> Iterator[Finding]:
+        """Yield the faults of all GPUs."""
+        for index, handle in self._handles.items():
+            for check, is_failure, value, fix in self._faults(handle):
+                yield Finding(check, "failed" if is_failure else "warning", value, fix, index)
 
+    def _faults(self, handle: object) -> Iterator[tuple[str, bool, str, str]]:
+        """Yield subject, whether the node is unfit, value and fix of each fault."""
+        ask = self._ask
+        reset = "reset the GPU or reboot"
+        if errors := ask("nvmlDeviceGetTotalEccErrors", handle, 1, 0):  # uncorrected, since the driver was loaded
+            yield "ECC", True, f"{errors} uncorrected errors", reset
+        _, _, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+        if has_failed:
+            yield "row remap", True, "a memory row could not be replaced", "have the GPU replaced"
+        elif is_pending:
+            yield "row remap", False, "a memory row waits to be replaced", reset
+        if pages := ask("nvmlDeviceGetRetiredPages", handle, 1):  # of double-bit errors, before Ampere
+            yield "retired pages", False, str(len(pages)), "monitor it: at 60, the GPU must be replaced"
+        if reasons := [reason for reason in self._throttle(handle) if reason in _FAULTY_REASONS]:
+            yield "clocks", True, f"throttled: {', '.join(reasons)}", "check power supply and cooling of the node"
+        limit = ask("nvmlDeviceGetPowerManagementLimit", handle)
+        default = ask("nvmlDeviceGetPowerManagementDefaultLimit", handle)
+        if limit and default and limit < 0.95 * default:
+            value = f"{limit / 1000:.0f} W, {default / 1000:.0f} W by default"
+            yield "power limit", False, value, "nvidia-smi --power-limit sets it"
+        width = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+        most = ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
+        if width and most and width < most:  # unlike the width, the generation drops when a GPU is idle
+            yield "PCIe", True, f"x{width} of x{most}", "reseat the GPU, or its riser"
+        links = [ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(self._library.NVML_NVLINK_MAX_LINKS)]
+        known = [state for state in links if state is not None]
+        if len(self._handles) > 1 and sum(known) < len(known):  # a single GPU in a virtual machine has inactive links
+            fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
+            yield "NVLink", True, f"{sum(known)} of {len(known)} links are active", fix
 
-def check_machine(
-    expected: Expectation, nvml: Nvml | str, environment: Mapping[str, str], mib: int, *, is_short: bool = False
-) -> list[Finding]:
-    """Check this node.
+    def samples(self) -> list[GpuSample]:
+        """Return the load of all GPUs, which takes a few hundred microseconds per GPU."""
+        return [self._sample(index, handle) for index, handle in self._handles.items()]
 
-    Args:
-        expected: its expected properties.
-        nvml: its GPUs, or why NVML is unavailable.
-        environment: environment of the container.
-        mib: amount to write to each disk, in MiB.
-        is_short: skip NVIDIA's diagnostics, which take about ten seconds.
-    """
-    findings = [_check_disk("local disk", expected.local_dir, mib)]
-    if expected.shared_file is not None:
-        findings.append(_check_shared(expected.shared_file, mib))
-    if isinstance(nvml, str):
-        if expected.num_gpus:
-            findings.append(Finding("driver", "unknown", nvml))
-        return findings
-    findings += _check_driver(nvml, environment)
-    findings += _check_gpus(nvml.health(), expected)
-    return findings if is_short else findings + _check_dcgm()
-
-
-# --- Disks ---------------------------------------------------------------------------------------
-
-
-def _check_shared(marker: Path, mib: int) -> Finding:
-    if not marker.is_file():
-        fix = "mount the file system on this node, or set 'workspace:' to one that all nodes have"
-        return Finding(
-            "shared disk", "failed", f"{marker.parent} is not the same folder as on the submitting machine", fix
+    def _sample(self, index: int, handle: object) -> GpuSample:
+        ask, library = self._ask, self._library
+        memory = ask("nvmlDeviceGetMemoryInfo", handle)
+        rates = ask("nvmlDeviceGetUtilizationRates", handle)
+        fields = ask("nvmlDeviceGetFieldValues", handle, [(number, _ALL_LINKS) for number in _NVLINK_BYTES])
+        nvlink = [value.value.ullVal for value in fields or () if value.nvmlReturn == 0]
+        return GpuSample(
+            index=index,
+            utilization=None if rates is None else float(rates.gpu),
+            sm_activity=self._sm_activity(index, handle),
+            memory_gib=None if memory is None else memory.used / _GIB,
+            power=_scaled(ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            temperature=_scaled(ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU), 1.0),
+            clock=_scaled(ask("nvmlDeviceGetClockInfo", handle, library.NVML_CLOCK_SM), 1.0),
+            energy=_scaled(ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            throttle=self._throttle(handle),
+            nvlink_bytes=1024.0 * sum(nvlink) if nvlink else None,
         )
-    return _check_disk("shared disk", marker.parent, mib)
+
+    def _sm_activity(self, index: int, handle: object) -> float | None:
+        """Return the percentage of busy SMs since the last call; None at first, and before Hopper."""
+        support = self._ask("nvmlGpmQueryDeviceSupport", handle)
+        new = self._ask("nvmlGpmSampleAlloc") if support and support.isSupportedDevice else None
+        if new is None:
+            return None
+        if self._ask("nvmlGpmSampleGet", handle, new) is None:
+            self._ask("nvmlGpmSampleFree", new)
+            return None
+        old = self._gpm.get(index)
+        self._gpm[index] = new
+        if old is None:
+            return None
+        request = self._library.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = self._library.NVML_GPM_METRICS_GET_VERSION, 1
+        request.sample1, request.sample2 = old, new
+        request.metrics[0].metricId = self._library.NVML_GPM_METRIC_SM_UTIL
+        answer = self._ask("nvmlGpmMetricsGet", request)
+        self._ask("nvmlGpmSampleFree", old)
+        return None if answer is None else float(answer.metrics[0].value)
+
+    def _throttle(self, handle: object) -> tuple[str, ...]:
+        # The name before driver 535. A future driver may have only the newer one (EventReasons); nvidia-ml-py has both.
+        bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+        return tuple(name for bit, name in _THROTTLE_REASONS.items() if bits & bit)
+
+    def _ask(self, function: str, *arguments: object) -> Any:
+        """Call a function of NVML; None if this GPU, driver or library does not support it."""
+        call: Callable[..., Any] | None = getattr(self._library, function, None)
+        if call is None:
+            return None
+        try:
+            return call(*arguments)
+        except self._library.NVMLError:
+            return None
 
 
-def _check_disk(name: str, folder: Path, mib: int) -> Finding:
-    """Write a file, sync it, and remove it."""
+@contextmanager
+def open_nvml(environment: Mapping[str, str] = os.environ) -> Iterator[Nvml | str]:
+    """Yield the GPUs in CUDA_VISIBLE_DEVICES, or the reason why NVML is unavailable."""
+    try:
+        import pynvml as library  # noqa: PLC0415 - not everywhere installed
+    except ImportError:
+        yield "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        return
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        yield f"NVML: {error}"
+        return
+    try:
+        yield Nvml(library, visible_indices(library.nvmlDeviceGetCount(), environment.get("CUDA_VISIBLE_DEVICES")))
+    finally:
+        library.nvmlShutdown()
+
+
+def visible_indices(count: int, visible: str | None) -> list[int]:
+    """Return the indices of the GPUs that a process may use, of `count`; all if names are not numbers (UUIDs, MIG)."""
+    words = [word.strip() for word in (visible or "").split(",") if word.strip()]
+    if visible is None or not all(word.isdigit() for word in words):
+        return list(range(count))
+    return [int(word) for word in words if int(word) < count]
+
+
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+# --- Disks and driver ----------------------------------------------------------------------------
+
+
+def check_disk(name: str, folder: Path, mib: int) -> Finding:
+    """Write a file, sync it, and remove it; `name` is `local disk` or `shared disk`."""
     path = folder / f".ftkit-doctor-{secrets.token_hex(4)}"
     block = os.urandom(_MIB)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        free_gib = shutil.disk_usage(folder).free / 2**30
+        free_gib = shutil.disk_usage(folder).free / _GIB
         start = time.perf_counter()
         with path.open("wb") as file:
             for _ in range(mib):
@@ -181,163 +227,49 @@ def _check_disk(name: str, folder: Path, mib: int) -> Finding:
         return Finding(name, "failed", f"{folder}: {one_line(error)}", fix)
     finally:
         path.unlink(missing_ok=True)
-    value = f"{folder}: {speed:,.0f} MB/s, {free_gib:,.0f} GiB free"
     if name == "local disk" and free_gib < _LEAST_FREE_GIB:
         return Finding(name, "failed", f"{folder}: {free_gib:.1f} GiB free", "free up space")
+    value = f"{folder}: {speed:,.0f} MB/s, {free_gib:,.0f} GiB free"
     if speed < _SLOW_MB[name]:
         return Finding(name, "warning", f"{value}: slow", "check whether other jobs write to it")
     return Finding(name, "ok", value)
 
 
-# --- The driver and its GPUs ---------------------------------------------------------------------
+def check_shared_disk(marker: Path, mib: int) -> Finding:
+    """Check the file system of a file that the submitting machine wrote."""
+    if not marker.is_file():
+        value = f"{marker.parent} is not the same folder as on the submitting machine"
+        fix = "mount the file system on this node, or set 'workspace:' to one that all nodes have"
+        return Finding("shared disk", "failed", value, fix)
+    return check_disk("shared disk", marker.parent, mib)
 
 
-def _check_driver(nvml: Nvml, environment: Mapping[str, str]) -> list[Finding]:
-    """Compare the driver with the image's CUDA: minor versions of the same major version are compatible."""
-    needed = image_cuda(environment)
-    value = f"{nvml.driver}" + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
-    if nvml.cuda and needed and nvml.cuda[0] < needed[0]:
-        fix = f"install a driver for CUDA {needed[0]}, or use an image with CUDA {nvml.cuda[0]}"
-        return [Finding("driver", "failed", f"{value}; the image has CUDA {needed[0]}.{needed[1]}", fix)]
-    return [Finding("driver", "ok", value)]
+def check_gpus(nvml: Nvml, num_gpus: int, device_name: str, environment: Mapping[str, str]) -> list[Finding]:
+    """Compare the driver with the image's CUDA, and the GPUs with the profile's, and look for faults.
 
-
-def image_cuda(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this container's CUDA version: CUDA_VERSION, which NVIDIA's images set, else that of the torch package."""
-    text = environment.get("CUDA_VERSION", "")
-    if not text:
-        try:
-            from torch.version import cuda  # noqa: PLC0415
-        except ImportError:
-            return None
-        text = cuda or ""
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _check_gpus(gpus: list[GpuHealth], expected: Expectation) -> list[Finding]:
-    names = ", ".join(sorted({gpu.name for gpu in gpus})) or "none"
-    value = f"{len(gpus)} x {names}"
-    if len(gpus) < expected.num_gpus:
-        fix = "check the kernel log for Xid errors, and reboot the node"
-        return [Finding("GPUs", "failed", f"{value}; {expected.num_gpus} expected", fix)]
-    is_other = bool(expected.device_name) and any(expected.device_name not in gpu.name for gpu in gpus)
-    fix = "set 'gpu:' in the cluster's profile" if is_other else ""
-    shown = f"{value}; the profile says {expected.device_name}" if is_other else value
-    return [
-        Finding("GPUs", "warning" if is_other else "ok", shown, fix),
-        *(finding for gpu in gpus for finding in check_gpu(gpu, has_peers=len(gpus) > 1)),
-    ]
-
-
-def _check_dcgm() -> list[Finding]:
-    """Run the short diagnostics of NVIDIA's DCGM if the program is installed and permitted."""
-    program = shutil.which("dcgmi")
-    if program is None:
-        return []
-    try:
-        done = process.run([program, "diag", "-r", "1"], timeout_seconds=_DCGM_SECONDS)
-    except FtkitError as error:
-        return [Finding("DCGM", "unknown", error.what)]
-    failed = re.findall(r"\|\s*([^|]+?)\s*\|\s*Fail", done.stdout)
-    if failed:
-        return [Finding("DCGM", "failed", ", ".join(failed), "run 'dcgmi diag -r 1' on that node")]
-    if done.returncode != 0:
-        return [Finding("DCGM", "unknown", one_line(done.stderr or done.stdout))]
-    return [Finding("DCGM", "ok", "diagnostics of level 1 pass")]
-
-
-def check_gpu(gpu: GpuHealth, *, has_peers: bool) -> Iterator[Finding]:
-    """Yield the faults of a GPU; without peers, inactive links are normal (a single GPU in a virtual machine)."""
-    index = gpu.index
-    if gpu.uncorrected_errors:
-        yield Finding("ECC", "failed", f"{gpu.uncorrected_errors} uncorrected errors", "reset the GPU or reboot", index)
-    if gpu.is_remap_failed:
-        yield Finding("row remap", "failed", "a memory row could not be replaced", "have the GPU replaced", index)
-    elif gpu.is_remap_pending:
-        yield Finding("row remap", "warning", "a memory row waits to be replaced", "reset the GPU or reboot", index)
-    if gpu.retired_pages:
-        yield Finding(
-            "retired pages", "warning", str(gpu.retired_pages), "monitor it: at 60, the GPU must be replaced", index
-        )
-    faults = [reason for reason in gpu.throttle if reason in FAULTY_REASONS]
-    if faults:
-        fix = "check power supply and cooling of the node"
-        yield Finding("clocks", "failed", f"throttled: {', '.join(faults)}", fix, index)
-    if gpu.power_limit and gpu.default_power_limit and gpu.power_limit < 0.95 * gpu.default_power_limit:
-        value = f"{gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
-        yield Finding("power limit", "warning", value, "nvidia-smi --power-limit sets it", index)
-    generation, width, most_generation, most_width = gpu.pcie
-    if width and most_width and width < most_width:  # unlike the width, the generation drops when a GPU is idle
-        value = f"x{width} of x{most_width} (generation {generation} of {most_generation})"
-        yield Finding("PCIe", "failed", value, "reseat the GPU, or its riser", index)
-    if has_peers and gpu.active_links < gpu.num_links:
-        fix = "check 'nvidia-smi nvlink --status' and the fabric manager"
-        yield Finding("NVLink", "failed", f"{gpu.active_links} of {gpu.num_links} links are active", fix, index)
-
-
-# --- All checks of one node ------------------------------------------------------------------------
-
-
-def check_alone(job: NodeJob, environment: Mapping[str, str], processes: DeviceProcesses) -> NodeReport:
-    """Check a node without the others."""
-    on_gpu = job.device == "cuda"
-    name = GPUS[job.gpu].device_name.removeprefix("NVIDIA ") if job.gpu else ""
-    expected = Expectation(job.local_dir, job.shared_file, job.num_devices if on_gpu else 0, name)
-    mib = 64 if job.is_short else 256
-    with open_nvml(environment) as nvml:
-        findings = check_machine(expected, nvml, environment, mib if on_gpu else mib // 4, is_short=job.is_short)
-    try:
-        devices = processes.rates(is_short=job.is_short)
-    except MeasureError as error:
-        fix = "check 'nvidia-smi' and the kernel log on that node"
-        return NodeReport(job.host, (*findings, Finding("matrix products", "failed", str(error), fix)))
-    findings += _judge_devices(job, devices)
-    within = None
-    if job.num_devices > 1:
-        group = Group("127.0.0.1", free_port(), 0, job.num_devices, 2**30 if on_gpu else 2**20, GROUP_SECONDS)
-        try:
-            within = processes.collectives(group)
-            findings.append(judge_collectives(job, "within node", within, least_link_bandwidth(job.gpu)))
-        except MeasureError as error:
-            fix = "check 'nvidia-smi nvlink --status' and 'nvidia-smi topo -m' on that node"
-            findings.append(Finding("within node", "failed", str(error), fix))
-    if on_gpu:
-        with open_nvml(environment) as nvml:  # while they are still warm
-            throttled = [] if isinstance(nvml, str) else [each for each in nvml.health() if each.throttle]
-        hot = "; ".join(f"GPU {each.index}: {', '.join(each.throttle)}" for each in throttled)
-        if hot:
-            findings.append(Finding("under load", "ok", f"clocks limited by {hot}"))
-    return NodeReport(job.host, tuple(findings), tuple(devices), within)
-
-
-def below_peak(job: NodeJob) -> Status:
-    """Return the status of a rate below the expected one: before training, a warning; only slower than others fails.
-
-    A site may limit the power of all its GPUs, or a profile may overstate the network, without a fault of the node.
+    Minor versions of CUDA with the same major version are compatible. `device_name` is empty if unknown.
     """
-    return "warning" if job.is_short else "failed"
+    value = nvml.driver + (f", CUDA {nvml.cuda[0]}.{nvml.cuda[1]}" if nvml.cuda else "")
+    driver = Finding("driver", "ok", value)
+    needed = re.match(r"(\d+)\.(\d+)", environment.get("CUDA_VERSION", "") or _cuda_of_torch())
+    if nvml.cuda and needed and nvml.cuda[0] < int(needed[1]):
+        fix = f"install a driver for CUDA {needed[1]}, or use an image with CUDA {nvml.cuda[0]}"
+        driver = Finding("driver", "failed", f"{value}; the image has CUDA {needed[0]}", fix)
+    names = nvml.names
+    value = f"{len(names)} x {', '.join(sorted(set(names))) or 'none'}"
+    if len(names) < num_gpus:
+        fix = "check the kernel log for Xid errors, and reboot the node"
+        return [driver, Finding("GPUs", "failed", f"{value}; {num_gpus} expected", fix)]
+    gpus = Finding("GPUs", "ok", value)
+    if any(device_name not in name for name in names):
+        fix = "set 'gpu:' in the cluster's profile"
+        gpus = Finding("GPUs", "warning", f"{value}; the profile says {device_name}", fix)
+    return [driver, gpus, *nvml.faults()]
 
 
-def _judge_devices(job: NodeJob, devices: list[DeviceRates]) -> Iterator[Finding]:
-    least, least_memory = least_matmul(job.gpu), least_memory_bandwidth(job.gpu)
-    rates = ", ".join(f"{each.matmul:,.3g}" for each in devices)
-    slow = [index for index, each in enumerate(devices) if least is not None and each.matmul < least]
-    yield Finding("matrix products", "ok", f"{rates} TFLOP/s")
-    for index in slow:
-        value = f"{devices[index].matmul:,.0f} TFLOP/s, at least {least:,.0f} expected"
-        yield Finding("matrix products", below_peak(job), value, "check its clocks, power limit and cooling", index)
-    for index, each in enumerate(devices):
-        if least_memory is not None and each.memory < least_memory:
-            value = f"{each.memory:,.0f} GB/s, at least {least_memory:,.0f} expected"
-            yield Finding("GPU memory", below_peak(job), value, "have the GPU replaced", index)
-
-
-def judge_collectives(job: NodeJob, name: str, rates: CollectiveRates, least: float | None) -> Finding:
-    """Compare measured collectives with the least expected rate, in GB/s."""
-    value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
-    value += f" by {rates.transport}" if rates.transport else ""
-    if least is not None and rates.all_reduce < least:
-        fix = "compare the pairs; check the network's links and NCCL's plug-in"
-        return Finding(name, below_peak(job), f"{value}; at least {least:,.0f} GB/s expected", fix)
-    return Finding(name, "ok", value)
+def _cuda_of_torch() -> str:
+    try:
+        from torch.version import cuda  # noqa: PLC0415 - slow; NVIDIA's images set CUDA_VERSION
+    except ImportError:
+        return ""
+    return cuda or ""

@@ -14,16 +14,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ftkit.health.nvml import Nvml, open_nvml
+from ftkit.health.node import open_nvml
 from ftkit.runs.gpu_samples import NodeSample, to_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ftkit.planning.layout import RunLayout
 
@@ -66,31 +67,27 @@ def main(words: list[str]) -> int:
     parser.add_argument("--metrics-port", type=int, help="port at which to serve metrics to Prometheus")
     options = parser.parse_args(words)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    latest = _Latest(options.run)
+    newest: deque[NodeSample] = deque(maxlen=1)
     with open_nvml() as nvml:
         if isinstance(nvml, str):
             sys.stderr.write(f"ftkit: GPUs are not sampled: {nvml}\n")
             return 0
         if options.metrics_port is not None:
-            _serve(latest, options.metrics_port)
+            serve_metrics(newest, options.run, options.metrics_port)
         options.file.parent.mkdir(parents=True, exist_ok=True)
         with options.file.open("a", encoding="utf-8") as file:
             for _ in range(options.count) if options.count else iter(int, 1):
-                sample = take_sample(nvml)
-                latest.replace(sample)
-                file.write(to_line(sample))
+                newest.append(
+                    NodeSample(time.time(), socket.gethostname(), network_bytes(Path("/")), tuple(nvml.samples()))
+                )
+                file.write(to_line(newest[0]))
                 file.flush()
                 time.sleep(options.interval)
     return 0
 
 
-def take_sample(nvml: Nvml, root: Path = Path("/")) -> NodeSample:
-    """Sample this node; `root` holds its /sys."""
-    return NodeSample(time.time(), socket.gethostname(), network_bytes(root), tuple(nvml.samples()))
-
-
 def network_bytes(root: Path) -> float:
-    """Return the bytes sent and received by InfiniBand or RoCE adapters, or else network devices."""
+    """Return the bytes sent and received by InfiniBand or RoCE adapters, or else network devices; `root` has /sys."""
     # The kernel counts port_*_data in units of 4 bytes (Documentation/ABI/stable/sysfs-class-infiniband).
     data = [4 * _number(path) for path in root.glob("sys/class/infiniband/*/ports/*/counters/port_*_data")]
     devices = root.glob("sys/class/net/*/device")  # virtual ones have none
@@ -108,54 +105,33 @@ def _number(path: Path) -> int:
 # --- Prometheus ----------------------------------------------------------------------------------
 
 
-class _Latest:
-    """The newest sample, for requests."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.sample: NodeSample | None = None
-
-    def replace(self, sample: NodeSample) -> None:
-        """Take a newer sample."""
-        self.sample = sample
-
-
 def metrics_text(sample: NodeSample, run: str) -> str:
     """Return a sample in Prometheus's text format, version 0.0.4."""
-    lines = []
+    host = f'run="{run}",host="{sample.host}"'
+    lines: list[str] = []
+
+    def add(name: str, about: str, values: Sequence[str]) -> None:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.extend((f"# HELP {name} {about}", f"# TYPE {name} {kind}", *(f"{name}{{{host}{each}" for each in values)))
+
     for field, (name, about) in METRICS.items():
-        values = [(gpu.index, getattr(gpu, field)) for gpu in sample.gpus]
-        lines += _head(name, about)
-        lines += [f"{name}{{{_labels(sample, run, gpu)}}} {value}" for gpu, value in values if value is not None]
-    lines += _head(THROTTLE_METRIC, "Whether clocks are limited, by reason.")
-    for gpu in sample.gpus:
-        lines += [
-            f'{THROTTLE_METRIC}{{{_labels(sample, run, gpu.index)},reason="{reason}"}} 1' for reason in gpu.throttle
-        ]
-    lines += _head(NETWORK_METRIC, "Sent and received by the node's adapters.")
-    lines.append(f"{NETWORK_METRIC}{{{_labels(sample, run)}}} {sample.network_bytes}")
+        values = {gpu.index: getattr(gpu, field) for gpu in sample.gpus}
+        add(name, about, [f',gpu="{index}"}} {value}' for index, value in values.items() if value is not None])
+    reasons = [f',gpu="{gpu.index}",reason="{reason}"}} 1' for gpu in sample.gpus for reason in gpu.throttle]
+    add(THROTTLE_METRIC, "Whether clocks are limited, by reason.", reasons)
+    add(NETWORK_METRIC, "Sent and received by the node's adapters.", [f"}} {sample.network_bytes}"])
     return "\n".join(lines) + "\n"
 
 
-def _head(name: str, about: str) -> list[str]:
-    return [f"# HELP {name} {about}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
-
-
-def _labels(sample: NodeSample, run: str, gpu: int | None = None) -> str:
-    labels = {"run": run, "host": sample.host} | ({} if gpu is None else {"gpu": str(gpu)})
-    return ",".join(f'{key}="{value}"' for key, value in labels.items())
-
-
-def _serve(latest: _Latest, port: int) -> None:
-    """Serve metrics to Prometheus in another thread; if the port is taken, continue without them."""
+def serve_metrics(newest: Sequence[NodeSample], run: str, port: int) -> None:
+    """Serve the newest sample to Prometheus in another thread; if the port is taken, continue without."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            text = metrics_text(latest.sample, latest.run) if latest.sample else ""
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write("".join(metrics_text(sample, run) for sample in newest).encode())
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
             del format, args

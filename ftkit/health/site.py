@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Final
 from ftkit import process
 from ftkit.config.cluster import parse_time_limit
 from ftkit.errors import FtkitError
-from ftkit.health.findings import start_all
+from ftkit.health.findings import run_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
 _LIST_PARTITIONS: Final = ("sinfo", "--local", "--noheader", "--format=%P|%a|%D|%c|%G|%l|%m")
@@ -40,17 +38,8 @@ _LOCAL_CANDIDATES: Final = ("/mnt/localssd", "/mnt/scratch", "/local_scratch", "
 class Partition:
     """Nodes of one kind in a Slurm partition; a partition with several kinds of nodes has several of these.
 
-    Attributes:
-        name: name of the partition.
-        is_default: whether it is the default partition.
-        num_nodes: nodes of this kind.
-        gpus_per_node: number of GPUs in Slurm's generic resources (GRES).
-        gpu_type: GPU type in GRES; empty if it has none.
-        cpus_per_node: CPUs that a job can request.
-        memory_gib: memory of a node that Slurm's configuration states.
-        max_seconds: longest time limit; None if unlimited.
-        accounts: the only accounts that may submit to it; any if empty.
-        qos: the only QOS that may be used in it; any if empty.
+    GPUs are those in Slurm's generic resources (GRES); `gpu_type` is empty if they have none. Without `accounts` or
+    `qos`, any may be used; without `max_seconds`, jobs are unlimited.
     """
 
     name: str
@@ -75,9 +64,7 @@ class Site:
         partitions: partitions that jobs can be submitted to.
         accounts: Slurm accounts of this user.
         has_pyxis: whether srun has `--container-image`.
-        enroot: version of enroot.
-        apptainer: version of Apptainer or Singularity.
-        docker: version of a docker engine that responds.
+        enroot, apptainer, docker: version of enroot, of Apptainer or Singularity, of a docker engine that responds.
         networks: network devices that NCCL could use: InfiniBand or RoCE adapters, else network interfaces.
         shared_folders: mount points of network file systems.
         local_folder: a folder that is probably on each node's own disk.
@@ -122,14 +109,27 @@ def detect_site(environment: Mapping[str, str], root: Path) -> Site:
         "singularity": ("singularity", "--version"),
         "docker": ("docker", "version", "--format", "{{.Server.Version}}"),
     }
-    deadline = time.monotonic() + _SITE_SECONDS
-    answers = start_all([partial(_ask, words, environment) for words in commands.values()])
-    found = {name: _output_before(answer, deadline) for name, answer in zip(commands, answers, strict=True)}
+    answers = run_all([partial(_ask, words, environment) for words in commands.values()], _SITE_SECONDS)
+    found = dict(zip(commands, answers, strict=True))  # a program on a dead file system can't even be killed
     outputs = {name: output or "" for name, output in found.items()}
     partitions = parse_partitions(outputs["sinfo"], outputs["limits"])
     settings = dict(re.findall(r"(?m)^(\w+)\s*= (.*)$", outputs["config"]))
     accounts = parse_accounts(outputs["accounts"], settings.get("ClusterName", ""))
-    mounts = _read(root / "proc/mounts")
+    unknown = {
+        "Slurm is installed, but no partition is up: sinfo failed, or all of them are down":
+            outputs["version"] and not partitions,
+        "the configuration of Slurm can't be read with scontrol": partitions and not settings,
+        "your Slurm accounts: sacctmgr lists none, so jobs use the default one": partitions and not accounts,
+        "the GPUs of the nodes: Slurm lists none as generic resources (GRES)":
+            partitions and not any(each.gpus_per_node for each in partitions),
+    }  # fmt: skip
+    # A folder that is probably on each node's own disk: one of the usual names, else Slurm's TmpFS.
+    local = next((path for path in _LOCAL_CANDIDATES if (root / path.lstrip("/")).is_dir()), "")
+    slurm_tmp = settings.get("TmpFS", "")
+    try:
+        mounts = (root / "proc/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        mounts = ""
     return Site(
         slurm_version=_version(outputs["version"]) if partitions else "",
         cluster_name=settings.get("ClusterName", ""),
@@ -141,9 +141,9 @@ def detect_site(environment: Mapping[str, str], root: Path) -> Site:
         docker=_version(outputs["docker"]),
         networks=find_networks(root),
         shared_folders=parse_mounts(mounts),
-        local_folder=_local_folder(settings.get("TmpFS", ""), root),
+        local_folder=local or (slurm_tmp if re.match("/(?!tmp$).", slurm_tmp) else ""),
         num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
-        unknown=tuple(_unknown(outputs, partitions, settings, accounts)),
+        unknown=tuple(text for text, is_so in unknown.items() if is_so),
         is_slurm_silent=found["sinfo"] is None,
     )
 
@@ -170,29 +170,6 @@ def _ask(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     if done.returncode == 0:
         return done.stdout
     return None if _NO_ANSWER.search(done.stderr) else ""
-
-
-def _output_before(answer: Future[str | None], deadline: float) -> str | None:
-    """Return a program's output; None if it hangs: a program on a dead file system can't even be killed."""
-    try:
-        return answer.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        return None
-
-
-def _unknown(
-    outputs: Mapping[str, str], partitions: Sequence[Partition], settings: Mapping[str, str], accounts: Sequence[str]
-) -> list[str]:
-    unknown = []
-    if outputs["version"] and not partitions:
-        unknown.append("Slurm is installed, but no partition is up: sinfo failed, or all of them are down")
-    if partitions and not settings:
-        unknown.append("the configuration of Slurm can't be read with scontrol")
-    if partitions and not accounts:
-        unknown.append("your Slurm accounts: sacctmgr lists none, so jobs use the default one")
-    if partitions and not any(each.gpus_per_node for each in partitions):
-        unknown.append("the GPUs of the nodes: Slurm lists none as generic resources (GRES)")
-    return unknown
 
 
 # --- Parsers -------------------------------------------------------------------------------------
@@ -223,14 +200,18 @@ def parse_partitions(text: str, limits: str = "") -> tuple[Partition, ...]:
                 num_nodes=int(num_nodes),
                 gpus_per_node=num_gpus,
                 gpu_type=gpu_type,
-                cpus_per_node=int(match[0]) if (match := re.match(r"\d+", cpus)) else 0,
-                memory_gib=int(match[0]) // 1024 if (match := re.match(r"\d+", memory)) else 0,
+                cpus_per_node=_first_number(cpus),
+                memory_gib=_first_number(memory) // 1024,
                 max_seconds=parse_time_limit(limit),
                 accounts=accounts,
                 qos=qos,
             )
         )
     return tuple(partitions)
+
+
+def _first_number(text: str) -> int:
+    return int(re.match(r"\d*", text)[0] or 0)  # type: ignore[index] # it matches any text
 
 
 def _names_in(line: str, key: str) -> tuple[str, ...]:
@@ -246,10 +227,9 @@ def parse_accounts(text: str, cluster: str) -> tuple[str, ...]:
 
 
 def parse_gres(text: str) -> tuple[str, int]:
-    """Parse the GPUs in Slurm's generic resources: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100.
+    """Return the GPUs in Slurm's generic resources: `gpu:h100:8(S:0-1)` is 8 GPUs of type h100.
 
-    Returns:
-        The type, empty if there is none or several, and the number of GPUs.
+    The type is empty if there is none, or several.
     """
     found = re.findall(r"(?:^|,)gpu(?::([^:,()]*[^\d:,()][^:,()]*))?:(\d+)", text)
     types = {kind for kind, _ in found}
@@ -266,33 +246,12 @@ def parse_mounts(text: str) -> tuple[str, ...]:
 
 def find_networks(root: Path) -> tuple[str, ...]:
     """Return the adapters under /sys/class/infiniband; if there are none, the physical network interfaces."""
-    adapters = _names(root / "sys/class/infiniband")
-    if adapters:
-        return adapters
     virtual = re.compile(r"lo|docker.*|veth.*|br-.*|virbr.*|cni.*|flannel.*|cali.*|bonding_masters")
-    return tuple(name for name in _names(root / "sys/class/net") if not virtual.fullmatch(name))
-
-
-def _names(folder: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(path.name for path in folder.iterdir()))
-    except OSError:
-        return ()
+    adapters, interfaces = (sorted(path.name for path in root.glob(f"sys/class/{kind}/*"))
+                            for kind in ("infiniband", "net"))  # fmt: skip
+    return tuple(adapters or (name for name in interfaces if not virtual.fullmatch(name)))
 
 
 def _version(text: str) -> str:
     match = re.search(r"\d+\.\d+[\w.+-]*", text)
     return match[0] if match else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _local_folder(slurm_tmp: str, root: Path) -> str:
-    """Return a folder that is probably on each node's own disk: one of the usual names, else Slurm's TmpFS."""
-    usual = next((path for path in _LOCAL_CANDIDATES if (root / path.lstrip("/")).is_dir()), "")
-    return usual or (slurm_tmp if slurm_tmp.startswith("/") and slurm_tmp != "/tmp" else "")  # noqa: S108

@@ -16,21 +16,21 @@ import json
 import sys
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ruamel.yaml import YAML
 
 from ftkit import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
 
 _UNUSED = "test_deployment_variable_not_used"
 _NO_OBJECT = ("matched no objects", "not found: 404")
 """What gcloud prints, with exit status 1, where a pattern has no object, and where there is no bucket."""
 
 
-def change_blueprint(text: str, changes: dict[str, dict[str, Any]]) -> str:
+def change_blueprint(text: str, changes: Mapping[str, Mapping[str, object]]) -> str:
     """Return a blueprint with changed fields of some modules; comments and everything else stay.
 
     `settings` are merged, unless the module's `source` also changes; other fields are replaced. A changed source may
@@ -63,9 +63,8 @@ def change_blueprint(text: str, changes: dict[str, dict[str, Any]]) -> str:
 
 
 def _blueprint(source: str, changes: str, target: str) -> None:
-    text = Path(source).read_text(encoding="utf-8")
     try:
-        changed = change_blueprint(text, json.loads(Path(changes).read_text(encoding="utf-8")))
+        changed = change_blueprint(Path(source).read_text(encoding="utf-8"), json.loads(Path(changes).read_bytes()))
     except ValueError as error:
         sys.exit(str(error))
     Path(target).write_text(changed, encoding="utf-8")
@@ -79,14 +78,14 @@ def _state(verb: str, bucket: str, blueprint: str, name: str) -> None:
     if verb in {"others", "clusters"}:
         pattern = "**" if verb == "others" else "*/*/*/default.tfstate"
         found = _objects(f"gs://{bucket}/{pattern}")
-        _print(each for each in found if own is None or not each.startswith(own))
+        sys.stdout.writelines(f"{each}\n" for each in found if own is None or not each.startswith(own))
     elif own is None:
         sys.exit(f"{blueprint} is missing: repeat 'ftkit cluster create'")
     elif objects := _objects(f"{own}**"):
         if verb == "claim":
             sys.exit(f"{own} has the state of another cluster, or of one whose record is lost: use another name")
         _run("gcloud", "storage", "rm", f"{own}**")
-        _print(f"removed {each}" for each in objects)
+        sys.stdout.writelines(f"removed {each}\n" for each in objects)
 
 
 def _objects(pattern: str) -> list[str]:
@@ -103,7 +102,7 @@ def _unprotect(project: str, zone: str, deployment: str) -> None:
     filestores = ("gcloud", "filestore", "instances")
     protected = f"--filter=labels.ghpc_deployment={deployment} AND deletionProtectionEnabled=true"
     for name in _run(*filestores, "list", f"--project={project}", protected, "--format=value(name.basename())").split():
-        _print([f"disabling the deletion protection of Filestore {name}"])
+        sys.stdout.write(f"disabling the deletion protection of Filestore {name}\n")
         place = (f"--project={project}", f"--location={zone}")
         _run(*filestores, "update", name, *place, "--no-deletion-protection")
 
@@ -114,11 +113,6 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         sys.exit(done.stderr)
     return done.stdout
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)  # noqa: T201 - a separate program
 
 
 if __name__ == "__main__":

@@ -1,36 +1,45 @@
-"""Steps that create a cluster: files, checks and commands of the provider's own tools.
+"""Clusters as data - files, checks, and commands of the provider's own tools - and their creation step by step.
 
-Pure: `gcp_slurm`, `soperator` and `gcp_vm` describe a cluster with them, and `execute` runs them.
+Repeating an interrupted command continues it: a state file has the begun and completed steps.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-Command = tuple[str, ...]
+from ftkit import process
+from ftkit.config.layers import COMMAND_LINE
+from ftkit.errors import ConfigError, NotFoundError, Problem, ProvisionError, one_line, redact
+from ftkit.files import read_json, write_file, write_json
+from ftkit.provision.settings import Kind
 
 FOLDER = "{folder}"
-"""Placeholder for the folder of the cluster in a command."""
+"""Placeholder for the folder of the cluster in a command, which is in a shell's notation."""
+_STATE = "state.json"
+_LOG = "commands.log"
+_SHOWN_USERS = 5
+_SHOWN_LINES = 12
+"""Number of last lines of a failed command's output in its error."""
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A condition that must hold before anything is created.
+    """A condition that must hold before anything is created: its title, the command that checks it, and the fix.
 
-    Attributes:
-        title: the condition.
-        command: the command that checks it.
-        advice: the fix if it fails.
-        problem: returns the problem in the command's output; None if there is none.
+    `problem` returns the problem in the command's output; None if there is none.
     """
 
     title: str
-    command: Command
+    command: str
     advice: str
     problem: Callable[[str], str | None] = lambda _: None
 
@@ -40,70 +49,257 @@ class Step:
     """A command that creates a resource.
 
     Attributes:
-        id: unique in the cluster; it is recorded in the state file.
-        title: the resource.
-        command: the command that creates it.
-        existing: a command that prints something if it already exists: then it is neither created nor removed.
+        existing: a command that prints something if the resource already exists: then it is neither created nor
+            removed.
         undo: commands that remove it; none if it stays, or is removed with another one. Clusters whose commands are
             equal share the resource.
         users: commands that print what else uses it, one per line: then it is not removed.
-        minutes: approximate duration.
         is_image: whether it creates the operating system's image, which can be kept for the next cluster.
     """
 
     id: str
     title: str
-    command: Command
-    existing: Command = ()
-    undo: tuple[Command, ...] = ()
-    users: tuple[Command, ...] = ()
+    command: str
+    existing: str = ""
+    undo: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
     minutes: int = 0
     is_image: bool = False
 
 
 @dataclass(frozen=True)
 class Provision:
-    """A cluster to create.
+    """A cluster to create: the files that its commands read, checks, and steps, which are undone in reverse order.
 
-    Attributes:
-        name: name of the cluster.
-        kind: kind of the cluster.
-        files: content of the files that the commands read, by their path in the cluster's folder.
-        checks: conditions before the first step.
-        steps: steps whose resources are created in order, and removed in reverse order.
-        status: commands that show the cluster.
-        advice: fixes for failed commands, by a pattern in their output.
-        cost: its known cost.
-        next_steps: commands to type next.
+    `status` has a command that shows the cluster, `advice` fixes for failed commands by a pattern in their output, and
+    `next_steps` commands to type next.
     """
 
     name: str
-    kind: str
+    kind: Kind
     files: Mapping[str, str]
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    status: tuple[Command, ...]
+    status: str
     cost: str
-    advice: Mapping[str, str] = field(default_factory=dict)
-    next_steps: tuple[str, ...] = ()
-
-    @property
-    def minutes(self) -> int:
-        """Approximate duration of all steps."""
-        return sum(step.minutes for step in self.steps)
+    advice: Mapping[str, str]
+    next_steps: tuple[str, ...]
 
 
-def placed(command: Command, folder: Path) -> Command:
-    """Return a command with the folder of the cluster in its words."""
-    return tuple(word.replace(FOLDER, str(folder)) for word in command)
+@dataclass(frozen=True)
+class StepState:
+    """A step that was begun or made, or whose resource was found, with the commands that remove the resource."""
+
+    outcome: Literal["begun", "made", "found"]
+    undo: tuple[str, ...]
 
 
-ACCOUNT_CHECK = Check(
-    "a Google Cloud account is active",
-    ("gcloud", "auth", "list", "--filter=status:ACTIVE", "--format=value(account)"),
-    "log in with: gcloud auth login",
-    lambda output: None if output.strip() else "none is",
-)
-OUT_OF_STOCK = "ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources"
-OUT_OF_QUOTA = "Quota .* exceeded|QUOTA_EXCEEDED"
-"""Patterns in the output of failed commands, as of all clusters on Google Cloud."""
+@dataclass(frozen=True)
+class ProvisionState:
+    """State of a cluster's creation, with the user's settings.
+
+    `is_destroyed`: all is removed except what other clusters use; this cluster itself uses nothing any more.
+    """
+
+    kind: Kind
+    settings: dict[str, object]
+    steps: dict[str, StepState] = field(default_factory=dict)
+    is_destroyed: bool = False
+
+    def outcome(self, step: Step) -> Literal["begun", "made", "found"] | None:
+        """Return the outcome of a step; None if it was not begun."""
+        found = self.steps.get(step.id)
+        return found.outcome if found else None
+
+
+def words_of(command: str, folder: Path) -> list[str]:
+    """Return a command as words, with the folder of the cluster."""
+    return [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
+
+
+def clusters_folder() -> Path:
+    """Return the folder of all clusters that were created from this account."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "ftkit" / "clusters"
+
+
+def read_state(folder: Path) -> ProvisionState:
+    """Read the state of a cluster.
+
+    Raises:
+        NotFoundError: no cluster was created under this name.
+    """
+    state = read_json(folder / _STATE, ProvisionState)
+    if state is None:
+        names = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{_STATE}")))
+        raise NotFoundError(
+            f"no cluster '{folder.name}' was created from this account",
+            meaning=f"these were: {names}" if names else f"none is recorded in {folder.parent}",
+            fix="create it with: ftkit cluster create NAME --kind KIND",
+        )
+    return state
+
+
+def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
+    """Return the state of an earlier start of the same creation, or a new state.
+
+    Raises:
+        ConfigError: the cluster was created with other settings.
+    """
+    before = read_json(folder / _STATE, ProvisionState)
+    if before is None:
+        return new
+    changed = [key for key, value in new.settings.items() if before.settings.get(key) != value]
+    if before.kind != new.kind:
+        changed = ["kind"]
+    if changed:
+        message = f"differs from what '{folder.name}' was created with."
+        fix = f"Use another name, or first run: ftkit cluster destroy {folder.name}"
+        raise ConfigError([Problem(COMMAND_LINE, ", ".join(changed), message, fix)])
+    return before
+
+
+def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
+    """Create the missing resources.
+
+    Raises:
+        ProvisionError: a check or a command failed; created resources are recorded.
+        PrerequisiteError: a program is missing.
+    """
+    for check in provision.checks:
+        say(f"check: {check.title}")
+        done = process.run(words_of(check.command, folder), timeout_seconds=120)
+        problem = check.problem(done.stdout) if done.returncode == 0 else one_line(done.stderr or done.stdout)
+        if problem is not None:
+            raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in provision.files.items():
+        write_file(folder / path, text.encode())
+    state = replace(state, is_destroyed=False)
+    write_json(folder / _STATE, state)
+    for step in provision.steps:
+        if state.outcome(step) in ("made", "found"):
+            continue
+        outcome: Literal["made", "found"] = "made"
+        if not is_there(step, folder):
+            say(f"create: {step.title}" + (f" (about {step.minutes} min)" if step.minutes else ""))
+            begun = {**state.steps, step.id: StepState("begun", step.undo)}
+            write_json(folder / _STATE, replace(state, steps=begun))
+            _run(step.command, provision, folder, say)
+        elif state.outcome(step) != "begun":
+            say(f"found: {step.title}")
+            outcome = "found"
+        state = replace(state, steps={**state.steps, step.id: StepState(outcome, step.undo)})
+        write_json(folder / _STATE, state)
+
+
+def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -> bool:
+    """Remove created resources in reverse order, then the cluster's folder; return whether it is gone.
+
+    A resource that something else uses stays and is recorded, so that a repetition removes it once it is unused.
+
+    Raises:
+        ProvisionError: a command failed; remaining resources are recorded.
+    """
+    state = read_state(folder)
+    is_shared = False
+    answers: dict[str, str] = {}
+    for step in reversed(provision.steps):
+        if state.outcome(step) not in ("made", "begun"):
+            continue
+        if keep_image and step.is_image:
+            say(f"kept: {step.title}")
+            return False
+        if not step.existing or is_there(step, folder):
+            if users := users_of(step, folder, answers):
+                say(f"kept: {step.title}; {used_by(users)}")
+                is_shared = True
+                continue
+            for command in step.undo:
+                say(f"remove: {step.title}")
+                _run(command, provision, folder, say)
+        state = replace(state, steps={key: value for key, value in state.steps.items() if key != step.id})
+        write_json(folder / _STATE, state)
+    if not is_shared:
+        shutil.rmtree(folder)
+        return True
+    log = (folder / _LOG).read_bytes()
+    shutil.rmtree(folder)  # a later creation starts with an empty folder
+    folder.mkdir()
+    write_json(folder / _STATE, replace(state, is_destroyed=True))
+    write_file(folder / _LOG, log)
+    return False
+
+
+def used_by(users: tuple[str, ...]) -> str:
+    """Return the first users of a resource, and the number of others."""
+    more = len(users) - _SHOWN_USERS
+    return "used by " + ", ".join(users[:_SHOWN_USERS]) + (f", and {more} more" if more > 0 else "")
+
+
+def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ...]:
+    """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
+
+    `answers` keeps the provider's answers, which are the same for several steps.
+
+    Raises:
+        ProvisionError: the provider does not respond.
+    """
+    users = []
+    for other in sorted(folder.parent.iterdir()) if step.users else ():
+        state = read_json(other / _STATE, ProvisionState) if other != folder else None
+        if state and not state.is_destroyed and step.undo in [each.undo for each in state.steps.values()]:
+            users.append(f"cluster {other.name}")
+    for command in step.users:
+        if command not in answers:
+            answers[command] = _ask(command, step, folder)
+        users += answers[command].splitlines()
+    return tuple(dict.fromkeys(users))
+
+
+def is_there(step: Step, folder: Path) -> bool:
+    """Return whether the result of a step exists.
+
+    Raises:
+        ProvisionError: the provider does not respond: treating that as "no" could leave paid resources behind.
+    """
+    return bool(step.existing and _ask(step.existing, step, folder))
+
+
+def _ask(command: str, step: Step, folder: Path) -> str:
+    done = process.run(words_of(command, folder), timeout_seconds=120)
+    if done.returncode != 0:
+        raise ProvisionError(
+            f"can't find out whether this exists, or what uses it: {step.title}: "
+            + one_line(done.stderr or done.stdout),
+            meaning="the login has expired, an API is disabled, or the network is down",
+            fix="fix the cause and repeat the command: it continues here",
+        )
+    return done.stdout.strip()
+
+
+def _run(command: str, provision: Provision, folder: Path, say: Say) -> None:
+    """Run a command, show its output, and append it to a log."""
+    words = words_of(command, folder)
+    lines: list[str] = []
+    with (folder / _LOG).open("a", encoding="utf-8") as log:
+        log.write(f"$ {shlex.join(words)}\n")
+
+        def take(line: str) -> None:
+            shown = redact(line, os.environ)
+            log.write(shown + "\n")
+            log.flush()
+            lines.append(shown)
+            say("  " + shown)
+
+        code = process.run_lines(words, take, cwd=folder)
+    if code == 0:
+        return
+    text = "\n".join(lines)
+    again = "fix the cause and repeat the command to continue here; or remove the created resources: "
+    raise ProvisionError(
+        f"'{words[0]}' failed with exit status {code}: " + "\n".join(lines[-_SHOWN_LINES:]),
+        meaning=f"the complete output is in {folder / _LOG}; created resources are recorded",
+        fix=next((fix for pattern, fix in provision.advice.items() if re.search(pattern, text)), None)
+        or f"{again}ftkit cluster destroy {provision.name}",
+    )

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,14 +62,15 @@ SAMPLE_SECONDS = 0.05
 @contextmanager
 def watched_run() -> Iterator[int]:
     """Serve the metrics of a run, and yield their port."""
-    latest, port, is_over = sampler._Latest(RUN), free_port(), threading.Event()
-    sampler._serve(latest, port)
+    newest = deque([sample(0)], maxlen=1)
+    port, is_over = free_port(), threading.Event()
+    sampler.serve_metrics(newest, RUN, port)
 
     def train() -> None:
         number = 0
         while not is_over.wait(SAMPLE_SECONDS):
             number += 1
-            latest.sample = sample(number)
+            newest.append(sample(number))
 
     thread = threading.Thread(target=train)
     thread.start()

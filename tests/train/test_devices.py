@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.errors import PrerequisiteError
 from ftkit.evaluate.load import place, split_layers, weight_bytes
-from ftkit.health.measure import DeviceProcesses, MeasureError
+from ftkit.health.rates import DeviceProcesses, MeasureError
 
 pytestmark = pytest.mark.train
 

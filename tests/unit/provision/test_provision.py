@@ -12,10 +12,9 @@ from ruamel.yaml import YAML
 
 from ftkit.cli.cluster import create_command
 from ftkit.errors import ConfigError
-from ftkit.provision.execute import plan_provision
 from ftkit.provision.gcp_programs import change_blueprint
-from ftkit.provision.gcp_slurm import quota_problem
-from ftkit.provision.spec import Kind, read_spec
+from ftkit.provision.providers import plan_provision, quota_problem
+from ftkit.provision.settings import Kind, read_spec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 GCP = (
