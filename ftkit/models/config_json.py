@@ -198,12 +198,7 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         ConfigError: it is incomplete, or has impossible values.
     """
     filled = fill_config(config)
-    types, window = filled.get("layer_types"), filled.get("sliding_window")
-    every = 1
-    if isinstance(types, list) and window is not None and WINDOWED in types:
-        every = types.index(FULL) + 1 if FULL in types else len(types) + 1
-    else:
-        window = None
+    window, every = _window_and_interval(filled)
     fields = {name: filled.get(name) for name in ArchitectureFields.model_fields if name != "rope_scaling"}
     known = fields | {
         "family": filled.get("model_type"),
@@ -218,6 +213,16 @@ def read_shape(config: Mapping[str, Any], weights: str) -> ArchitectureSpec:
         what = f"it has no {', '.join(wrong) or 'possible shape'} that ftkit can use."
         fix = "Plan on a machine with torch and transformers, which fill in missing values; or choose another model."
         raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, fix)]) from error
+
+
+def _window_and_interval(filled: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Return the sliding window, and the interval of layers with full attention."""
+    types, window = filled.get("layer_types"), filled.get("sliding_window")
+    if not isinstance(types, list):
+        return window, 1
+    if window is None or WINDOWED not in types:
+        return None, 1
+    return window, types.index(FULL) + 1 if FULL in types else len(types) + 1
 
 
 def _width_of_experts(filled: Mapping[str, Any]) -> int | None:
@@ -249,62 +254,44 @@ def find_contradictions(shape: ArchitectureFields, config: Mapping[str, Any]) ->
     """
     stored = {key: value for key, value in fill_config(config).items() if key in CONFIG_KEYS and value is not None}
     given = {key: value for key in shape.model_fields_set if (value := getattr(shape, key)) is not None}
+    pairs = {key: (given[key], stored[key]) for key in _EQUAL if key in stored and key in given}
+    family = stored.get("model_type", shape.family)
+    if "family" in given:
+        pairs["family"] = (shape.family, family)
+    window, every = _window_and_interval(stored)
+    is_known = family_of(str(family)).has_formula or (window is not None and shape.sliding_window is not None)
+    if "sliding_window" in shape.model_fields_set and is_known:
+        pairs["sliding_window"] = (shape.sliding_window, window)
+    if "full_attention_every" in given and family in MEASURED and isinstance(stored.get("layer_types"), list):
+        pairs["full_attention_every"] = (shape.full_attention_every, every)
     found = {
-        key: f"{_in_yaml(given[key])} in the recipe, {_in_yaml(stored[key])} in the weights"
-        for key in _EQUAL
-        if key in stored and key in given and given[key] != stored[key]
+        key: f"{_in_yaml(recipe)} in the recipe, {_in_yaml(weights)} in the weights"
+        for key, (recipe, weights) in pairs.items()
+        if recipe != weights
     }
-    if stored.get("model_type", shape.family) != shape.family and "family" in given:
-        found["family"] = f"{shape.family} in the recipe, {stored['model_type']} in the weights"
-    found |= _positions(shape, given, stored)
     default = ArchitectureSpec.model_fields["initializer_range"].default
     if given.get("initializer_range", default) not in (default, stored.get("initializer_range")):
         found["initializer_range"] = f"{shape.initializer_range} has no effect on pretrained weights"
-    return found | _windows(shape, stored)
+    return found | _positions(shape, given, stored)
 
 
 def _positions(shape: ArchitectureFields, given: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the contradictions about positions and rope scaling."""
     key, scaling = "max_position_embeddings", shape.rope_scaling
     there, wanted = stored.get(key), given.get(key)
-    found = _of_full_attention(stored.get("rope_parameters") or stored.get("rope_scaling"))
-    own = found.get("rope_type") or found.get("type") or "default"
-    if scaling is not None and own != "default":
-        trained = f"the weights were trained with {own}, for {there} positions"
+    own = _of_full_attention(stored.get("rope_parameters") or stored.get("rope_scaling"))
+    kind = own.get("rope_type") or own.get("type") or "default"
+    if scaling is not None and kind != "default":
+        trained = f"the weights were trained with {kind}, for {there} positions"
         return {"rope_scaling": f"{scaling.rope_type} in the recipe, {trained}"}
     if not isinstance(there, int) or not isinstance(wanted, int) or wanted <= there:
         return {}
     if scaling is None:
         return {key: f"{wanted} in the recipe, {there} in the weights (more need rope_scaling)"}
     most = scaling.of_weights(there).positions
-    if wanted > most:
-        return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"}
-    return {}
-
-
-def _windows(shape: ArchitectureFields, stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return the contradictions about sliding windows."""
-    if not shape.model_fields_set & {"sliding_window", "full_attention_every"}:
-        return {}
-    window, types, planned = stored.get("sliding_window"), stored.get("layer_types"), shape.sliding_window
-    family = stored.get("model_type", shape.family)
-    if family not in MEASURED or not family_of(str(family)).full_attention_every:
-        is_known = window is not None or family_of(str(family)).has_formula
-        is_other = is_known and planned not in (None, window)
-    elif not isinstance(types, list) or not isinstance(shape, ArchitectureSpec):
-        is_other = window is not None and planned != window
-    else:
-        planned = planned or shape.max_position_embeddings
-        is_other = WINDOWED in types and planned != window
-        if list(types) != shape.layer_types:
-            full = [str(number) for number, kind in enumerate(types, start=1) if kind == FULL]
-            return {
-                "full_attention_every": f"{shape.full_attention_every} in the recipe, in the weights layers "
-                f"{', '.join(full) or '(none)'} have full attention"
-            }
-    values = f"{_in_yaml(planned)} in the recipe, {_in_yaml(window)} in the weights"
-    return {"sliding_window": values} if is_other else {}
+    return {key: f"{wanted} in the recipe, {most} with a rope_scaling of {scaling.factor:g}"} if wanted > most else {}
 
 
 def _in_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
