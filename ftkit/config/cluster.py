@@ -125,8 +125,7 @@ class ClusterProfile(Spec):
     cpus_per_node: PositiveInt | None = None
     """CPUs to request per node. The site's default if null."""
     memory_per_node_gib: PositiveFloat | None = None
-    """Host memory of a node in GiB, with which the plan compares what a run offloads (`training.offload`,
-    `training.activation_offload`). Unknown if null."""
+    """Host memory of a node in GiB, with which the plan compares what a run offloads. Unknown if null."""
     partition: OneLine | None = None
     """Slurm partition. The site's default if null."""
     account: OneLine | None = None

@@ -120,13 +120,14 @@ def workspace_folder(layers: Layers, ctx: Context) -> Path:
 
 # --- The project's .env: variables such as HF_TOKEN for every command and the jobs that it starts ------
 #
-# The syntax is the common subset of python-dotenv and shells: `NAME=value`, `export NAME=value`, comments, and both
-# kinds of quotes. Lines that these read differently are refused. Messages contain lines and variables, never values.
+# The syntax is what python-dotenv and shells read in the same way: `NAME=value`, `export NAME=value`, comments, both
+# kinds of quotes, no escapes and no expansion. Messages contain lines and variables, never values.
 
 DOTENV: Final = ".env"
-_LINE: Final = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<value>.*)")
-_QUOTED: Final = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")\s*(?:\#.*)?""")
-_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r"}
+_LINE: Final = re.compile(
+    r"""(?:export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*"""
+    r"""(?:'(?P<single>[^'\0]*)'|"(?P<double>[^"$\\\0]*)"|(?P<bare>(?:(?!\s\#)[^'"$\\\0])*))\s*(?:\#.*)?"""
+)
 ALLOWED: Final = frozenset([
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_XET",
     "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT", "HF_DATASETS_OFFLINE", "WANDB_API_KEY", "WANDB_ENTITY",
@@ -174,35 +175,17 @@ def read_dotenv(project: Path) -> dict[str, str]:
             continue
         match = _LINE.fullmatch(line)
         name = match["name"] if match else ""
-        if match is None:
-            problem = "is not NAME=value."
-        elif name in ALLOWED:
-            variables[name], problem = _value(match["value"])
-        else:
-            problem = (
+        if match and name in ALLOWED:
+            variables[name] = match["single"] or match["double"] or (match["bare"] or "").strip()
+            continue
+        reason = "is not NAME=value. Put a value with quotes, '$' or backslashes in single quotes."
+        if match:
+            reason = (
                 "is not among the tokens and settings that a project's .env may set (docs/reference/security.md): "
                 "others can run programs or redirect connections. Remove the line; "
                 f"{_ELSEWHERE.get(name, 'export it in your shell, or in its startup file, if you need it')}."
             )
-        if problem:
-            problems.append(Problem(f"{path}:{number}", name, problem))
+        problems.append(Problem(f"{path}:{number}", name, reason))
     if problems:
         raise ConfigError(problems)
     return variables
-
-
-def _value(text: str) -> tuple[str, str]:
-    """Return a value, and its problem."""
-    quoted = _QUOTED.fullmatch(text)
-    if quoted and quoted["single"] is not None:
-        return quoted["single"], ""
-    if text[:1] in ("'", '"') and not quoted:
-        return "", "the quote does not end on its line, or is followed by other text."
-    value = quoted["double"] if quoted else re.split(r"\s+#", f" {text}", maxsplit=1)[0].strip()
-    if "\0" in value:
-        return "", "a variable can't contain a NUL byte."
-    if "$" in value.replace("\\$", ""):
-        return "", "'$' is not expanded: put the value in single quotes."
-    if quoted:
-        value = re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), value)
-    return value, ""

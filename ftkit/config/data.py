@@ -211,8 +211,7 @@ class DataSpec(Spec):
     """The validation split. If null, the source's `num_heldout` or `heldout` define it; without these, there is
     none."""
     format: Format = AutoFormat.model_construct()
-    """How an example becomes a conversation or a text; a name, or a mapping with the format's own fields. If null, it
-    is detected from the first rows."""
+    """How an example becomes a conversation or a text. If null, it is detected from the first rows."""
     ignore_columns: tuple[str, ...] = ()
     """Columns of an example, and keys of a turn, to ignore. Any other unknown column or key is an error, except plain
     metadata such as `id` and `source`."""

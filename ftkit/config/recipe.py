@@ -26,8 +26,7 @@ class GenerationSpec(Spec):
     """Generate completions for rows of the validation split, and score them."""
 
     metrics: tuple[OneLine, ...] = ()
-    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty: all metrics of the task,
-    `calls` for rows with tools, and repetition."""
+    """`calls`, `exact_match`, `repetition`, or functions of `data.task`. If empty, all that fit the rows."""
     num_rows: PositiveInt = 100
     """Number of rows before and after training."""
     num_rows_during: Annotated[int, Field(ge=0, le=2**31), WHOLE_NUMBER] = 20
@@ -63,8 +62,7 @@ class EvaluationSpec(Spec):
     """Keep the checkpoint of the best evaluation, and export it at the end: `RUN@best`. A checkpoint is written after
     each evaluation that is better than all before it."""
     early_stopping_patience: PositiveInt | None = None
-    """End training after this many evaluations in a row without improvement of `best.metric` (`loss` if `best` is
-    null)."""
+    """End training after so many evaluations in a row without improvement of `best.metric` (default: `loss`)."""
     early_stopping_threshold: NonNegativeFloat = 0.0
     """A smaller improvement does not count for early_stopping_patience."""
 
@@ -202,8 +200,7 @@ class ResourcesSpec(Spec):
     """Exclude the slowest node when the job is requeued, if it computes at least 10% more slowly than the others
     (`ftkit status`), on Slurm with two or more nodes. The cluster must have another node to replace it."""
     preflight: bool | None = None
-    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on two or more
-    nodes."""
+    """Check all nodes before training, on Slurm, and exclude unhealthy ones. If null: with GPUs on several nodes."""
     time_limit: TimeLimit | None = None
     """Time limit in Slurm's format: `minutes`, `hours:minutes:seconds` or `days-hours:minutes:seconds`; `4:00` is four
     minutes, as in Slurm. The profile's if null."""
@@ -247,8 +244,7 @@ class RecipeSpec(Spec):
     """Resources that the recipe requests."""
     sync: Annotated[str, AfterValidator(_as_destination)] | None = None
     """Where complete checkpoints and exports are copied while the run trains: `s3://bucket/prefix`,
-    `gs://bucket/prefix` or a folder (`/backup/runs`). Each run has its id below it, and
-    `ftkit resume s3://bucket/prefix/RUN` continues it on another machine."""
+    `gs://bucket/prefix` or a folder. `ftkit resume s3://bucket/prefix/RUN` continues the run on another machine."""
 
 
 class RecipePlan(RecipeSpec):

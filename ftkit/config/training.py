@@ -62,12 +62,10 @@ class TrainingSpec(Spec):
     """The adapters of methods lora and qlora. Default if null."""
     context_parallel: PositiveInt = 1
     """Number of GPUs of a node that divide the tokens of each pack, for packs that don't fit on one GPU (engine fsdp2).
-    They exchange tokens for heads before and after attention, so it must divide the attention heads; with
-    tensor_parallel, the product of both must."""
+    It, and its product with tensor_parallel, must divide the attention heads."""
     tensor_parallel: PositiveInt = 1
-    """Number of GPUs of a node that divide the matrices of each decoder layer, and the tokens of each pack outside them
-    (llama, qwen3, gemma3_text, olmo3; methods full and lora, engine fsdp2). It must divide the attention heads, the
-    key-value heads, and the intermediate size."""
+    """Number of GPUs of a node that divide the matrices of each decoder layer (llama, qwen3, gemma3_text, olmo3;
+    methods full and lora, engine fsdp2). It must divide the heads of both kinds, and the intermediate size."""
     engine: Literal["auto", "fsdp2", "zero3"] = "auto"
     """Engine that shards the model over processes; `auto` chooses, and the plan shows the reason."""
     offload: Offload = "none"
@@ -92,8 +90,7 @@ class TrainingSpec(Spec):
     """Number of optimizer steps; the data is repeated as often as needed. Give this or num_epochs; in an override, or
     in a recipe that extends another, it replaces num_epochs."""
     num_epochs: PositiveInt | None = None
-    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. It replaces max_steps in
-    the same way."""
+    """Number of passes over the data, a whole number; for a part of a pass, give max_steps. Replaces max_steps."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: states of 8 bits instead of 32, with engine fsdp2 and without offload; needs bitsandbytes."""
     learning_rate: PositiveFloat
@@ -111,9 +108,8 @@ class TrainingSpec(Spec):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm. A large one, such as 1e9, turns clipping off."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack; 0: without
-    it. If null, what trainers on transformers do: the weight in the model's config.json if `output_router_logits` is
-    true there, which it seldom is, else 0; with adapters, which leave routers as they are, 0."""
+    """Weight of the load-balancing loss of a mixture of experts, as transformers computes it, for each pack. If null,
+    that of config.json if `output_router_logits` is true there, else 0; with adapters, 0."""
     attention: AttentionChoice = "auto"
     """Attention kernel: `flash4` (flash-attn-4, Hopper and newer), `flex` (any CUDA device), `sdpa` (any device);
     `auto` selects the fastest that works on the GPU and the model; `eager` works for all models."""
@@ -130,15 +126,13 @@ class TrainingSpec(Spec):
     if null; with `auto` checkpointing, as many as memory requires."""
     activation_offload: bool = False
     """Keep what decoder layers with activation checkpointing save in host memory until the backward pass: their inputs,
-    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`).
-    Copies take no time as long as the layers compute for longer."""
+    and if they are compiled, the outputs of attention (`except_attention`) and also those of matmuls (`selective`)."""
     offloaded_layers: NonNegativeInt | None = None
     """Number of the layers with `selective` checkpointing to which `activation_offload` applies, spread evenly. All if
     null; with `auto` checkpointing, as many as are predicted to be the fastest."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether decoder layers are resharded after the forward pass and all-gathered again for the backward pass.
-    `never`, with engine fsdp2: they stay unsharded, for less traffic and more memory; `auto`: `never` if the GPU has
-    memory to spare."""
+    `never`, with engine fsdp2: less traffic, more memory; `auto`: `never` if the GPU has memory to spare."""
     shard_degree: Annotated[PositiveInt | Auto, _SHARD_DEGREE] = "auto"
     """Number of GPUs that shard a copy of the model, with engine fsdp2; a divisor of all. Fewer than all hold replicas
     (hybrid sharding, HSDP), for less traffic between nodes and more memory. `auto`: all GPUs, or those of one or a few
@@ -162,8 +156,7 @@ class TrainingSpec(Spec):
     keep_every_steps: PositiveInt | None = None
     """Also keep the checkpoints of all steps that are a multiple of this. None if null."""
     max_failed_checkpoints: NonNegativeInt = 2
-    """How many consecutive checkpoints may fail to be written (disk full, file system unreachable) while training
-    continues. One more failure ends the run; so does a failure of the last checkpoint."""
+    """How many checkpoints in a row may fail to be written while training continues; the last one may not."""
     log_every_steps: PositiveInt = 10
     """Steps between records in metrics.jsonl."""
     seed: Seed = 0
