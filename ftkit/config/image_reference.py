@@ -113,11 +113,6 @@ class ImageFile:
 
     path: Path
 
-    @property
-    def is_sif(self) -> bool:
-        """Whether it is in Apptainer's format, which enroot and pyxis can't read."""
-        return self.path.suffix == ".sif"
-
     def __str__(self) -> str:
         return str(self.path)
 
@@ -150,11 +145,6 @@ class RegistryImage:
     def tagged(self) -> str:
         """The address by its tag, whose image may change."""
         return f"{self.repository}:{self.tag}"
-
-    @property
-    def docker_uri(self) -> str:
-        """The address in Apptainer's notation."""
-        return f"docker://{self.pinned}"
 
     @property
     def enroot_uri(self) -> str:

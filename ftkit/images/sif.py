@@ -107,7 +107,7 @@ class SifSource:
         """Return the image's address for the program, by digest or by docker's image id, because tags can move."""
         if self._remote is None:
             return f"docker-daemon:{self.image_id}"
-        return replace(self._remote, digest=self.registry_digest).docker_uri
+        return f"docker://{replace(self._remote, digest=self.registry_digest).pinned}"
 
 
 @contextmanager
