@@ -33,7 +33,7 @@ def test_a_model_folder_must_contain_a_configuration_and_weights(tmp_path: Path)
     with pytest.raises(NotFoundError, match=f"folder {folder} on"):
         check_folder(folder)
     folder.mkdir()
-    with pytest.raises(NotFoundError, match=r"config\.json and no model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"config\.json .* model\.safetensors"):
         check_folder(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(NotFoundError, match=r"no model\.safetensors"):
