@@ -24,7 +24,7 @@ from ftkit.hub.client import (
 )
 from ftkit.models.config_json import find_contradictions
 from ftkit.models.folder import SMALL_FILES, check_folder, missing_files, read_model_config
-from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, check_tensors, weight_files
+from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         default_home: the job's cache, unless HF_HOME is set.
 
     Returns:
-        A warning if this can't be checked here, or if the files have unused decoder layers; else None.
+        A warning if this can't be checked here; else None.
 
     Raises:
-        NotFoundError: there is no such folder, model or revision, or the files contradict their configuration.
+        NotFoundError: there is no such folder, model or revision.
         PrerequisiteError: the model is gated, or access is denied.
         ConfigError: `model.architecture` contradicts their configuration.
     """
@@ -59,14 +59,15 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
         return None
     if is_path(model.weights):
         check_folder(Path(model.weights))
-        return _check_files(model, Path(model.weights))
+        _check_shape(model, read_model_config(Path(model.weights)))
+        return None
     wanted = repository_of(model)
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
     folder = find_folder(model, environment, default_home)
     if folder is not None:
-        if not missing_files(folder):
-            return _check_files(model, folder)
         _check_shape(model, read_model_config(folder))
+        if not missing_files(folder):
+            return None
     if offline := offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         return _require_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
     answer = ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
@@ -74,12 +75,6 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     if answer.warning is None and (fetched := fetch_config(model, environment, default_home)):
         _check_shape(model, fetched)
     return answer.warning
-
-
-def _check_files(model: ModelSpec, folder: Path) -> str | None:
-    config = read_model_config(folder)
-    _check_shape(model, config)
-    return check_tensors(model.architecture_of_weights, config, folder)
 
 
 def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:

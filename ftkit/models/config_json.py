@@ -57,32 +57,11 @@ def why_not_dequantizable(config: Mapping[str, Any]) -> str | None:
     return f"the weights are quantized by '{method}', which ftkit does not dequantize"
 
 
-_DTYPES = (
-    "bfloat16", "float16", "half", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e5m2", "int8",
-    "uint8",
-)  # fmt: skip
-"""Names of dtypes in torch that weights may have."""
-
-
 def check_loadable(config: Mapping[str, Any], weights: str) -> None:
-    """Refuse weights that ftkit does not dequantize, and a `dtype` that torch does not have.
-
-    Raises:
-        ConfigError: with the model to use instead, or the dtype to write.
-    """
-    where = f"config.json of {weights}"
+    """Refuse (ConfigError) weights that ftkit does not dequantize, and name the model to use instead."""
     if (problem := why_not_dequantizable(config)) is not None:
         what = f"{problem}: fine-tuning starts from weights in bf16 or fp32."
-        raise ConfigError([Problem(where, "model.weights", what, unquantized_fix(weights))])
-    for part in (config, config.get("text_config")):
-        for key in ("dtype", "torch_dtype"):
-            value = part.get(key) if isinstance(part, dict) else None
-            if isinstance(value, str) and value not in _DTYPES:
-                name = value.removeprefix("torch.").lower()
-                right = name if name in _DTYPES else {"fp16": "float16", "fp32": "float32"}.get(name, "bfloat16")
-                what = f'its config.json has "{key}": "{value}", which torch does not have.'
-                fix = f'Write "{key}": "{right}" in config.json.'
-                raise ConfigError([Problem(where, "model.weights", what, fix)])
+        raise ConfigError([Problem(f"config.json of {weights}", "model.weights", what, unquantized_fix(weights))])
 
 
 _QUANTIZED_NAME = re.compile(

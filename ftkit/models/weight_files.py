@@ -1,24 +1,20 @@
-"""A model's weight files: the tensors in them, from the headers of safetensors, and whether config.json fits them."""
+"""A model's weight files: the tensors in them, from the headers of safetensors."""
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ftkit.errors import NotFoundError, plural
+from ftkit.errors import NotFoundError
 from ftkit.files import MAX_JSON_BYTES, load_json, open_regular, read_small
-from ftkit.models.architecture import ArchitecturePlan
-from ftkit.models.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ftkit.models.architecture import ArchitectureFields, ModelCounts
 
 CONFIG_FILE = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -151,77 +147,3 @@ def _read_header(path: Path, _: tuple[int, int, int]) -> Mapping[str, StoredTens
         )
         for name, entry in header.items()
     }
-
-
-# --- Compared with config.json ----------------------------------------------------------------------
-
-_LAYER = re.compile(r"((model|transformer|gpt_neox|backbone)\.)?(layers|h|blocks)\.(\d+)\.")
-"""Prefix of the tensors of a decoder layer."""
-_PREDICTING = re.compile("nextn|mtp")
-"""Keys of config.json that count layers which predict further tokens. They follow the decoder layers, untrained."""
-_SHOWN = 3
-_NDIM = 2
-"""Dimensions of matrices; experts are stacked in three."""
-
-
-def check_tensors(shape: ArchitectureFields, config: Mapping[str, Any], folder: Path) -> str | None:
-    """Compare the tensors in a folder's complete weight files with the model that is built from its raw config.json.
-
-    Nothing is compared unless the parameters of the `shape` in the files are counted exactly. Returns a warning if the
-    files have more decoder layers; for families without a formula, whose files may have other tensors than their class,
-    also if they have fewer layers or tensors of other shapes.
-
-    Raises:
-        NotFoundError: the files of a family with a formula have fewer layers, or tensors of other shapes.
-    """
-    if not isinstance(shape, ArchitecturePlan) or shape.counts is None:
-        return None
-    try:
-        stored = {text_name(name): tensor.kind[1] for name, tensor in tensors_of_model(folder).items()}
-    except UNREADABLE:
-        return None  # damaged files in the hub's cache are refused by the run
-    layers = {int(found[4]) for name in stored if (found := _LAYER.match(name))}
-    num, of_config = 1 + max(layers, default=-1), shape.num_hidden_layers
-    wrong = [*_wrong_shapes(shape, shape.counts, stored)]
-    if 0 < num < of_config:
-        wrong.insert(0, f"the files have {plural(num, 'decoder layer')}, {CONFIG_FILE} says {of_config}")
-    if wrong:
-        shown = wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else [])
-        what = f"{folder / CONFIG_FILE} contradicts the weight files: {'; '.join(shown)}"
-        if not family_of(shape.family).has_formula:
-            return f"{what}: the trainer will refuse them if {CONFIG_FILE} is not that of these files"
-        raise NotFoundError(
-            f"model.weights: {what}",
-            meaning=f"{CONFIG_FILE} was edited, or it belongs to another model than the files",
-            fix="copy or download the folder again",
-        )
-    if num <= of_config + sum(value for key, value in config.items() if _PREDICTING.search(key) and type(value) is int):
-        return None
-    return (
-        f"the weight files in {folder} have {num} decoder layers, its {CONFIG_FILE} says {of_config} "
-        f"(num_hidden_layers): the run trains and exports only the first {of_config}; if that is not intended, copy or "
-        f"download {CONFIG_FILE} again"
-    )
-
-
-def _wrong_shapes(shape: ArchitecturePlan, counts: ModelCounts, stored: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield the tensors that differ: tables, and linear layers except those of routed experts."""
-    if not counts.is_exact:
-        return
-    has_formula, tables = family_of(shape.family).has_formula, [(shape.vocab_size, shape.hidden_size)]
-    linears: dict[str, list[tuple[int, int]]] = {}
-    for each in counts.linears:
-        linears.setdefault(f"{each.name}.weight", []).append((each.outputs, each.inputs))
-        if not has_formula:  # GPT-2 has [inputs, outputs]
-            linears[f"{each.name}.weight"].append((each.inputs, each.outputs))
-    if not has_formula:  # Moshi has a row more
-        tables.append((shape.vocab_size + 1, shape.hidden_size))
-    for name, sizes in stored.items():
-        layer = _LAYER.match(name)
-        expected: list[tuple[int, int]] = []
-        if name.removeprefix("model.") in ("embed_tokens.weight", "lm_head.weight"):
-            expected = tables
-        elif layer and int(layer[4]) < shape.num_hidden_layers and ".experts." not in name:
-            expected = linears.get(".".join(name.split(".")[-2:]), [])
-        if len(sizes) == _NDIM and expected and sizes not in expected:
-            yield f"'{name}' has shape {[*sizes]} in the files, and {[*expected[0]]} by {CONFIG_FILE}"
