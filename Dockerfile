@@ -22,7 +22,7 @@ COPY *.whl /opt/ftkit/
 RUN PIP_CONSTRAINT= PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install \
     --no-deps --no-index --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
     /opt/ftkit/*.whl \
-    && python3 -m ftkit.images.self_check --sbom /opt/ftkit/sbom.cdx.json
+    && python3 -m ftkit.images.inside --sbom /opt/ftkit/sbom.cdx.json
 
 COPY image.json /opt/ftkit/
 ENV PYTHONUNBUFFERED=1

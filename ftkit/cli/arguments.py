@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.request import Settings
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
     from ftkit.launch.resolve import RunArgs
     from ftkit.runs.find import RunFolder
     from ftkit.runs.job import SubmittedRun
@@ -277,7 +277,7 @@ registry_option = click.option(
 
 def image_store(workspace: Workspace | None = None) -> ImageStore:
     """Return the folder of imported images."""
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
 
     return ImageStore((workspace or current_workspace()).images)
 

@@ -28,20 +28,18 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import parse_importable, parse_name
 from ftkit.config.load import find_image, load_cluster
 from ftkit.config.request import load_settings
-from ftkit.images.base import BaseRequest
-from ftkit.images.build import build
+from ftkit.images.build import BaseRequest, build
 from ftkit.images.import_image import ImportRequest, import_image, select_source
-from ftkit.images.oci.access import from_user
-from ftkit.images.sif import SifSource
+from ftkit.images.inventory import is_unpinned
+from ftkit.images.oci.credentials import from_user
 from ftkit.images.signatures import sign_file
-from ftkit.images.status import is_unpinned
 from ftkit.images.transfer import push, sign_pushed
 
 if TYPE_CHECKING:
     from ftkit.config.image_reference import ImageFormat
     from ftkit.images.build import BuildResult
     from ftkit.images.import_image import ImportMethod, ImportResult
-    from ftkit.images.oci.access import Credentials
+    from ftkit.images.oci.credentials import Credentials
 
 
 @click.command(
@@ -219,25 +217,21 @@ def import_command(  # noqa: PLR0913 - its options
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
     request = ImportRequest(
-        image, registry=registry_of(registry), cluster=profile, on_node=on_node, method=method, public_key=public_key
+        image, registry_of(registry), profile, image_format or profile.image_format, on_node, method, public_key
     )
-    chosen = image_format or profile.image_format
-    imported = run_import(request, chosen, terminal, force=force)
+    imported = run_import(request, terminal, force=force)
     if private_key:
         terminal.say(f"signed: {short_path(sign_file(imported.file, private_key))}")
     terminal.data(f"{imported.link}\n")
 
 
-def run_import(
-    request: ImportRequest, image_format: ImageFormat, terminal: Terminal, *, force: bool = False
-) -> ImportResult:
+def run_import(request: ImportRequest, terminal: Terminal, *, force: bool = False) -> ImportResult:
     """Import an image and report the result."""
     from ftkit.cli.terminal.progress_view import ProgressView
 
     started, store, name = time.monotonic(), image_store(), request.name.reference
     with ProgressView(terminal) as view:
-        source = SifSource(request, view.report) if image_format == "sif" else select_source(request, view.report)
-        imported = import_image(name, source, store, force=force, report=view.report)
+        imported = import_image(name, select_source(request, view.report), store, force=force, report=view.report)
     where = short_path(imported.link)
     if request.public_key:
         terminal.say(f"signed, by {short_path(request.public_key)}")

@@ -31,8 +31,7 @@ from ftkit.provision.steps import (
     users_of,
     words_of,
 )
-from ftkit.remote.install import install
-from ftkit.remote.login import login_of
+from ftkit.remote.ssh import install, login_of
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.remote.login import Login  # noqa: TC004
+    from ftkit.remote.ssh import Login  # noqa: TC004
 
 SERVED: Final = "FTKIT_FORWARDED"
 """Variable that is set where a forwarded command runs: it is not forwarded again."""
@@ -68,7 +68,7 @@ def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
     ctx = current_context()
     reference = params.get("reference") or next(iter(params.get("references") or ()), None)
     if isinstance(reference, str):
-        from ftkit.remote.records import Records
+        from ftkit.remote.remote_runs import Records
 
         found = Records.of(os.environ).find(reference)
         if found and not _has_newer_run(reference, found.id):
@@ -95,7 +95,7 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     ):
         return None  # shipped profiles have no login node
     from ftkit.config.load import load_cluster
-    from ftkit.remote.login import login_of
+    from ftkit.remote.ssh import login_of
 
     try:
         login = login_of(load_cluster(name, ctx))

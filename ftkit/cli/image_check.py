@@ -12,9 +12,9 @@ from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
+from ftkit.images.image_store import manifest_file, sbom_file
 from ftkit.images.import_image import ImportRequest
-from ftkit.images.self_check import python_packages
-from ftkit.images.store import manifest_file, sbom_file
+from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
 from ftkit.planning.plan import RunPlan
@@ -104,8 +104,7 @@ def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
 def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
     from ftkit.cli.build import run_import
 
-    request = ImportRequest(image, registry=registry_of(None), cluster=plan.cluster)
-    run_import(request, plan.cluster.image_format, terminal)
+    run_import(ImportRequest(image, registry_of(None), plan.cluster, plan.cluster.image_format), terminal)
 
 
 def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]:

@@ -15,16 +15,16 @@ from ftkit.cli.terminal.format import age, gib, short_path
 from ftkit.config.context import Context, list_images
 from ftkit.config.load import find_image, load_image
 from ftkit.errors import plural
+from ftkit.images.build_context import definition_file, write_files
+from ftkit.images.inventory import image_statuses, is_unpinned
 from ftkit.images.lock import write_lock
-from ftkit.images.sif import definition_file, write_files
-from ftkit.images.status import image_statuses, is_unpinned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.config.image import ImageSpec
-    from ftkit.images.status import ImageStatus, ImportedFile
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
+    from ftkit.images.inventory import ImageStatus, ImportedFile
 
 
 _NO: Cell = "-"

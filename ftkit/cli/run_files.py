@@ -30,7 +30,7 @@ from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.load import find_image
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, TrainingError, plural
 from ftkit.files import read_json_if_valid
-from ftkit.images.status import find_removable, remove_all
+from ftkit.images.inventory import find_removable, remove_all
 from ftkit.launch.job_states import observe, observe_all
 from ftkit.launch.jobs import check_removable, remove_run
 from ftkit.launch.prune import find_prunable, folder_bytes, prune

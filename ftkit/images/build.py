@@ -1,31 +1,59 @@
-"""Build an image from its definition, with the docker engine."""
+"""Build an image from its definition, with the docker engine, on a base that is selected by digest and recorded."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name
-from ftkit.errors import ImageError
+from ftkit import assets
+from ftkit.config.image import base_lock_text, read_base_lock
+from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name, parse_reference
+from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
 from ftkit.images import docker_engine
-from ftkit.images.base import BaseRequest, current_digest_if_moved, digest_of, ensure_base, record, select_base
 from ftkit.images.build_context import assemble
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.progress import ProgressEvent, Report, ignore_progress
-from ftkit.images.self_check import PASSED
+from ftkit.images.events import ProgressEvent, Report, ignore_progress
+from ftkit.images.inside import PASSED
+from ftkit.images.lock import write_lock_file
+from ftkit.images.oci.credentials import find_credentials
+from ftkit.images.oci.registry import Registry
+from ftkit.images.transfer import pull
 from ftkit.process import without_colors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from docker import APIClient
 
     from ftkit.config.load import ImageDefinition
     from ftkit.images.build_context import BuildContext
 
-SELF_CHECK = ("python3", "-m", "ftkit.images.self_check")
+SELF_CHECK = ("python3", "-m", "ftkit.images.inside")
+
+
+@dataclass(frozen=True)
+class BaseRequest:
+    """How a build selects its base.
+
+    `name` replaces the definition's base. `repin` resolves the tag again, even if a digest is recorded. `from_docker`
+    uses the docker engine's image of this name, without a digest from its registry.
+    """
+
+    name: str | None = None
+    repin: bool = False
+    from_docker: bool = False
+
+
+@dataclass(frozen=True)
+class SelectedBase:
+    """The base to build on: its reference, whether a lock has its digest, and whether one is to record it."""
+
+    image: RegistryImage
+    is_recorded: bool = False
+    is_to_be_recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,11 +73,7 @@ class BuildResult:
 
 
 def build(
-    definition: ImageDefinition,
-    request: BaseRequest,
-    *,
-    no_cache: bool = False,
-    report: Report = ignore_progress,
+    definition: ImageDefinition, request: BaseRequest, *, no_cache: bool = False, report: Report = ignore_progress
 ) -> BuildResult:
     """Build an image, unless its inputs are unchanged since the last build.
 
@@ -61,48 +85,137 @@ def build(
         PrerequisiteError: no docker engine responds.
     """
     spec = definition.spec
-    named = parse_name(spec.reference)
+    name = parse_name(spec.reference).docker_name
     context = assemble(definition)
     moved_to = None
     with docker_engine.connect() as client:
         base = select_base(definition, request, report)
         written = (request.name or spec.base.reference).removeprefix("docker://")
-        found = ensure_base(client, base.image, written, report)
-        pinned = base.image if base.image.digest else replace(base.image, digest=digest_of(found, base.image))
-        key, name = context.digest(f"{found.id} {base.image.digest or ''}"), named.docker_name
+        found = _ensure_base(client, base.image, written, report)
+        pinned = base.image
+        if pinned.digest is None:  # that of the repository that the engine pulled it from
+            names = {parse_reference(repository).repository: digest for repository, digest in found.repo_digests}
+            pinned = replace(pinned, digest=names.get(pinned.repository))
+        key = context.digest(f"{found.id} {base.image.digest or ''}")
         image = docker_engine.inspect(client, name)
         is_new = no_cache or image is None or image.labels.get(docker_engine.BUILD_KEY_LABEL) != key
         if image is None or is_new:
             moved_to = current_digest_if_moved(base) if base.is_recorded else None
-            base_info = docker_engine.BaseInfo(
-                str(base.image), pinned.digest, found.id, is_pinned=base.image.digest is not None
-            )
-            image_labels = docker_engine.make_labels(
-                spec, base_info, lock_sha256=context.lock_sha256, build_key=key, commit=docker_engine.own_commit()
-            )
-            image = _run_build(client, context, found.id, image_labels, no_cache=no_cache, report=report)
+            labels = docker_engine.make_labels(spec, docker_engine.own_commit()) | {
+                "org.opencontainers.image.base.name": str(base.image),
+                "ftkit.base-id": found.id,
+                docker_engine.BUILD_KEY_LABEL: key,
+                docker_engine.LOCK_LABEL: context.lock_sha256,
+            }
+            if pinned.digest:
+                labels["org.opencontainers.image.base.digest"] = pinned.digest
+            if base.image.digest is None:
+                labels[docker_engine.UNPINNED_LABEL] = "true"
+            image = _run_build(client, context, found.id, labels, no_cache=no_cache, report=report)
     recorded = record(definition, pinned) if base.is_to_be_recorded and pinned.digest else None
     return BuildResult(name, image, pinned, is_new=is_new, recorded=recorded, moved_to=moved_to)
 
 
+# --- The base ------------------------------------------------------------------------------------
+
+
+def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
+    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry.
+
+    Raises:
+        ConfigError: the definition sets the digest, so it can't be resolved again.
+        NotFoundError: the registry has no such base.
+        ImageError: the registry does not return its digest.
+    """
+    spec = definition.spec
+    written = parse_reference(request.name or spec.base.reference)
+    digest, is_recorded = spec.base.digest, definition.is_base_recorded
+    if request.name is not None:
+        known = (read_base_lock(path).get(written.tagged) for path in definition.base_locks)
+        digest = written.digest or next((each for each in known if each), None)
+        is_recorded = written.digest is None and digest is not None
+    if request.repin and digest and not is_recorded:
+        where, fix = str(definition.base_file), "Change it there, or leave it out and let the build record it."
+        if request.name:
+            where, fix = "--base", "Give it without a digest."
+        raise ConfigError([Problem(where, "--repin", f"the base has a fixed digest: {digest}.", fix)])
+    if digest and not request.repin:
+        return SelectedBase(replace(written, digest=digest), is_recorded=is_recorded)
+    if request.from_docker:
+        return SelectedBase(written, is_to_be_recorded=True)
+    report(ProgressEvent(f"resolving {written.tagged} at {written.host}"))
+    with Registry(written, find_credentials(written.host), report) as registry:
+        try:
+            return SelectedBase(replace(written, digest=registry.resolve()), is_to_be_recorded=True)
+        except (ImageError, NotFoundError) as error:
+            raise type(error)(
+                f"{written.host} does not resolve {written.tagged}, the base of {spec.reference}: {error.what}",
+                meaning=error.meaning,
+                fix=f"{error.fix}; or, if the docker engine here has the base: --allow-unpinned",
+            ) from error
+
+
+def current_digest_if_moved(base: SelectedBase) -> Digest | None:
+    """Return the current digest of the base's tag in the registry; None if it is unchanged or can't be resolved."""
+    tag = replace(base.image, digest=None)
+    try:
+        with Registry(tag, find_credentials(tag.host), ignore_progress, waits=()) as registry:
+            current = registry.resolve()
+    except FtkitError:
+        return None
+    return current if current != base.image.digest else None
+
+
+def _ensure_base(client: APIClient, wanted: RegistryImage, written: str, report: Report) -> DockerImage:
+    """Return the base; pull it if the docker engine does not have it."""
+    found = docker_engine.inspect(client, wanted.pinned)
+    if found is None and not wanted.digest:
+        found = docker_engine.inspect(client, written)
+    if found:
+        return found
+    pull(client, wanted, report)
+    return docker_engine.inspect_required(client, wanted.pinned, "check the engine's log: it was pulled")
+
+
+def record(definition: ImageDefinition, base: RegistryImage) -> Path:
+    """Record the base's digest in the lock next to the definition, or in the user's own lock if that is read-only.
+
+    ftkit never changes the locks that it ships, even in a checkout.
+
+    Raises:
+        ImageError: neither can be written.
+    """
+    if base.digest is None:
+        raise AssertionError("a base without a digest can't be recorded")
+    before = []
+    for path in definition.base_locks:
+        if os.access(path.parent, os.W_OK) and not path.is_relative_to(assets.CONTAINERS):
+            break
+        before.append(path)
+    else:
+        before.pop()
+    for lock in before:
+        if base.tagged in read_base_lock(lock):
+            raise ImageError(
+                f"{lock} records another digest of {base.tagged}, and you may not change it",
+                fix="ask its owner to pin the base again, or define your own image with 'extends:'",
+            )
+    write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
+    return path
+
+
+# --- The build -----------------------------------------------------------------------------------
+
+
 def _run_build(
-    client: APIClient,
-    context: BuildContext,
-    base_id: str,
-    image_labels: dict[str, str],
-    *,
-    no_cache: bool,
-    report: Report,
+    client: APIClient, context: BuildContext, base_id: str, labels: dict[str, str], *, no_cache: bool, report: Report
 ) -> DockerImage:
     """Build and check the image; tag it only if both succeed."""
-    import docker  # noqa: PLC0415
-
-    arguments = {**context.arguments, "BASE_IMAGE": base_id}
     try:
         events = client.build(
-            fileobj=context.archive(image_labels),
+            fileobj=context.archive(labels),
             custom_context=True,
-            buildargs=arguments,
+            buildargs={**context.arguments, "BASE_IMAGE": base_id},
             nocache=no_cache,
             rm=True,
             forcerm=True,
@@ -110,35 +223,39 @@ def _run_build(
             decode=True,
         )
         image_id = BuildFollower(report).follow(events)
-    except docker.errors.APIError as error:
+    except docker_engine.docker_sdk().errors.APIError as error:
         raise docker_engine.as_image_error(error, "docker refused to build") from error
     report(ProgressEvent("checking the image from inside"))
-    check_inside(client, image_id, image_labels[docker_engine.REFERENCE_LABEL])
-    named = NamedImage(image_labels[docker_engine.REFERENCE_LABEL])
-    client.tag(image_id, *named.docker_name.split(":"))
-    return docker_engine.inspect_required(client, image_id, "build it again")
-
-
-def check_inside(client: APIClient, image: str, reference: str) -> None:
-    """Run the self-check in an image.
-
-    Raises:
-        ImageError: the check failed; the message lists every difference.
-    """
-    code, output = docker_engine.run_inside(client, image, list(SELF_CHECK))
-    output = output.strip() or f"the self-check ended with exit status {code} and no output"
+    reference = labels[docker_engine.REFERENCE_LABEL]
+    code, output = docker_engine.run_inside(client, image_id, list(SELF_CHECK))
     if code != 0 or PASSED not in output:
+        output = output.strip() or f"the self-check ended with exit status {code} and no output"
         lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
         raise ImageError(
             f"{reference} differs from its definition:\n{lines}",
             meaning="a package was replaced, is missing, or is incompatible with the base",
             fix="change its packages and lock it again; the image was not tagged",
         )
+    client.tag(image_id, *NamedImage(reference).docker_name.split(":"))
+    return docker_engine.inspect_required(client, image_id, "build it again")
 
 
 _MAX_SHOWN_LINES: Final = 15
 _STEP_WIDTH: Final = 76
 _NOISE: Final = ("--->", "Removing intermediate container", "Successfully built")
+_NO_INDEX: Final = "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
+_NO_CERTIFICATE: Final = "set PIP_CERT to your site's certificate bundle: the build copies it into the image"
+_NO_PYTHON: Final = "the base needs python3 with pip, and /bin/sh: set another base with --base"
+_ADVICE: Final = {
+    "no space left": "free space on the docker engine's disk: docker system df",
+    "do not match the hashes": "a package changed on its index since it was locked: write the lock again with "
+    "'ftkit images lock NAME:TAG'",
+    **dict.fromkeys(("certificate", "ssl"), _NO_CERTIFICATE),
+    **dict.fromkeys(("newconnectionerror", "name resolution", "connection refused", "retry("), _NO_INDEX),
+    **dict.fromkeys(("python3: not found", "no module named pip", 'exec: "/bin/sh"'), _NO_PYTHON),
+    "": "see the lines above; --no-cache runs every step again",
+}
+"""By a text in the output of a failed step, in lower case; the first one counts."""
 
 
 @dataclass
@@ -148,56 +265,33 @@ class BuildFollower:
     report: Report
     step: str = "sending the build context"
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_SHOWN_LINES))
-    image_id: Digest | None = None
 
-    def follow(self, events: Iterable[dict[str, Any]]) -> Digest:
+    def follow(self, events: Iterable[Mapping[str, object]]) -> Digest:
         """Follow a build to its end, and return the image's id.
 
         Raises:
             ImageError: a step failed; the message has its last lines.
         """
+        image_id = None
         for event in events:
             if "error" in event:
-                raise self._failed(event)
+                output = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
+                fix = next(advice for text, advice in _ADVICE.items() if text in output.lower())
+                raise ImageError(f"the build failed in {self.step}\n{output}", fix=fix)
             self._take(str(event.get("stream", "")))
-            self.image_id = docker_engine.as_digest((event.get("aux") or {}).get("ID")) or self.image_id
-        if not self.image_id:
+            aux = event.get("aux")
+            image_id = docker_engine.as_digest(aux.get("ID") if isinstance(aux, dict) else None) or image_id
+        if not image_id:
             raise ImageError("docker ended the build without an image", fix="see the engine's log, and try again")
-        return self.image_id
+        return image_id
 
     def _take(self, text: str) -> None:
         for line in without_colors(text).splitlines():
             if line.startswith("Step "):
-                self.step = _one_line(line)
+                step = " ".join(line.split())
+                self.step = step if len(step) <= _STEP_WIDTH else step[: _STEP_WIDTH - 1] + "…"
                 self.lines.clear()
                 self.report(ProgressEvent("building", text=self.step))
             elif line.strip() and not line.lstrip().startswith(_NOISE):
                 self.lines.append(line.rstrip())
                 self.report(ProgressEvent("building", item="output", text=line.strip()))
-
-    def _failed(self, event: dict[str, Any]) -> ImageError:
-        output = "\n".join(f"    {line}" for line in (*self.lines, str(event["error"]).strip()))
-        return ImageError(f"the build failed in {self.step}\n{output}", fix=_advice(output))
-
-
-def _one_line(step: str) -> str:
-    """Shorten a step of a Dockerfile to what fits on a narrow screen."""
-    text = " ".join(step.split())
-    return text if len(text) <= _STEP_WIDTH else text[: _STEP_WIDTH - 1] + "…"
-
-
-def _advice(output: str) -> str:
-    lower = output.lower()
-    if "no space left" in lower:
-        return "free space on the docker engine's disk: docker system df"
-    if "do not match the hashes" in lower:
-        return (
-            "a package changed on its index since it was locked: write the lock again with 'ftkit images lock NAME:TAG'"
-        )
-    if any(word in lower for word in ("certificate", "ssl")):
-        return "set PIP_CERT to your site's certificate bundle: the build copies it into the image"
-    if any(word in lower for word in ("newconnectionerror", "name resolution", "connection refused", "retry(")):
-        return "the build could not reach the package index: check the network, or set PIP_INDEX_URL"
-    if any(text in lower for text in ("python3: not found", "no module named pip", 'exec: "/bin/sh"')):
-        return "the base needs python3 with pip, and /bin/sh: set another base with --base"
-    return "see the lines above; --no-cache runs every step again"

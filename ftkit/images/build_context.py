@@ -1,4 +1,4 @@
-"""The build context of an image: Dockerfile, lock, definition, and a wheel of ftkit."""
+"""The build context of an image - Dockerfile, lock, definition, a wheel of ftkit - and a Singularity definition."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import hashlib
 import io
 import json
 import os
-from dataclasses import dataclass
+import re
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from ftkit import assets
+from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
+from ftkit.images.docker_engine import REFERENCE_LABEL
 from ftkit.images.lock import read_lock
 from ftkit.images.oci.tar import FILE, Member, write_end, write_member, write_padding
 from ftkit.wheel import WHEEL_NAME, make_wheel
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from ftkit.config.load import ImageDefinition
 
 _CERTIFICATES: Final = "certificates.crt"
-_INDEX_VARIABLES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
+_RUN: Final = re.compile(r"^RUN ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -62,47 +66,17 @@ def assemble(definition: ImageDefinition) -> BuildContext:
         ImageError: its lock is missing or stale, or a package index needs a password.
     """
     lock = read_lock(definition).encode()
+    keys = {"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
+    image = definition.spec.model_dump(mode="json", include=keys)
     files = {
-        "Dockerfile": dockerfile(definition.spec).encode(),
+        "Dockerfile": _dockerfile(definition.spec).encode(),
         "requirements.lock": lock,
         WHEEL_NAME: make_wheel(),
-        "image.json": (json.dumps(_definition(definition.spec), indent=1, sort_keys=True) + "\n").encode(),
+        "image.json": (json.dumps(image, indent=1, sort_keys=True) + "\n").encode(),
     }
-    arguments = _index_arguments()
-    bundle = os.environ.get("PIP_CERT")
-    if bundle and Path(bundle).is_file():
-        files[_CERTIFICATES] = Path(bundle).read_bytes()
-        arguments["PIP_CERT"] = f"/opt/ftkit/{_CERTIFICATES}"
-    return BuildContext(files, arguments, hashlib.sha256(lock).hexdigest())
-
-
-def dockerfile(spec: ImageSpec) -> str:
-    """Return the Dockerfile with the image's environment variables at the end."""
-    lines = [f"ENV {name}={_quoted(value)}\n" for name, value in sorted(spec.environment.items())]
-    return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
-
-
-def _definition(spec: ImageSpec) -> dict[str, object]:
-    return spec.model_dump(
-        mode="json", include={"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
-    )
-
-
-def _quoted(value: str) -> str:
-    escaped = "".join("\\" + character if character in '\\"$' else character for character in value)
-    return f'"{escaped}"'
-
-
-def _index_arguments() -> dict[str, str]:
-    """Return build arguments for the site's package index.
-
-    Raises:
-        ImageError: an address has a user name or password, which the image's history would show.
-    """
-    found = {}
-    for variable in _INDEX_VARIABLES:
-        value = os.environ.get(variable)
-        if not value:
+    arguments = {}
+    for variable in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        if not (value := os.environ.get(variable)):
             continue
         if any(urlsplit(url).password or urlsplit(url).username for url in value.split()):
             raise ImageError(
@@ -110,5 +84,58 @@ def _index_arguments() -> dict[str, str]:
                 meaning="build arguments can be read by everyone who has the image",
                 fix=f"unset {variable}, or use an index that needs none",
             )
-        found[variable] = value
-    return found
+        arguments[variable] = value
+    bundle = os.environ.get("PIP_CERT")
+    if bundle and Path(bundle).is_file():
+        files[_CERTIFICATES] = Path(bundle).read_bytes()
+        arguments["PIP_CERT"] = f"/opt/ftkit/{_CERTIFICATES}"
+    return BuildContext(files, arguments, hashlib.sha256(lock).hexdigest())
+
+
+def _dockerfile(spec: ImageSpec) -> str:
+    """Return the Dockerfile with the image's environment variables at the end."""
+    lines = [f"ENV {name}={_quoted(value)}\n" for name, value in sorted(spec.environment.items())]
+    return assets.DOCKERFILE.read_text(encoding="utf-8") + "".join(lines)
+
+
+def _quoted(value: str) -> str:
+    return '"' + re.sub(r'(["\\$])', r"\\\1", value) + '"'
+
+
+def definition_file(definition: ImageDefinition, files: Path | None = None) -> str:
+    """Return the Singularity definition of an image; its steps are those of the Dockerfile.
+
+    `files` is the folder to copy the build's files from; if None, the folder in which the definition is built.
+
+    Raises:
+        ConfigError: the base is not a valid reference.
+    """
+    spec, context = definition.spec, assemble(definition)
+    base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)
+    folder = f"{files}/" if files else ""
+    certificate = context.arguments.get("PIP_CERT")
+    variables = {"PYTHONUNBUFFERED": "1", **spec.environment}
+    sections = {
+        "%files": [f"{folder}{name} /opt/ftkit/{name}" for name in sorted(context.files) if name != "Dockerfile"],
+        "%post": [
+            "set -eu",
+            *([f"export PIP_CERT={shlex.quote(certificate)}"] if certificate else []),
+            *(line for step in _RUN.findall(_dockerfile(spec)) for line in step.splitlines()),
+        ],
+        "%environment": [f"export {name}={shlex.quote(value)}" for name, value in variables.items()],
+        "%labels": [f"{REFERENCE_LABEL} {spec.reference}", f"ftkit.lock-sha256 {context.lock_sha256}"],
+        "%test": ["python3 -m ftkit.images.inside"],
+    }
+    warning = "" if spec.base.digest else " UNPINNED: the base has no digest, so its tag may be another image later."
+    head = f"# {spec.reference}, as ftkit defines it.{warning}\nBootstrap: docker\nFrom: {base.pinned}\n"
+    return head + "".join(
+        f"\n{title}\n" + "".join(f"    {line}\n" for line in lines) for title, lines in sections.items()
+    )
+
+
+def write_files(definition: ImageDefinition, folder: Path) -> None:
+    """Write the files that the Singularity definition copies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in assemble(definition).files.items():
+        if name != "Dockerfile":
+            (folder / name).write_bytes(data)

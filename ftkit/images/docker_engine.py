@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
 
 import ftkit
 from ftkit.checkout import own_checkout, read_commit
 from ftkit.config.image_reference import Digest
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci.documents import RunConfig, read_run_config
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_package_error, one_line
+from ftkit.images.oci.documents import RunConfig, invalid_document
 from ftkit.images.squashfs import ImageConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
+    from types import ModuleType
 
     from docker import APIClient
 
     from ftkit.checkout import Commit
     from ftkit.config.image import ImageSpec
 
-
 _TIMEOUT_SECONDS = 600
 _CHUNK = 1 << 20
-_DEFAULT_HOST = "unix:///var/run/docker.sock"
 _MAX_TIME = (1 << 32) - 1
 """The latest time that squashfs can store, in seconds since 1970."""
-
 _OWNER_LABEL = "ftkit.process"
 """Label of a container: the process that created it, as `HOST:PID`; the container must not outlive it."""
 
@@ -53,6 +52,19 @@ class DockerImage:
     config: ImageConfig
 
 
+def docker_sdk() -> ModuleType:
+    """Return the package `docker`, which is an extra, and slow to import.
+
+    Raises:
+        PrerequisiteError: it is not installed.
+    """
+    try:
+        import docker  # noqa: PLC0415
+    except ImportError as error:
+        raise missing_package_error(["docker"]) from error
+    return docker  # type: ignore[no-any-return] # it has no types
+
+
 @contextmanager
 def connect() -> Iterator[APIClient]:
     """Connect to the engine that docker's environment variables and configuration select.
@@ -60,16 +72,15 @@ def connect() -> Iterator[APIClient]:
     Raises:
         PrerequisiteError: the SDK is not installed, or no engine responds.
     """
-    try:
-        import docker  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError as error:
-        raise PrerequisiteError(
-            "the Python package 'docker' is not installed", fix="pip install 'ftkit[images]'"
-        ) from error
-    options = _options()
+    docker = docker_sdk()
+    options = docker.utils.kwargs_from_env() or {}
+    if "base_url" not in options:
+        options |= _current_context(docker)
     address = options["base_url"]
     try:
-        _require_listening(address)
+        if address.startswith("unix://"):  # if nothing listens there, the SDK leaves its own socket open
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(address.removeprefix("unix://"))
         client: APIClient = docker.APIClient(timeout=_TIMEOUT_SECONDS, **options)
     except (docker.errors.DockerException, OSError) as error:
         fix = "check that 'docker info' works; DOCKER_HOST or 'docker context use' selects another engine"
@@ -86,43 +97,23 @@ def connect() -> Iterator[APIClient]:
         client.close()
 
 
-def _options() -> dict[str, Any]:
-    """Return the engine's address and TLS settings, as docker's own client selects them.
-
-    These are DOCKER_HOST, or else those of the current context, which rootless installations set.
-
-    Raises:
-        PrerequisiteError: the context can't be read.
-    """
-    import docker  # noqa: PLC0415
-    from docker.context import ContextAPI  # noqa: PLC0415
-    from docker.context.config import get_current_context_name  # noqa: PLC0415
-
-    options: dict[str, Any] = docker.utils.kwargs_from_env()
-    if "base_url" in options:
-        return options
-    name = os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
+def _current_context(docker: ModuleType) -> dict[str, object]:
+    """Return address and TLS settings of docker's current context, which rootless installations set."""
+    name = os.environ.get("DOCKER_CONTEXT") or docker.context.config.get_current_context_name()
+    reason = "it does not exist"
     try:
-        context, reason = ContextAPI.get_context(name), "it does not exist"
+        context = docker.context.ContextAPI.get_context(name)
     except Exception as error:  # noqa: BLE001 - the SDK raises this type itself
-        context, reason = None, one_line(error)
+        context = None
+        reason = one_line(error)
     if context is None:
         raise PrerequisiteError(
             f"can't use docker's context '{name}': {reason}",
             meaning="DOCKER_CONTEXT or docker's configuration selects it",
             fix="choose another one: docker context ls, docker context use NAME",
         )
-    options["base_url"] = context.Host or _DEFAULT_HOST
-    if context.TLSConfig is not None:
-        options["tls"] = context.TLSConfig
-    return options
-
-
-def _require_listening(address: str) -> None:
-    """Raise OSError if nothing listens on the engine's socket: the SDK would leave its own socket open then."""
-    if address.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(address.removeprefix("unix://"))
+    address = {"base_url": context.Host or "unix:///var/run/docker.sock"}
+    return address if context.TLSConfig is None else address | {"tls": context.TLSConfig}
 
 
 def inspect(client: APIClient, name: str) -> DockerImage | None:
@@ -131,22 +122,28 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
     Raises:
         ImageError: the engine can't look it up.
     """
-    import docker  # noqa: PLC0415
-
+    docker = docker_sdk()
     try:
         found = client.inspect_image(name)
+        config = RunConfig.model_validate(found.get("Config") or {})
+        image_id = Digest(found["Id"])
     except docker.errors.ImageNotFound:
         return None
     except docker.errors.APIError as error:
         raise as_image_error(error, f"docker can't look up the image {name}") from error
-    config = read_run_config(found.get("Config") or {}, f"docker's configuration of {name}")
+    except ValidationError as error:
+        raise invalid_document(error, f"docker's configuration of {name}") from error
+    except ValueError as error:  # of very old engines
+        raise ImageError(f"docker's id of {name} is not a digest: {error}", fix="see 'docker version'") from error
+    repo_digests = (text.partition("@") for text in found.get("RepoDigests") or ())
+    run = image_config(config, found.get("Created"))
     return DockerImage(
-        id=_image_id(found["Id"], name),
+        id=image_id,
         size=int(found.get("Size") or 0),
-        created=_epoch(found.get("Created")),
+        created=run.created,
         labels=config.labels,
-        repo_digests=tuple(_repo_digests(found.get("RepoDigests") or ())),
-        config=image_config(config, found.get("Created")),
+        repo_digests=tuple((name, known) for name, _, digest in repo_digests if (known := as_digest(digest))),
+        config=run,
     )
 
 
@@ -163,7 +160,12 @@ def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
 
 
 def image_config(config: RunConfig, created: object) -> ImageConfig:
-    """Return how an image is run."""
+    """Return how an image is run; `created` is an RFC 3339 time, and counts as 1970 if it is missing or invalid."""
+    epoch = 0
+    if isinstance(created, str):
+        with suppress(ValueError, OverflowError):
+            moment = datetime.fromisoformat(created)
+            epoch = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
     return ImageConfig(
         environment=config.environment,
         entrypoint=config.entrypoint,
@@ -171,34 +173,14 @@ def image_config(config: RunConfig, created: object) -> ImageConfig:
         working_directory=config.working_directory or "",
         volumes=tuple(sorted(config.volumes)),
         labels=config.labels,
-        created=_epoch(created),
+        created=min(max(0, epoch), _MAX_TIME),
     )
 
 
-def _repo_digests(texts: Iterable[str]) -> Iterator[tuple[str, Digest]]:
-    for text in texts:
-        repository, _, digest = text.partition("@")
-        with contextlib.suppress(ValueError):  # a digest of another algorithm, which ftkit can't verify
-            yield repository, Digest(digest)
-
-
-def _image_id(text: object, name: str) -> Digest:
-    """Return an image's id, which is a digest in all but very old engines.
-
-    Raises:
-        ImageError: it is not a digest.
-    """
-    try:
-        return Digest(str(text))
-    except ValueError as error:
-        raise ImageError(f"docker's id of {name} is not a digest: {error}", fix="see 'docker version'") from error
-
-
 @contextmanager
-def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
+def _container(client: APIClient, image: str, **options: object) -> Iterator[str]:
     """Create a container, and remove it at the end of the block."""
-    import docker  # noqa: PLC0415
-
+    docker = docker_sdk()
     remove_abandoned(client)
     try:
         labels = {_OWNER_LABEL: f"{socket.gethostname()}:{os.getpid()}"}
@@ -208,45 +190,42 @@ def container(client: APIClient, image: str, **options: Any) -> Iterator[str]:
     try:
         yield container_id
     finally:
-        with contextlib.suppress(docker.errors.APIError):
+        with suppress(docker.errors.APIError):
             client.remove_container(container_id, force=True, v=True)
 
 
 def remove_abandoned(client: APIClient) -> None:
     """Remove containers that killed processes of this machine left: each keeps its image from being removed."""
-    import docker  # noqa: PLC0415
-
     for left in client.containers(all=True, filters={"label": _OWNER_LABEL}):
         host, _, pid = left["Labels"][_OWNER_LABEL].rpartition(":")
         if host == socket.gethostname() and not Path("/proc", pid).exists():
-            with contextlib.suppress(docker.errors.APIError):
+            with suppress(docker_sdk().errors.APIError):
                 client.remove_container(left["Id"], force=True, v=True)
 
 
 @contextmanager
 def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
     """Open the root file system of an image as a tar stream."""
-    with container(client, image, command=["true"]) as container_id:
+    with _container(client, image, command=["true"]) as container_id:
         # Not the SDK's `export`, which copies the stream several times, in chunks of 2 MiB.
         address = f"{client.base_url}/v{client.api_version}/containers/{container_id}/export"
-        response = client.get(address, stream=True, timeout=client.timeout)
-        with response:
+        with client.get(address, stream=True, timeout=client.timeout) as response:
             if response.status_code != 200:  # noqa: PLR2004
                 raise ImageError(f"docker can't export {image}: {response.text.strip()}", fix="see 'docker info'")
-            yield io.BufferedReader(_Body(response.raw), _CHUNK)
+            yield io.BufferedReader(_Body(response.raw.stream(_CHUNK, decode_content=False)), _CHUNK)
 
 
 class _Body(io.RawIOBase):
     """The body of a response, as a file to read."""
 
-    def __init__(self, raw: Any) -> None:
-        self._chunks: Iterator[bytes] = raw.stream(_CHUNK, decode_content=False)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # BufferedReader passes one
         if not self._left:
             self._left = memoryview(next(self._chunks, b""))
         size = min(len(buffer), len(self._left))
@@ -257,15 +236,12 @@ class _Body(io.RawIOBase):
 
 def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, str]:
     """Run a program in a container without network; return its exit status and output."""
-    import docker  # noqa: PLC0415
-
-    options = {"command": command, "entrypoint": [], "network_disabled": True}
-    with container(client, image, **options) as container_id:
+    with _container(client, image, command=command, entrypoint=[], network_disabled=True) as container_id:
         try:
             client.start(container_id)
             code = int(client.wait(container_id)["StatusCode"])
-            output = client.logs(container_id, stdout=True, stderr=True)
-        except docker.errors.APIError as error:
+            output: bytes = client.logs(container_id, stdout=True, stderr=True)
+        except docker_sdk().errors.APIError as error:
             raise as_image_error(error, f"docker can't run '{command[0]}' in {image}") from error
     return code, output.decode(errors="replace")
 
@@ -280,25 +256,15 @@ def _reason(error: Exception) -> str:
     return one_line(getattr(error, "explanation", None) or error)
 
 
-def _epoch(value: object) -> int:
-    """Convert an RFC 3339 time, as docker writes it, to seconds since 1970; 0 if it is missing, invalid or earlier."""
-    if not isinstance(value, str) or not value:
-        return 0
-    try:
-        moment = datetime.fromisoformat(value)
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        return min(max(0, int(moment.timestamp())), _MAX_TIME)
-    except (ValueError, OverflowError):
-        return 0
-
-
 def as_digest(value: object) -> Digest | None:
-    """Return a digest that the engine reported; None if the value is not a digest."""
+    """Return a digest that the engine reported; None if the value is not one, or of another algorithm."""
     try:
         return Digest(str(value))
     except ValueError:
         return None
 
+
+# --- Labels --------------------------------------------------------------------------------------
 
 BUILD_KEY_LABEL: Final = "ftkit.build-key"
 LOCK_LABEL: Final = "ftkit.lock-sha256"
@@ -308,47 +274,29 @@ _ZIP_EPOCH: Final = 315532800
 """1980-01-01 UTC, the earliest time that a zip file can store, in seconds since 1970."""
 
 
-@dataclass(frozen=True)
-class BaseInfo:
-    """The base of an image; `digest` is None if the engine knows none, `is_pinned` if the build selected it by that."""
-
-    reference: str
-    digest: Digest | None
-    id: Digest
-    is_pinned: bool
-
-
 def own_commit() -> Commit | None:
     """Return the commit of the checkout that ftkit runs from; None for an installed wheel."""
     checkout = own_checkout()
     return read_commit(checkout) if checkout else None
 
 
-def make_labels(
-    spec: ImageSpec, base: BaseInfo, *, lock_sha256: str, build_key: str, commit: Commit | None
-) -> dict[str, str]:
-    """Return the labels of an image that is about to be built."""
+def make_labels(spec: ImageSpec, commit: Commit | None) -> dict[str, str]:
+    """Return the labels of an image that is about to be built, except those about its base and its build."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    epoch = int(given) if given.isdigit() else commit.time if commit else _ZIP_EPOCH
+    epoch = commit.time if commit else _ZIP_EPOCH
+    if given.isdigit():
+        epoch = int(given)
     labels = {
         "org.opencontainers.image.title": spec.reference,
         "org.opencontainers.image.description": spec.description,
         "org.opencontainers.image.version": ftkit.__version__,
         "org.opencontainers.image.created": datetime.fromtimestamp(epoch, UTC).isoformat(),
-        "org.opencontainers.image.base.name": base.reference,
         REFERENCE_LABEL: spec.reference,
-        BUILD_KEY_LABEL: build_key,
         "ftkit.version": ftkit.__version__,
-        "ftkit.base-id": base.id,
-        LOCK_LABEL: lock_sha256,
         "ftkit.families": ",".join(spec.families),
         "ftkit.default-recipe": spec.default_recipe or "",
         "ftkit.source-date-epoch": str(epoch),
     }
-    if base.digest:
-        labels["org.opencontainers.image.base.digest"] = base.digest
-    if not base.is_pinned:
-        labels[UNPINNED_LABEL] = "true"
     if commit:
         labels["org.opencontainers.image.revision"] = commit.id
         labels["ftkit.has-uncommitted-changes"] = str(commit.has_changes).lower()

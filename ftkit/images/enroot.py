@@ -16,7 +16,7 @@ from ftkit import process
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
-from ftkit.images.progress import ProgressEvent
+from ftkit.images.events import ProgressEvent
 from ftkit.images.squashfs import SBOM_PATH, Contents, MadeFile
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.image_reference import ImageFormat, RegistryImage
+    from ftkit.images.events import Report
     from ftkit.images.import_image import DockerSource, RegistrySource
-    from ftkit.images.progress import Report
 
 _TIMEOUT_SECONDS: Final = 4 * 3600
 _CLEAN_UP_SECONDS: Final = 120
@@ -91,23 +91,23 @@ next import on that node removes what a killed one left.
 
 @dataclass(frozen=True)
 class Address:
-    """The address of an image for enroot.
+    """The address of exactly one image for enroot: by digest, or by the engine's id.
 
-    Args:
-        uri: the address of exactly one image, by digest or by the engine's id.
+    Attributes:
+        uri: the address.
         by_tag: the same for enroot before 4.0, which does not support digests in registries.
         config: digest of the configuration that the imported image must have; None if `by_tag` is exact too.
         layers: for each layer, the digest of its blob in the registry, and of its uncompressed content.
-        is_http: whether the registry is on this machine, without TLS.
         host: the registry; empty for the docker engine.
+        is_http: whether the registry is on this machine, without TLS.
     """
 
     uri: str
     by_tag: str
     config: Digest | None = None
     layers: tuple[tuple[Digest, Digest], ...] = ()
-    is_http: bool = False
     host: str = ""
+    is_http: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,6 @@ class ComputeNode:
 
     options: tuple[str, ...]
     local_folder: str
-
-
-def is_installed() -> bool:
-    """Tell whether enroot is installed on this machine."""
-    return shutil.which("enroot") is not None
 
 
 def address_in_docker(image_id: Digest) -> Address:
@@ -132,21 +127,16 @@ def address_in_docker(image_id: Digest) -> Address:
 def address_in_registry(
     reference: RegistryImage, digest: Digest, image_id: Digest, layers: Iterable[tuple[Digest, Digest]]
 ) -> Address:
-    """Return the address of an image in a registry.
+    """Return the address of an image in a registry, by the digests of its manifest and its configuration.
 
-    Args:
-        reference: the image.
-        digest: digest of its manifest.
-        image_id: digest of its configuration.
-        layers: for each layer, the digest of its blob, and of its uncompressed content.
+    `layers` are as in `Address`.
     """
     exact, by_tag = (replace(reference, digest=given).enroot_uri for given in (digest, None))
-    return Address(exact, by_tag, image_id, tuple(layers), reference.is_loopback, reference.host)
+    return Address(exact, by_tag, image_id, tuple(layers), reference.host, reference.is_loopback)
 
 
 def compute_node(cluster: ClusterProfile) -> ComputeNode:
     """Return the compute node of a cluster to import on."""
-    options = ["--nodes=1", "--ntasks=1", "--export=ALL"]
     named = {
         "partition": cluster.partition,
         "account": cluster.account,
@@ -154,9 +144,13 @@ def compute_node(cluster: ClusterProfile) -> ComputeNode:
         "reservation": cluster.reservation,
         "cpus-per-task": cluster.cpus_per_node,
     }
-    options += [f"--{key}={value}" for key, value in named.items() if value]
-    options += ["--exclusive"] if cluster.exclusive else []
-    return ComputeNode(tuple(options), cluster.node_local_dir)
+    options = [
+        "--nodes=1",
+        "--ntasks=1",
+        "--export=ALL",
+        *(f"--{key}={value}" for key, value in named.items() if value),
+    ]
+    return ComputeNode((*options, *(["--exclusive"] if cluster.exclusive else [])), cluster.node_local_dir)
 
 
 class EnrootSource:
@@ -171,11 +165,7 @@ class EnrootSource:
         self.registry_digest = known.registry_digest
         self.is_vouched_for = known.is_vouched_for
         self.config = known.config
-
-    @property
-    def origin(self) -> str:
-        """Where the image comes from."""
-        return f"enroot, {self._address.uri}"
+        self.origin = f"enroot, {self._address.uri}"
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Write the file with enroot."""
@@ -194,25 +184,26 @@ def import_to(output: Path, address: Address, node: ComputeNode | None = None) -
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
     words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
-    done = _on_node(words, node, output, address) if node else _on_this_machine(words, output, address)
+    # SOURCE_DATE_EPOCH would change all times, and make .pyc files stale.
+    environment = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
+    environment |= {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
+    environment |= {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
+    if node:
+        done = _on_node(words, node, output, environment)
+    else:
+        folder = output.with_name(f"{output.name}.enroot")
+        environment["ENROOT_MAX_PROCESSORS"] = str(process.num_usable_cpus())
+        command = ["bash", "-c", *words, str(folder)]
+        try:
+            done = process.run_stoppable(command, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     if done.returncode != 0 or not output.is_file():
         raise _explain(address, done, output)
     squashfs.check_squashfs(output)
 
 
-def _on_this_machine(words: list[str], output: Path, address: Address) -> process.ProgramOutput:
-    folder = output.with_name(f"{output.name}.enroot")
-    settings = {"ENROOT_MAX_PROCESSORS": str(process.num_usable_cpus())}
-    try:
-        return process.run_stoppable(
-            ["bash", "-c", *words, str(folder)], timeout_seconds=_TIMEOUT_SECONDS,
-            environment=_environment(address) | settings,
-        )  # fmt: skip
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address) -> process.ProgramOutput:
+def _on_node(words: list[str], node: ComputeNode, output: Path, environment: dict[str, str]) -> process.ProgramOutput:
     """Run on a compute node, as a batch job: srun's own job would be killed immediately on cancellation."""
     job, log = f"ftkit-import-{secrets.token_hex(4)}", output.with_name(f"{output.name}.log")
     script = shlex.join(["exec", "bash", "-c", _ON_NODE, "ftkit", node.local_folder, *words])
@@ -221,7 +212,7 @@ def _on_node(words: list[str], node: ComputeNode, output: Path, address: Address
     try:
         done = process.run_stoppable(
             command, timeout_seconds=_TIMEOUT_SECONDS, stop=partial(_cancel, job),
-            environment=process.slurm_environment(_environment(address)),
+            environment=process.slurm_environment(environment),
         )  # fmt: skip
         job_output = log.read_text(errors="replace") if log.exists() else ""
         if done.returncode != 0 and job_output and _ENDED not in job_output:
@@ -251,59 +242,40 @@ def _cancel(job: str) -> None:
         time.sleep(1)
 
 
-def _environment(address: Address) -> dict[str, str]:
-    """Return enroot's variables, without SOURCE_DATE_EPOCH: it would change all times, and make .pyc files stale."""
-    inherited = {key: value for key, value in os.environ.items() if key != "SOURCE_DATE_EPOCH"}
-    plain = {"ENROOT_ALLOW_HTTP": "yes"} if address.is_http else {}
-    return inherited | plain | {"ENROOT_SQUASH_OPTIONS": squashfs.ENROOT_OPTIONS}
-
-
 def _explain(address: Address, done: process.ProgramOutput, output: Path) -> ImageError:
     """Convert enroot's output to an error; with wrong credentials it prints no error."""
     text = done.stdout + done.stderr
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if done.returncode in (_WRONG_IMAGE, _WRONG_LAYERS):
-        return _wrong_image(address, done.returncode)
-    if done.returncode == _HAS_DEVICES or "Cannot mknod" in text:
+    meaning = ""
+    if done.returncode == _WRONG_LAYERS:
+        what = f"the layers of {address.uri} are not those that its configuration lists"
+        meaning = "other content was pushed under this image's name"
+        fix = "push the image again from the machine that it was built on"
+    elif done.returncode == _WRONG_IMAGE:
+        what = f"enroot imported another image than {address.uri}"
+        meaning = f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image now"
+        fix = "import with --with ftkit and without --on-node, which imports by digest"
+    elif done.returncode == _HAS_DEVICES or "Cannot mknod" in text:
         devices = re.findall(r"^[bc][-rwxsStT]{9} .*squashfs-root/(.+)$", done.stdout, re.MULTILINE)
-        return ImageError(
-            f"{address.uri} has device files ({', '.join(devices) or 'see tar above'}), which only root can unpack",
-            meaning="enroot keeps them, and then can't create a container from the file for a user",
-            fix="import with --with ftkit and without --on-node: ftkit leaves them out",
+        what = f"{address.uri} has device files ({', '.join(devices) or 'see tar above'}), which only root can unpack"
+        meaning = "enroot keeps them, and then can't create a container from the file for a user"
+        fix = "import with --with ftkit and without --on-node: ftkit leaves them out"
+    elif "No command specified" in text:
+        what = "enroot can't import an image from the docker engine that has neither CMD nor ENTRYPOINT"
+        fix = "import with --with ftkit, which needs no command, or push the image and import it from the registry"
+    elif "no space left" in text.lower():
+        what = f"the disk is full: {last}"
+        meaning = (
+            "enroot unpacks the whole image in ENROOT_TEMP_PATH or TMPDIR, on a node in the cluster's 'node_local_dir',"
+            f" before it writes the file to {output.parent}"
         )
-    if "No command specified" in text:
-        return ImageError(
-            "enroot can't import an image from the docker engine that has neither CMD nor ENTRYPOINT",
-            fix="import with --with ftkit, which needs no command, or push the image and import it from the registry",
-        )
-    if "no space left" in text.lower():
-        return ImageError(
-            f"the disk is full: {last}",
-            meaning="enroot unpacks the whole image in ENROOT_TEMP_PATH or TMPDIR, on a node in the cluster's"
-            f" 'node_local_dir', before it writes the file to {output.parent}",
-            fix="free space, set them to a larger local disk, or import with --with ftkit, which unpacks nothing",
-        )
-    is_silent = any(word in last for word in ("Authenticating with user", "Using credentials from file"))
-    if is_silent or "401" in last or "403" in last:
-        return ImageError(
-            f"enroot could not log in to {address.host}",
-            meaning="the line for it in enroot's .credentials is missing, has a port, or its password is wrong",
-            fix=f"write 'machine {address.host.partition(':')[0]} login USER password SECRET' into ~/.config/enroot/"
-            ".credentials; NGC requires a second line for authn.nvidia.com",
-        )
-    return squashfs.explain_failure("enroot", text, output)
-
-
-def _wrong_image(address: Address, code: int) -> ImageError:
-    if code == _WRONG_LAYERS:
-        return ImageError(
-            f"the layers of {address.uri} are not those that its configuration lists",
-            meaning="other content was pushed under this image's name",
-            fix="push the image again from the machine that it was built on",
-        )
-    return ImageError(
-        f"enroot imported another image than {address.uri}",
-        meaning=f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image now",
-        fix="import with --with ftkit and without --on-node, which imports by digest",
-    )
+        fix = "free space, set them to a larger local disk, or import with --with ftkit, which unpacks nothing"
+    elif re.search("Authenticating with user|Using credentials from file|401|403", last):
+        what = f"enroot could not log in to {address.host}"
+        meaning = "the line for it in enroot's .credentials is missing, has a port, or its password is wrong"
+        line = f"machine {address.host.partition(':')[0]} login USER password SECRET"
+        fix = f"write '{line}' into ~/.config/enroot/.credentials; NGC requires a second line for authn.nvidia.com"
+    else:
+        return squashfs.explain_failure("enroot", text, output)
+    return ImageError(what, meaning=meaning, fix=fix)

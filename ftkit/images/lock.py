@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError, one_line
 from ftkit.files import read_small, write_file
-from ftkit.images.self_check import normalize_name, parse_pins
+from ftkit.images.inside import normalize_name, parse_pins
 
 if TYPE_CHECKING:
     from ftkit.config.image import ImageSpec
@@ -43,7 +43,10 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
         requirements.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
-        overrides.write_text("".join(f"{line}\n" for line in _overrides(spec)), encoding="utf-8")
+        # numpy is pinned to the base's version. Of the others no index has versions such as NVIDIA's pre-releases.
+        provided = (f"{name}=={version}" if name == "numpy" and re.fullmatch(r"\d+(\.\d+)+", version)
+                    else f"{name}; {_EXCLUDED}" for name, version in sorted(spec.provided.items()))  # fmt: skip
+        overrides.write_text("".join(f"{line}\n" for line in provided), encoding="utf-8")
         command = [
             *_uv(), "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
             "--python-version", spec.python, "--python-platform", _PLATFORM,
@@ -51,7 +54,9 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         ]  # fmt: skip
         for name in sorted(spec.provided):
             command += ["--no-emit-package", name]
-        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=_environment())
+        bundle = os.environ.get("PIP_CERT")  # uv has another name for it
+        environment = ({"SSL_CERT_FILE": bundle} if bundle else {}) | dict(os.environ)
+        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
     if done.returncode != 0:
         message = done.stderr.strip().removeprefix("error: ")
         raise ImageError(
@@ -65,12 +70,6 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
     )
     write_lock_file(definition.lock_file, head + done.stdout)
     return parse_pins(done.stdout)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of uv, which has another name for pip's file of certificates."""
-    bundle = os.environ.get("PIP_CERT")
-    return ({"SSL_CERT_FILE": bundle} if bundle else {}) | dict(os.environ)
 
 
 def write_lock_file(path: Path, text: str) -> None:
@@ -131,17 +130,6 @@ def _requirements(spec: ImageSpec) -> list[str]:
     """Return the packages of the image, and the dependencies of ftkit."""
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
     return sorted({*spec.packages, *own})
-
-
-def _overrides(spec: ImageSpec) -> list[str]:
-    """Return uv's overrides for the base's packages: numpy is pinned to its version, the others are excluded.
-
-    No index has versions such as NVIDIA's pre-releases of torch, so the others can't be resolved.
-    """
-    return [
-        f"{name}=={version}" if re.fullmatch(r"\d+(\.\d+)+", version) and name == "numpy" else f"{name}; {_EXCLUDED}"
-        for name, version in sorted(spec.provided.items())
-    ]
 
 
 def _uv() -> list[str]:

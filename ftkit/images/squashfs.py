@@ -20,24 +20,15 @@ from typing import IO, TYPE_CHECKING, Final
 from ftkit import process
 from ftkit.errors import ImageError, PrerequisiteError
 from ftkit.files import open_regular
-from ftkit.images.oci.tar import (
-    FILE,
-    FOLDER,
-    LINK,
-    SYMLINK,
-    Member,
-    write_end,
-    write_member,
-    write_padding,
-)
-from ftkit.images.progress import ByteCounter
+from ftkit.images.events import ByteCounter
+from ftkit.images.oci.tar import FILE, FOLDER, LINK, SYMLINK, Member, write_end, write_member, write_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from ftkit.images.oci.tar import Writable
-    from ftkit.images.progress import Report
+    from ftkit.images.events import Report
+    from ftkit.images.oci.tar import Entry, Writable
 
 
 ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
@@ -51,56 +42,37 @@ _SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
 _MAGIC = b"hsqs"
 _PIPE_BUFFER = 1 << 20
 _F_SETPIPE_SZ = 1031
-_FIRST_TAR_VERSION = (4, 5)
 
 
 @dataclass(frozen=True)
 class SquashfsTool:
-    """A program that builds squashfs from a tar stream.
+    """A program that builds squashfs from a tar stream, with its options before and after the output's path.
 
     With `clamps_times`, it needs the newest time of a file in SOURCE_DATE_EPOCH: without that, folders that are not in
     the stream, such as the root, get the current time.
     """
 
-    program: str
-    options: tuple[str, ...]
-    reads_from: tuple[str, ...] = ()
+    before: tuple[str, ...]
+    after: tuple[str, ...] = ()
     clamps_times: bool = False
-
-    def command(self, output: Path) -> list[str]:
-        """Return the command line."""
-        if self.reads_from:
-            return [self.program, *self.reads_from, str(output), *self.options]
-        return [self.program, *self.options, str(output)]
-
-    @property
-    def summary(self) -> str:
-        """Program and options, for the manifest."""
-        return " ".join((self.program, *self.options))
 
 
 def find_tool() -> SquashfsTool | None:
-    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs; None if none."""
+    """Return the best program on PATH, with options for zstd level 3, blocks of 1 MiB and all CPUs; None if none.
+
+    mksquashfs before 4.5, such as RHEL 9's, can't read a tar stream.
+    """
     num_cpus = str(process.num_usable_cpus())
     if shutil.which("tar2sqfs"):
-        return SquashfsTool(
-            "tar2sqfs", ("--quiet", "--compressor", "zstd", "--comp-extra", "level=3", "--block-size", "1M",
-                         "--no-xattr", "--no-skip", "--num-jobs", num_cpus, "--defaults", "mtime=0"),
-        )  # fmt: skip
-    if shutil.which("mksquashfs") and _reads_tar():
-        return SquashfsTool(
-            "mksquashfs", ("-tar", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-b", "1M",
-                           "-no-xattrs", "-processors", num_cpus, "-mem", "512M", "-root-mode", "0755"),
-            reads_from=("-",), clamps_times=True,
-        )  # fmt: skip
+        options = "--quiet --compressor zstd --comp-extra level=3 --block-size 1M --no-xattr --no-skip"
+        return SquashfsTool(("tar2sqfs", *options.split(), "--num-jobs", num_cpus, "--defaults", "mtime=0"))
+    if shutil.which("mksquashfs"):
+        found = re.search(r"version (\d+)\.(\d+)", process.run(["mksquashfs", "-version"]).stdout)
+        if found and (int(found[1]), int(found[2])) >= (4, 5):
+            options = "-tar -quiet -no-progress -comp zstd -Xcompression-level 3 -b 1M -no-xattrs -mem 512M"
+            after = (*options.split(), "-root-mode", "0755", "-processors", num_cpus)
+            return SquashfsTool(("mksquashfs", "-"), after, clamps_times=True)
     return None
-
-
-def _reads_tar() -> bool:
-    """Tell whether mksquashfs is 4.5 or newer: older ones, such as RHEL 9's, can't read a tar stream."""
-    output = process.run(["mksquashfs", "-version"]).stdout
-    found = re.search(r"version (\d+)\.(\d+)", output)
-    return found is not None and (int(found[1]), int(found[2])) >= _FIRST_TAR_VERSION
 
 
 def explain_failure(program: str, message: str, output: Path, num_bytes_in: int = 0) -> ImageError:
@@ -194,27 +166,25 @@ def build_squashfs(
             contents.append(write_root(entries, config, sink, counter.advance))
 
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(config.created)} if tool.clamps_times else None
-    done = process.run_with_input(tool.command(partial), feed, environment)
+    done = process.run_with_input([*tool.before, str(partial), *tool.after], feed, environment)
+    program = tool.before[0]
     if done.returncode != 0:
-        raise explain_failure(tool.program, done.stderr, partial, counter.done)
+        raise explain_failure(program, done.stderr, partial, counter.done)
     check_squashfs(partial)
     if not contents:
-        raise ImageError(f"{tool.program} ended before it had read all of the image", fix="try again")
-    return MadeFile(contents[0], tool.summary)
+        raise ImageError(f"{program} ended before it had read all of the image", fix="try again")
+    return MadeFile(contents[0], " ".join((*tool.before, *tool.after)))
 
 
 SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
 """Where the Dockerfile writes the image's SBOM."""
 
 _MAX_SBOM_BYTES = 64 << 20
-_KEPT = (FILE, LINK, SYMLINK, FOLDER)
 _DEVICES_AND_PIPES = (b"3", b"4", b"6")
 _REPLACED = (b"etc/environment", b"etc/rc", b"etc/rc.local", b"etc/fstab")
 _NOT_OF_THE_IMAGE = (b".dockerenv", *_REPLACED)
 _RC_LOCAL = "# /etc/rc sources this file before the container's command starts.\n"
 _FSTAB_ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
-
-Entry = tuple[Member, "Iterator[bytes]"]
 
 
 @dataclass(frozen=True)
@@ -244,49 +214,10 @@ def write_root(
     entries: Iterable[Entry], config: ImageConfig, sink: Writable, advance: Callable[[int], None] = lambda _: None
 ) -> Contents:
     """Write the root file system of an image; `advance` is called with the size of each chunk of content."""
-    root, required, left_out = _RootWriter(sink, config.created, advance), _RequiredFolders(config), []
+    root = _RootWriter(sink, config, advance)
     for member, chunks in entries:
-        if not _is_of_image(member):
-            continue
-        if member.kind in _DEVICES_AND_PIPES:
-            left_out.append(member.path.decode(errors="replace"))
-            continue
-        required.see(member)
-        root.write(member, chunks)
-    for path in required.missing():
-        root.write(Member(path, FOLDER, 0o755), iter(()))
-    texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
-    for path, text in zip(_REPLACED, texts, strict=True):
-        data = text.encode()
-        root.write(Member(path, FILE, 0o644, config.created, len(data)), iter((data,)))
-    write_end(sink)
-    return Contents(root.num_entries, root.num_bytes, bytes(root.sbom), tuple(left_out))
-
-
-class _RequiredFolders:
-    """Folders that have to exist: /etc, the working directory and the volumes, with their parents."""
-
-    def __init__(self, config: ImageConfig) -> None:
-        folders = ("etc", config.working_directory, *config.volumes)
-        self._paths = [parts for folder in folders if (parts := _parts(folder))]
-        self._kinds: dict[bytes, bytes] = {b"/".join(parts[:end]): b"" for parts in self._paths
-                                           for end in range(1, len(parts) + 1)}  # fmt: skip
-
-    def see(self, member: Member) -> None:
-        """Record that the image itself has a path, and of which kind."""
-        if member.path in self._kinds:
-            self._kinds[member.path] = member.kind
-
-    def missing(self) -> Iterator[bytes]:
-        """Yield each folder that no member created, except below a link or a file."""
-        for parts in self._paths:
-            for end in range(1, len(parts) + 1):
-                path = b"/".join(parts[:end])
-                if not self._kinds[path]:
-                    self._kinds[path] = FOLDER
-                    yield path
-                elif self._kinds[path] != FOLDER:
-                    break
+        root.add(member, chunks)
+    return root.finish()
 
 
 def _parts(folder: str) -> list[bytes]:
@@ -295,48 +226,71 @@ def _parts(folder: str) -> list[bytes]:
     return [] if b".." in parts else parts
 
 
-def _is_of_image(member: Member) -> bool:
-    path = member.path
-    if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
-        return False
-    if member.kind not in (*_KEPT, *_DEVICES_AND_PIPES):
-        raise ImageError(
-            f"the image has a file of a type that ftkit does not support: {path!r} ({member.kind!r})",
-            fix="import it with enroot",
-        )
-    return True
-
-
 class _RootWriter:
     """Writes members; none is newer than the image, because docker creates newer ones for the export."""
 
-    def __init__(self, sink: Writable, newest: int, advance: Callable[[int], None]) -> None:
-        self._sink, self._newest, self._advance = sink, newest, advance
-        self.num_entries = self.num_bytes = 0
-        self.sbom = bytearray()
+    def __init__(self, sink: Writable, config: ImageConfig, advance: Callable[[int], None]) -> None:
+        self._sink = sink
+        self._config = config
+        self._advance = advance
+        # Folders that have to exist, and for each of their parts, of which kind the image's own member is.
+        folders = ("etc", config.working_directory, *config.volumes)
+        self._folders = [parts for folder in folders if (parts := _parts(folder))]
+        self._kinds = {b"/".join(parts[:end]): b"" for parts in self._folders for end in range(1, len(parts) + 1)}
+        self._left_out: list[str] = []
+        self._num_entries = self._num_bytes = 0
+        self._sbom = bytearray()
 
-    def write(self, member: Member, chunks: Iterator[bytes]) -> None:
-        """Write a member with its content."""
-        mode, mtime = _usable_mode(member), min(member.mtime, self._newest)
+    def add(self, member: Member, chunks: Iterator[bytes]) -> None:
+        """Write a member of the image, unless docker created it for the export, or only root can unpack it."""
+        path = member.path
+        if not path or path in _NOT_OF_THE_IMAGE or path.startswith(b"dev/"):
+            return
+        if member.kind in _DEVICES_AND_PIPES:
+            self._left_out.append(path.decode(errors="replace"))
+            return
+        if member.kind not in (FILE, LINK, SYMLINK, FOLDER):
+            what = f"the image has a file of a type that ftkit does not support: {path!r} ({member.kind!r})"
+            raise ImageError(what, fix="import it with enroot")
+        if path in self._kinds:
+            self._kinds[path] = member.kind
+        self._write(member, chunks)
+
+    def finish(self) -> Contents:
+        """Write missing folders, except below a link or a file, and the files that enroot reads."""
+        for parts in self._folders:
+            for end in range(1, len(parts) + 1):
+                path = b"/".join(parts[:end])
+                if not self._kinds[path]:
+                    self._kinds[path] = FOLDER
+                    self._write(Member(path, FOLDER, 0o755), iter(()))
+                elif self._kinds[path] != FOLDER:
+                    break
+        config = self._config
+        texts = (environment_file(config), rc_file(config), _RC_LOCAL, fstab_file(config))
+        for path, text in zip(_REPLACED, texts, strict=True):
+            data = text.encode()
+            self._write(Member(path, FILE, 0o644, config.created, len(data)), iter((data,)))
+        write_end(self._sink)
+        return Contents(self._num_entries, self._num_bytes, bytes(self._sbom), tuple(self._left_out))
+
+    def _write(self, member: Member, chunks: Iterator[bytes]) -> None:
+        mode = member.mode  # with the permissions that the owner needs: in the container the user is not root
+        if member.kind == FOLDER:
+            mode |= 0o700
+        elif member.kind != SYMLINK:
+            mode |= 0o500 if mode & 0o111 else 0o400
+        mtime = min(member.mtime, self._config.created)
         write_member(self._sink, Member(member.path, member.kind, mode, mtime, member.size, member.target))
         keeps = member.path == SBOM_PATH.encode() and member.size <= _MAX_SBOM_BYTES
         for chunk in chunks:
             self._sink.write(chunk)
             self._advance(len(chunk))
             if keeps:
-                self.sbom += chunk
+                self._sbom += chunk
         write_padding(self._sink, member.size)
-        self.num_entries += 1
-        self.num_bytes += member.size
-
-
-def _usable_mode(member: Member) -> int:
-    """Return the mode with the permissions that a file's owner needs: in the container the user is not root."""
-    if member.kind == FOLDER:
-        return member.mode | 0o700
-    if member.kind == SYMLINK:
-        return member.mode
-    return member.mode | (0o500 if member.mode & 0o111 else 0o400)
+        self._num_entries += 1
+        self._num_bytes += member.size
 
 
 def fstab_file(config: ImageConfig) -> str:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from ftkit.config.image_reference import Digest, NamedImage, RegistryImage
+from ftkit.config.image_reference import Digest, RegistryImage
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import docker_engine
-from ftkit.images.docker_engine import as_digest
-from ftkit.images.oci.access import access_denied, explain_tls, find_credentials
+from ftkit.images.events import ProgressEvent, Report, TransientError, ignore_progress, retry
+from ftkit.images.oci.credentials import access_denied, explain_tls, find_credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ProgressEvent, Report, TransientError, ignore_progress, retry
 from ftkit.images.signatures import sign_in_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from docker import APIClient
 
-    from ftkit.images.oci.access import Credentials
+    from ftkit.config.image_reference import NamedImage
+    from ftkit.images.oci.credentials import Credentials
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,9 @@ class PushResult:
 
 
 def push(
-    image: NamedImage,
-    registry: str,
-    *,
-    given: Credentials | None = None,
-    report: Report = ignore_progress,
+    image: NamedImage, registry: str, *, given: Credentials | None = None, report: Report = ignore_progress
 ) -> PushResult:
-    """Push an image to `HOST/PATH/NAME:TAG`.
-
-    Args:
-        image: the image, which the docker engine has.
-        registry: `HOST/PATH`.
-        given: the credentials; docker's configuration if None.
-        report: called with the progress.
+    """Push an image to `HOST/PATH/NAME:TAG`, with the given credentials, or those of docker's configuration.
 
     Raises:
         NotFoundError: the image was not built here.
@@ -54,12 +44,11 @@ def push(
     """
     wanted = image.in_registry(registry)
     known = given or find_credentials(wanted.host)
+    login = {"username": known.username, "password": known.password} if known else None
     with docker_engine.connect() as client:
         built = docker_engine.inspect_required(client, image.docker_name, f"build it: ftkit build {image}")
         client.tag(built.id, wanted.repository, wanted.tag, force=True)
-        start = partial(
-            client.push, wanted.repository, tag=wanted.tag, auth_config=known.for_docker() if known else None
-        )
+        start = partial(client.push, wanted.repository, tag=wanted.tag, auth_config=login)
         digest = _transfer(start, f"pushing {wanted}", report, wanted, known)
     if not digest:
         raise ImageError(f"{wanted.host} accepted {wanted} without returning its digest", fix="see the registry's log")
@@ -78,15 +67,18 @@ def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
 
 
 def _transfer(
-    start: Callable[..., Any], stage: str, report: Report, wanted: RegistryImage, known: Credentials | None
+    start: Callable[..., Iterable[Mapping[str, object]]],
+    stage: str,
+    report: Report,
+    wanted: RegistryImage,
+    known: Credentials | None,
 ) -> Digest | None:
     """Push or pull with retries, and return the digest of the manifest; None if the engine sent none."""
-    import docker  # noqa: PLC0415 - an extra, and slow to import
 
     def attempt() -> Digest | None:
         try:
             return follow_transfer(start(stream=True, decode=True), stage, report, wanted, known)
-        except docker.errors.APIError as error:
+        except docker_engine.docker_sdk().errors.APIError as error:
             raise explain_transfer(str(error.explanation or error), wanted, known) from error
 
     return retry(attempt, report, stage)
@@ -105,42 +97,25 @@ def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credent
 
 
 _FINAL_STATUSES: Final = (
-    "Pull complete",
-    "Download complete",
-    "Pushed",
-    "Layer already exists",
-    "Already exists",
-    "Mounted from",
-)
+    "Pull complete", "Download complete", "Pushed", "Layer already exists", "Already exists", "Mounted from",
+)  # fmt: skip
 _ACCESS_DENIED: Final = (
-    "unauthorized",
-    "authentication required",
-    "no basic auth",
-    "denied",
-    "forbidden",
-    "401",
+    "unauthorized", "authentication required", "no basic auth", "denied", "forbidden", "401",
     "incorrect username or password",
-)
+)  # fmt: skip
 _NOT_FOUND: Final = ("not found", "manifest unknown", "name unknown", "does not exist", "repository name not known")
 _TRANSIENT: Final = (
-    "connection refused",
-    "connection reset",
-    "timeout",
-    "timed out",
-    "eof",
-    "no such host",
-    "temporary failure",
-    "too many requests",
-    "bad gateway",
-    "service unavailable",
-    "internal server error",
-    "broken pipe",
-    "i/o",
-)
+    "connection refused", "connection reset", "timeout", "timed out", "eof", "no such host", "temporary failure",
+    "too many requests", "bad gateway", "service unavailable", "internal server error", "broken pipe", "i/o",
+)  # fmt: skip
 
 
 def follow_transfer(
-    events: Iterable[dict[str, Any]], stage: str, report: Report, reference: RegistryImage, known: Credentials | None
+    events: Iterable[Mapping[str, object]],
+    stage: str,
+    report: Report,
+    reference: RegistryImage,
+    known: Credentials | None,
 ) -> Digest | None:
     """Follow a pull or push to its end, and return the digest of the manifest; None if the engine sent none.
 
@@ -149,27 +124,21 @@ def follow_transfer(
         NotFoundError: it has no such image.
         TransientError: the connection was lost.
     """
-    digest = ""
+    digest: object = ""
     for event in events:
         if "error" in event:
             raise explain_transfer(str(event["error"]), reference, known)
         status = str(event.get("status", ""))
         if layer := str(event.get("id", "")):
-            detail = event.get("progressDetail") or {}
-            report(
-                ProgressEvent(
-                    stage,
-                    item=layer,
-                    text=f"{layer} {status}",
-                    done=detail.get("current"),
-                    total=detail.get("total"),
-                    is_over=status.startswith(_FINAL_STATUSES),
-                )
-            )
-        digest = (event.get("aux") or {}).get("Digest", digest)
+            detail = event.get("progressDetail")
+            done, total = (detail.get("current"), detail.get("total")) if isinstance(detail, dict) else (None, None)
+            is_over = status.startswith(_FINAL_STATUSES)
+            report(ProgressEvent(stage, layer, f"{layer} {status}", done, total, is_over))
+        aux = event.get("aux")
+        digest = aux.get("Digest", digest) if isinstance(aux, dict) else digest
         if status.startswith("Digest: "):
             digest = status.removeprefix("Digest: ")
-    return as_digest(digest)
+    return docker_engine.as_digest(digest)
 
 
 def explain_transfer(message: str, reference: RegistryImage, known: Credentials | None) -> ImageError | NotFoundError:

@@ -17,9 +17,9 @@ from ftkit.errors import FtkitError, ImageError, NotFoundError, PrerequisiteErro
 from ftkit.files import open_regular
 from ftkit.images import squashfs
 from ftkit.images.build import SELF_CHECK
-from ftkit.images.progress import ByteCounter, ProgressEvent, Report, ignore_progress
-from ftkit.images.self_check import PASSED
-from ftkit.images.store import ImportManifest, manifest_file, read_manifest
+from ftkit.images.events import ByteCounter, ProgressEvent, Report, ignore_progress
+from ftkit.images.image_store import ImportManifest, manifest_file, read_manifest
+from ftkit.images.inside import PASSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,25 +50,6 @@ def manifest_if_intact(file: Path) -> ImportManifest | None:
     return manifest
 
 
-def required_manifest(file: Path, name: str) -> ImportManifest:
-    """Return the manifest of a file, imported as `name`.
-
-    Raises:
-        NotFoundError: there is no file.
-        ImageError: there is no manifest, or it can't be read.
-    """
-    if not file.exists():
-        raise NotFoundError(f"there is no file {file}", fix=f"import it: ftkit import {name}")
-    manifest = read_manifest(file.resolve())
-    if manifest is None:
-        raise ImageError(
-            f"can't verify {file}: {manifest_file(file.resolve()).name} is missing, damaged, or of another version",
-            meaning="the file was not made by this version's 'ftkit import', or its manifest was removed",
-            fix=f"import the image again: ftkit import {name} --force",
-        )
-    return manifest
-
-
 def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> VerifyResult:
     """Recompute the digests of a file, imported as `name`, and compare them with its manifest.
 
@@ -76,8 +57,16 @@ def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TA
         NotFoundError: there is no file.
         ImageError: there is no manifest.
     """
-    manifest = required_manifest(file, name)
+    if not file.exists():
+        raise NotFoundError(f"there is no file {file}", fix=f"import it: ftkit import {name}")
     path = file.resolve()
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise ImageError(
+            f"can't verify {file}: {manifest_file(path).name} is missing, damaged, or of another version",
+            meaning="the file was not made by this version's 'ftkit import', or its manifest was removed",
+            fix=f"import the image again: ftkit import {name} --force",
+        )
     counter = ByteCounter(report, f"verifying {file.name}", path.stat().st_size)
     found = digest_file(path, manifest.block_size, counter.advance)
     differences = []
@@ -147,7 +136,7 @@ def digest_file(
 
 _TIMEOUT_SECONDS = 1800
 _KEPT_VARIABLES = ("HOME", "PATH", "TMPDIR", "USER")
-_RUN_ON_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.self_check"
+_RUN_ON_NODE = "run it on a node of the cluster: srun --container-image=FILE python3 -m ftkit.images.inside"
 _IN_CHROOT = """set -eu
 mkdir -p "$0/dev" "$0/proc"
 mount --rbind /dev "$0/dev"
@@ -158,93 +147,72 @@ exec chroot "$0" /usr/bin/env -i "$@"
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check inside the imported file.
-
-    Returns:
-        A message about a container to remove manually; usually empty.
+    """Run the self-check inside the imported file; return a message about a container to remove manually, if any.
 
     Raises:
         PrerequisiteError: no program on this machine can run the file.
         ImageError: the check failed; the message lists every difference.
     """
     report(ProgressEvent(f"checking {file.name} from inside"))
-    done, left = _run_inside(file.resolve(), report)
-    if done.returncode != 0 or PASSED not in done.stdout:
-        output = (done.stdout + done.stderr + left).strip() or f"exit status {done.returncode}, no output"
-        lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
-        if done.returncode != 1 or not done.stdout.strip():  # otherwise the self-check ran, and printed what differs
-            raise ImageError(
-                f"the self-check of {manifest.reference} did not start:\n{lines}",
-                meaning="the file is unchanged, but can't be run on this machine, or has no python3",
-                fix=_RUN_ON_NODE,
-            )
-        raise ImageError(
-            f"{manifest.reference} fails its self-check:\n{lines}",
-            meaning="the file is unchanged, but the image differs from its definition",
-            fix=f"build it again: ftkit build {manifest.reference}",
+    path, left = file.resolve(), ""
+    apptainer = shutil.which("apptainer") or shutil.which("singularity")
+    if apptainer:
+        command = [apptainer, "exec", "--contain", "--cleanenv", "--no-home", str(path), *SELF_CHECK]
+        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS)
+    elif path.suffix == ".sqsh" and shutil.which("enroot"):
+        done, left = _with_enroot(path, report)
+    elif path.suffix == ".sqsh" and shutil.which("unsquashfs") and shutil.which("unshare") and os.geteuid() == 0:
+        done = _with_chroot(path)
+    else:
+        raise PrerequisiteError(
+            f"no program on this machine can run {path.name}",
+            meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
+            fix=_RUN_ON_NODE,
         )
-    return left
-
-
-def _run_inside(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Return the output of the check, and a message about a container to remove manually."""
-    for program in ("apptainer", "singularity"):
-        if shutil.which(program):
-            command = [program, "exec", "--contain", "--cleanenv", "--no-home", str(file), *SELF_CHECK]
-            return process.run(command, timeout_seconds=_TIMEOUT_SECONDS), ""
-    if file.suffix == ".sqsh" and shutil.which("enroot"):
-        return _with_enroot(file, report)
-    if file.suffix == ".sqsh" and shutil.which("unsquashfs") and shutil.which("unshare") and os.geteuid() == 0:
-        return _with_chroot(file), ""
-    raise PrerequisiteError(
-        f"no program on this machine can run {file.name}",
-        meaning="looked for apptainer, singularity, enroot, and (as root) unsquashfs with unshare",
-        fix=_RUN_ON_NODE,
+    if done.returncode == 0 and PASSED in done.stdout:
+        return left
+    output = (done.stdout + done.stderr + left).strip() or f"exit status {done.returncode}, no output"
+    lines = "\n".join(f"    {line}" for line in output.splitlines()[-20:])
+    if done.returncode != 1 or not done.stdout.strip():  # otherwise the self-check ran, and printed what differs
+        raise ImageError(
+            f"the self-check of {manifest.reference} did not start:\n{lines}",
+            meaning="the file is unchanged, but can't be run on this machine, or has no python3",
+            fix=_RUN_ON_NODE,
+        )
+    raise ImageError(
+        f"{manifest.reference} fails its self-check:\n{lines}",
+        meaning="the file is unchanged, but the image differs from its definition",
+        fix=f"build it again: ftkit build {manifest.reference}",
     )
 
 
 def _with_enroot(file: Path, report: Report) -> tuple[process.ProgramOutput, str]:
-    """Run the check in a temporary container."""
+    """Run the check in a temporary container; also return a message if that could not be removed.
+
+    Only enroot's variables are passed to it: it passes all others on, and the check would use the host's PYTHONPATH.
+    """
     name = f"ftkit-verify-{file.stem[-12:]}-{os.getpid()}"
+    environment = {key: value for key, value in os.environ.items()
+                   if key in _KEPT_VARIABLES or key.startswith(("ENROOT_", "XDG_"))}  # fmt: skip
+    environment["ENROOT_LOGIN_SHELL"] = "no"  # /etc/profile would reset the image's PATH
+    create = ["enroot", "create", "--force", "--name", name, "--", str(file)]
+    remove = ["enroot", "remove", "--force", "--", name]
     try:
-        done = process.run_stoppable(
-            ["enroot", "create", "--force", "--name", name, "--", str(file)], timeout_seconds=_TIMEOUT_SECONDS
-        )
+        done = process.run_stoppable(create, timeout_seconds=_TIMEOUT_SECONDS)
         if done.returncode == 0:
-            done = process.run(
-                ["enroot", "start", "--", name, *SELF_CHECK], timeout_seconds=_TIMEOUT_SECONDS,
-                environment=_for_enroot(),
-            )  # fmt: skip
+            start = ["enroot", "start", "--", name, *SELF_CHECK]
+            done = process.run(start, timeout_seconds=_TIMEOUT_SECONDS, environment=environment)
     finally:
         report(ProgressEvent(f"removing the container of {file.name}"))
-        left = _remove_container(name)
-    return done, left
-
-
-def _for_enroot() -> dict[str, str]:
-    """Return only enroot's variables: it passes all others on, and the check would use the host's PYTHONPATH."""
-    kept = {
-        key: value for key, value in os.environ.items() if key in _KEPT_VARIABLES or key.startswith(("ENROOT_", "XDG_"))
-    }
-    return kept | {"ENROOT_LOGIN_SHELL": "no"}  # /etc/profile would reset the image's PATH
-
-
-def _remove_container(name: str) -> str:
-    """Remove a container, which takes minutes on a slow disk.
-
-    Returns:
-        A message if that failed, which is no fault of the image; empty otherwise.
-    """
-    command = ["enroot", "remove", "--force", "--", name]
-    try:
-        done = process.run(command, timeout_seconds=_TIMEOUT_SECONDS)
-    except process.ProgramTimeoutError as error:
-        reason = error.what
-    else:
-        reason = done.stderr.strip()
-        if done.returncode == 0 or "No such file or directory" in reason:
-            return ""
-    return f"the check's container could not be removed ({reason}): {shlex.join(command)}"
+        reason = ""
+        try:
+            removed = process.run(remove, timeout_seconds=_TIMEOUT_SECONDS)  # it takes minutes on a slow disk
+            reason = removed.stderr.strip() if removed.returncode else ""
+        except process.ProgramTimeoutError as error:
+            reason = error.what
+    if not reason or "No such file or directory" in reason:
+        return done, ""
+    return done, f"the check's container could not be removed ({reason}): {shlex.join(remove)}"
 
 
 def _with_chroot(file: Path) -> process.ProgramOutput:

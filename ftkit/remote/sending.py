@@ -13,10 +13,13 @@ import os
 import shlex
 import tarfile
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Final
+
+from ruamel.yaml import YAML
 
 from ftkit import assets, process
 from ftkit.config.context import PROJECT_FILE, list_names, search_folders
@@ -25,7 +28,7 @@ from ftkit.config.load import Loaded, read_cluster, read_recipe
 from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, one_line
 from ftkit.paths import absolute_path, fixed_folder, is_address, is_path
-from ftkit.remote.login import Login, SentFile
+from ftkit.remote.ssh import Login, SentFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,9 +77,7 @@ def digest_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _to_yaml(values: Mapping[str, Any]) -> str:
-    from ruamel.yaml import YAML  # noqa: PLC0415 - slow to import
-
+def _to_yaml(values: object) -> str:
     yaml, text = YAML(typ="safe", pure=True), StringIO()
     yaml.default_flow_style = False
     yaml.allow_unicode = True
@@ -86,13 +87,9 @@ def _to_yaml(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The command line and the files of a run on the login node.
+    """The command line and the files of a run on the login node: recipe and overrides, with paths there.
 
-    Args:
-        words: the recipe and the overrides, with paths on the login node.
-        recipe_file: the recipe there, by its path in the project's folder; empty if ftkit ships the recipe.
-        recipe_text: content of that file.
-        local_files: local files to send.
+    `recipe_file` is the recipe's path in the project's folder, empty if ftkit ships the recipe.
     """
 
     words: tuple[str, ...]
@@ -106,12 +103,7 @@ def pack_run(
 ) -> Parcel:
     """Find a run's local files, and rewrite its arguments with paths on the login node.
 
-    Args:
-        recipe: name or path of the recipe; None without one.
-        trials: the overrides of each run.
-        words: the recipe's name and the overrides as they were typed.
-        login: the login node.
-        ctx: the context on this machine.
+    `recipe` is a name or a path, `trials` has the overrides of each run, `words` recipe and overrides as typed.
 
     Raises:
         NotFoundError: a path that belongs to this machine does not exist.
@@ -125,27 +117,18 @@ def pack_run(
             found = _local_files(key, os.path.normpath(path))
             if found:
                 roots[path] = found
-    moved = {path: f"{_files_folder(login)}{os.path.normpath(path)}" for path in roots}
+    folder = login.folder if login.folder.startswith("/") else f"~/{login.folder}"
+    moved = {path: f"{folder}/files{os.path.normpath(path)}" for path in roots}
     overrides = [_moved_override(word, moved) for word in words if "=" in word]
     plain = read_recipe(recipe, ctx)
-    is_shipped = all(
-        _file_of(origin).parent in (assets.EXAMPLES, assets.RECIPES) for origin in plain.layers.origins.values()
-    )
+    origins = (Path(origin.rpartition(":")[0]) for origin in plain.layers.origins.values())
+    is_shipped = all(origin.parent in (assets.EXAMPLES, assets.RECIPES) for origin in origins)
     local_files = tuple(dict.fromkeys(file for files in roots.values() for file in files))
     if is_shipped:
         return Parcel((recipe, *overrides), "", "", local_files)
     text = _to_yaml(_replace_paths(plain.layers.values, (), plain.layers.folder, moved))
     name = f"sent/{plain.spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     return Parcel((name, *overrides), name, text, local_files)
-
-
-def _file_of(origin: str) -> Path:
-    return Path(origin.rpartition(":")[0])
-
-
-def _files_folder(login: Login) -> str:
-    """Return the folder of sent files on the login node, in a recipe's notation."""
-    return f"{login.folder}/files" if login.folder.startswith("/") else f"~/{login.folder}/files"
 
 
 def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
@@ -155,12 +138,8 @@ def _paths(loaded: Loaded[RecipeSpec]) -> Iterator[tuple[str, str]]:
     for source in recipe.data.sources:
         if isinstance(source, HubSource) and is_path(source.dataset):
             yield "data.source.dataset", source.dataset
-    for key, path in (
-        ("model.weights", recipe.model.weights),
-        ("model.tokenizer.source", recipe.model.tokenizer.source),
-    ):
-        if is_path(path):
-            yield key, path
+    model = {"model.weights": recipe.model.weights, "model.tokenizer.source": recipe.model.tokenizer.source}
+    yield from ((key, path) for key, path in model.items() if is_path(path))
     if recipe.data.task:
         yield "data.task", recipe.data.task.file
     template = ("data", "chat_template")
@@ -191,23 +170,17 @@ def _local_files(key: str, path: str) -> list[Path]:
 
 
 def _replace_paths(
-    value: Any, key: tuple[str, ...], folder: Callable[[tuple[str, ...]], Path], moved: Mapping[str, str]
-) -> Any:
+    value: object, key: tuple[str, ...], folder: Callable[[tuple[str, ...]], Path], moved: Mapping[str, str]
+) -> object:
     """Return a value of a recipe with the paths of the login node."""
     if isinstance(value, dict):
         return {name: _replace_paths(each, (*key, name), folder, moved) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_replace_paths(each, key, folder, moved) for each in value]
     if isinstance(value, str) and key and key[0] in _WITH_PATHS:
-        return moved.get(_absolute(value, folder(key)), value)
+        with suppress(ConfigError):  # not a path
+            return moved.get(str(absolute_path(value, folder(key))), value)
     return value
-
-
-def _absolute(value: str, folder: Path) -> str:
-    try:
-        return str(absolute_path(value, folder))
-    except ConfigError:  # not a path
-        return value
 
 
 def _moved_override(word: str, moved: Mapping[str, str]) -> str:
@@ -220,7 +193,7 @@ def _moved_override(word: str, moved: Mapping[str, str]) -> str:
     if changed != parsed:
         return f"{key}={changed if isinstance(changed, str) else json.dumps(changed)}"
     if isinstance(parsed, str) and "," in parsed:  # a sweep
-        return f"{key}={','.join(_replace_paths(part, path, here, moved) for part in value.split(','))}"
+        return f"{key}={','.join(str(_replace_paths(part, path, here, moved)) for part in value.split(','))}"
     return word
 
 
@@ -238,8 +211,14 @@ def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
     """
     target = f"{login.folder}/files"
     code, output = _send_with_rsync(login, paths, target) if with_rsync else (_RSYNC_PROTOCOL, "")
+
+    def write_tar(stdin: IO[bytes]) -> None:
+        with tarfile.open(fileobj=stdin, mode="w|", dereference=True) as archive:
+            for path in paths:
+                archive.add(path, arcname=path.lstrip("/"), recursive=False)
+
     if code == _RSYNC_PROTOCOL:
-        done = process.run_with_input(login.ssh(f"tar -x -p -C {target} -f -"), lambda stdin: _write_tar(stdin, paths))
+        done = process.run_with_input(login.ssh(f"tar -x -p -C {target} -f -"), write_tar)
         code, output = done.returncode, done.stderr
     if code:
         raise PrerequisiteError(
@@ -261,9 +240,3 @@ def _send_with_rsync(login: Login, paths: Sequence[str], target: str) -> tuple[i
             ["rsync", *options, "-e", ssh, "/", f"{login.address}:{target}/"], lines.append, cwd=Path("/")
         )
     return code, "\n".join(lines)
-
-
-def _write_tar(stdin: IO[bytes], paths: Sequence[str]) -> None:
-    with tarfile.open(fileobj=stdin, mode="w|", dereference=True) as archive:
-        for path in paths:
-            archive.add(path, arcname=path.lstrip("/"), recursive=False)

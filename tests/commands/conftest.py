@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from ftkit.images.self_check import PASSED
+from ftkit.images.inside import PASSED
 from ftkit.runs.records import EndRecord, StartRecord, StepRecord, to_line
 
 if TYPE_CHECKING:

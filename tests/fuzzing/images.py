@@ -22,13 +22,13 @@ from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
 from ftkit.images import squashfs
+from ftkit.images.events import ignore_progress
+from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
 from ftkit.images.import_image import RegistrySource, import_image
-from ftkit.images.oci.access import Credentials
-from ftkit.images.oci.flatten import Layer, flatten
+from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ignore_progress
+from ftkit.images.oci.tar import Layer, flatten
 from ftkit.images.squashfs import ImageConfig, MadeFile, write_root
-from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import manifest_if_intact
 from fuzzing.area import Area, Case
 from fuzzing.internet import Internet, Pushed, connected_to, digest_of

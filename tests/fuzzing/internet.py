@@ -17,7 +17,7 @@ import requests
 from urllib3 import HTTPHeaderDict, HTTPResponse
 
 from ftkit.config.image_reference import Digest
-from ftkit.images import progress
+from ftkit.images import events
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,6 +133,6 @@ def connected_to(internet: Internet) -> Iterator[None]:
     adapter = Adapter(internet)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.Session, "get_adapter", lambda *_, **__: adapter)
-        patch.setattr(progress, "RETRY_SECONDS", (0.0, 0.0, 0.0))
+        patch.setattr(events, "RETRY_SECONDS", (0.0, 0.0, 0.0))
         yield
     adapter.close()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftkit.images import docker_engine
+from ftkit.images.image_store import ImageStore
 from ftkit.images.import_image import DockerSource, import_image
-from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

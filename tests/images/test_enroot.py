@@ -19,10 +19,10 @@ from waiting import PATIENCE_SECONDS, wait_until
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import ImageError
 from ftkit.images.enroot import EnrootSource
+from ftkit.images.events import ignore_progress
+from ftkit.images.image_store import ImageStore
 from ftkit.images.import_image import RegistrySource, import_image
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ignore_progress
-from ftkit.images.store import ImageStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

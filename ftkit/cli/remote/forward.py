@@ -16,7 +16,8 @@ import click
 from ftkit.cli.output import current_output, log_output
 from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import ConfigError, Problem, one_line, plural
-from ftkit.remote.login import (
+from ftkit.remote.remote_runs import Records, printed_ids
+from ftkit.remote.ssh import (
     CODE_FOLDER,
     Login,
     Request,
@@ -27,7 +28,6 @@ from ftkit.remote.login import (
     unreachable,
     with_project,
 )
-from ftkit.remote.records import Records, printed_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses

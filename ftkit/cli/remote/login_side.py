@@ -23,7 +23,7 @@ from ftkit.cli.forwarded import SERVED
 from ftkit.cli.main import main as ftkit
 from ftkit.files import copy_new, write_file
 from ftkit.launch.code import unpack_copies
-from ftkit.remote.login import CODE_FOLDER, LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
+from ftkit.remote.ssh import CODE_FOLDER, LOGIN_SIDE, NEEDS_PROJECT, OTHER_CODE, Request, read_request
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:

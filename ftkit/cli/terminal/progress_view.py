@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.images.progress import ProgressEvent
+    from ftkit.images.events import ProgressEvent
 
 
 class _OfBytes(ProgressColumn):

@@ -1,4 +1,4 @@
-"""HTTP with one registry: login, redirects, and errors that ftkit can report.
+"""HTTP with one registry: login, redirects, time limits, and errors that ftkit can report.
 
 A password goes only to the registry and to its token service, over TLS; plain HTTP is only for registries on this
 machine. Redirects to other hosts carry no authorization. Of the OCI clients on PyPI, oras (0.2.43) resumes no download,
@@ -10,130 +10,96 @@ from __future__ import annotations
 import base64
 import logging
 import re
-from contextlib import ExitStack, contextmanager
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
 from http.client import responses
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from pydantic import BaseModel
-
 from ftkit.config.image_reference import is_loopback, shortened
-from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, one_line
-from ftkit.images.oci.access import access_denied, explain_tls, trusting_adapter
-from ftkit.images.oci.documents import parse_json
-from ftkit.images.progress import DeadlineError, StalledError, TransientError, within
+from ftkit.errors import ImageError, NotFoundError, PrerequisiteError, missing_package_error, one_line
+from ftkit.images.events import TransientError
+from ftkit.images.oci.credentials import access_denied, explain_tls, trusting_adapter
+from ftkit.images.oci.documents import TokenResponse, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     import requests
 
     from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.access import Credentials
+    from ftkit.images.oci.credentials import Credentials
 
 log = logging.getLogger(__name__)
-
-_TIMEOUT: Final = (10, 60)
-DOCUMENT_SECONDS: Final = 300.0
-"""Time limit of a whole document of up to 16 MiB: enough at half a megabit per second."""
-CHUNK_SECONDS: Final = 120.0
-"""Time limit of each MiB of a layer, and of a response's first byte: a slower connection counts as lost."""
-_CHUNK: Final = 1 << 20
-_MAX_REDIRECTS: Final = 5
-_MAX_TOKEN_BYTES: Final = 1 << 20
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
-_READ_STATUSES: Final = (200, 206)
-_WRITE_STATUSES: Final = (200, 201, 202, 204)
-_REDIRECTS: Final = (301, 302, 303, 307, 308)
-_TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
-_PARAMETER: Final = re.compile(r'(\w+)="([^"]*)"')
-_TOKEN: Final = re.compile(r"[!-~]{1,65536}")
-
 ResultT = TypeVar("ResultT")
 
+CHUNK_SECONDS: Final = 120.0
+"""Time limit of each MiB, and of a response's first byte: a slower connection counts as lost."""
+_CHUNK: Final = 1 << 20
+_TIMEOUT: Final = (10, 60)
+_MAX_TOKEN: Final = 1 << 20
+_MAX_REDIRECTS: Final = 5
+_BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
+_ACCEPTED: Final = (200, 201, 202, 206)
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+_TRANSIENT: Final = (408, 425, 429, 500, 502, 503, 504)
 
-class TokenResponse(BaseModel):
-    """The response of a token service; older services set `token`, newer ones `access_token`."""
 
-    token: str | None = None
-    access_token: str | None = None
+class StalledError(TransientError):
+    """A registry sends too slowly, or has stopped sending."""
 
 
 class Connection:
-    """A connection to the registry of one image."""
+    """HTTP with one registry: login, redirects, time limits, and errors that ftkit can report."""
 
     def __init__(self, reference: RegistryImage, credentials: Credentials | None) -> None:
         try:
             import requests as library  # noqa: PLC0415 - comes with the extra
         except ImportError as error:
-            raise PrerequisiteError(
-                "the Python package 'requests' is not installed", fix="pip install 'ftkit[images]'"
-            ) from error
-        self._library = library
-        self._session = library.Session()
-        self._session.mount("https://", trusting_adapter(reference.host))
+            raise missing_package_error(["requests"]) from error
+        self._errors = library.exceptions
+        self.session = library.Session()
+        self.session.mount("https://", trusting_adapter(reference.host))
         self._reference = reference
         self._credentials = credentials
         self._authorization = ""
         self._root = urlsplit(f"{'http' if reference.is_loopback else 'https'}://{reference.host}")
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._session.close()
+        self._repository = f"{self._root.geturl()}/v2/{reference.path}/"
 
     @contextmanager
-    def open(self, path: str, headers: dict[str, str], *, has_digest: bool = False) -> Iterator[requests.Response]:
+    def open(self, path: str, headers: Mapping[str, str], *, has_digest: bool) -> Iterator[requests.Response]:
         """Get a document or blob of the repository.
 
-        Args:
-            path: its path in the repository.
-            headers: headers of the request.
-            has_digest: whether the caller compares the content with a digest, so that a redirect without TLS is safe.
+        With `has_digest`, the caller compares the content with a digest, so that a redirect without TLS is safe.
 
         Raises:
             NotFoundError: the registry does not have it.
             TransientError: the registry can't be reached, or is busy.
             ImageError: access is denied, or the response violates the protocol.
         """
-        url = f"{self._root.geturl()}/v2/{self._reference.path}/{path}"
-        response = self._exchange(lambda: self._get(url, headers, has_digest=has_digest))
-        with ExitStack() as stack:
-            stack.callback(response.close)
-            self._explain(response, _READ_STATUSES)
-            try:
-                yield response
-            except StalledError:
-                stack.pop_all()  # closing the response would wait for the thread that still reads it
-                raise
+        response = self._exchange(lambda: self._get(self._repository + path, headers, has_digest=has_digest))
+        with _closing(response):
+            self._explain(response)
+            yield response
 
-    def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
-        """Write to the repository and return the response's headers, with lower-case names.
-
-        Args:
-            method: `POST` or `PUT`.
-            address: a path in the repository, or an address that the registry gave for an upload.
-            content: the body.
-            media_type: type of the body.
-
-        Raises:
-            TransientError: the registry can't be reached, or is busy.
-            ImageError: access is denied, or the response violates the protocol.
-        """
-        repository = f"{self._root.geturl()}/v2/{self._reference.path}/"
-        url = self._redirect_target(repository, address, has_digest=False)
+    def send(self, method: str, address: str, content: bytes, media_type: str) -> Mapping[str, str]:
+        """Write to the repository and return the response's headers."""
+        url = self._redirect_target(self._repository, address, has_digest=False)
         headers = {"Content-Type": media_type}
         with self._exchange(lambda: self._request(method, url, headers, data=content)) as response:
-            self._explain(response, _WRITE_STATUSES)
-            return {name.lower(): value for name, value in response.headers.items()}
+            self._explain(response)
+            sent: Mapping[str, str] = response.headers
+            return sent
 
     def _exchange(self, request: Callable[[], requests.Response]) -> requests.Response:
         """Return the response to a request; if the registry requires it, log in and repeat the request."""
-        response = self._within_chunk_time(request)
+        response = self._in_time(request)
         if response.status_code == _UNAUTHORIZED and self._is_registry_url(response.url):
             challenge = response.headers.get("WWW-Authenticate", "")
             response.close()
             self._log_in(challenge)
-            response = self._within_chunk_time(request)
+            response = self._in_time(request)
         return response
 
     def chunks(self, response: requests.Response) -> Iterator[bytes]:
@@ -145,41 +111,39 @@ class Connection:
         """
         content = response.iter_content(_CHUNK)
         try:
-            while chunk := self._within_chunk_time(lambda: next(content, b"")):
+            while chunk := self._in_time(lambda: next(content, b"")):
                 yield chunk
-        except self._library.exceptions.RequestException as error:
+        except self._errors.RequestException as error:
             raise self.connection_lost(_last_reason(error)) from error
 
-    def _within_chunk_time(self, fetch: Callable[[], ResultT]) -> ResultT:
+    def _in_time(self, fetch: Callable[[], ResultT]) -> ResultT:
+        """Return what `fetch` returns, or raise what it raises.
+
+        It runs in a thread that is abandoned after `CHUNK_SECONDS`: a blocked read can't be interrupted, whether it
+        waits for a header, a body or TLS. The thread does not keep the process from ending.
+        """
+        result: Future[ResultT] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(fetch())
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                result.set_exception(error)
+
+        threading.Thread(target=run, name="request", daemon=True).start()
         try:
-            return within(CHUNK_SECONDS, fetch)
-        except DeadlineError as error:
+            return result.result(CHUNK_SECONDS)
+        except TimeoutError as error:
+            if result.done():
+                raise
             raise StalledError(
                 f"{self._reference.host} sent less than 1 MiB in {CHUNK_SECONDS:g} s",
                 meaning="the registry or the network in between has stalled, or is too slow",
                 fix="try again; from a slow network, import on a machine with a better connection",
             ) from error
 
-    def document(self, path: str, headers: dict[str, str], limit: int, *, has_digest: bool) -> bytes:
-        """Return a document of the repository, of at most `limit` bytes. Raises the same errors as `open`."""
-
-        def fetch() -> bytes:
-            with self.open(path, headers, has_digest=has_digest) as response:
-                return self._read_all(response, limit)
-
-        return self._in_time(self._reference.host, fetch)
-
-    def _in_time(self, host: str, fetch: Callable[[], ResultT]) -> ResultT:
-        try:
-            return within(DOCUMENT_SECONDS, fetch)
-        except DeadlineError as error:
-            raise ImageError(
-                f"{shortened(host)} did not send a small document within {DOCUMENT_SECONDS:g} s",
-                meaning="the connection is very slow, or this is not a registry that should be trusted",
-                fix="try again from a machine with a better connection, or check the registry's address",
-            ) from error
-
-    def _read_all(self, response: requests.Response, limit: int) -> bytes:
+    def read(self, response: requests.Response, limit: int) -> bytes:
+        """Return a response's content, of at most `limit` bytes."""
         data = b""
         for chunk in self.chunks(response):
             data += chunk
@@ -203,7 +167,7 @@ class Connection:
             fix="check the registry's address and its log",
         )
 
-    def _get(self, url: str, headers: dict[str, str], *, has_digest: bool) -> requests.Response:
+    def _get(self, url: str, headers: Mapping[str, str], *, has_digest: bool) -> requests.Response:
         """Get an address, and follow its redirects."""
         for _ in range(_MAX_REDIRECTS + 1):
             response = self._request("GET", url, headers)
@@ -232,84 +196,70 @@ class Connection:
         return target.geturl()
 
     def _request(
-        self, method: str, url: str, headers: dict[str, str], authorization: str | None = None, **options: Any
+        self, method: str, url: str, headers: Mapping[str, str], authorization: str | None = None, **options: object
     ) -> requests.Response:
         """Send one request, to the registry itself with its authorization; convert the errors of requests."""
         if authorization is None:
             authorization = self._authorization if self._is_registry_url(url) else ""
+
+        def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            if authorization:
+                request.headers["Authorization"] = authorization
+            return request
+
         direct = {"http": None, "all": None} if url.startswith("http:") and is_loopback(urlsplit(url).netloc) else None
         log.debug("%s %s", method, url.partition("?")[0])  # a redirect's query may be a signature
         try:
-            return self._session.request(
-                method, url, headers={"Accept-Encoding": "identity", **headers}, auth=_Header(authorization),
+            return self.session.request(
+                method, url, headers={"Accept-Encoding": "identity", **headers},
+                auth=authorize,  # with any, requests does not read ~/.netrc
                 stream=True, timeout=_TIMEOUT, allow_redirects=False, proxies=direct, **options,
             )  # fmt: skip
-        except self._library.exceptions.SSLError as error:
+        except self._errors.SSLError as error:
             raise explain_tls(urlsplit(url).netloc, _last_reason(error)) from error
-        except (self._library.exceptions.ConnectionError, self._library.exceptions.Timeout) as error:
+        except (self._errors.ConnectionError, self._errors.Timeout) as error:
             raise self.connection_lost(_last_reason(error)) from error
-        except (self._library.exceptions.RequestException, ValueError) as error:
+        except (self._errors.RequestException, ValueError) as error:
             raise self.protocol_error(f"can't be queried: {_last_reason(error)}") from error
         except OSError as error:  # of requests itself, which is not one of its exceptions
             what = f"can't read the trusted certificates: {one_line(error)}"
             raise PrerequisiteError(what, fix="correct REQUESTS_CA_BUNDLE or CURL_CA_BUNDLE") from error
 
-    def _explain(self, response: requests.Response, accepted: Sequence[int]) -> None:
-        code, host = response.status_code, self._reference.host
-        status = f"{code} {responses.get(code, '')}".rstrip()
-        if code in (_UNAUTHORIZED, _FORBIDDEN):
+    def _explain(self, response: requests.Response, service: str = "") -> None:
+        """Raise the error for a refused request to the registry, or to its token service."""
+        code = response.status_code
+        status = f"responds with {code} {responses.get(code, '')}".rstrip()
+        if code in (_UNAUTHORIZED, _FORBIDDEN) or (service and code == _BAD_REQUEST):
             raise access_denied(self._reference, self._credentials)
-        if code == _NOT_FOUND:
+        if code == _NOT_FOUND and not service:
             raise NotFoundError(
-                f"{host} has no {self._reference.path}:{self._reference.wanted}",
+                f"{self._reference.host} has no {self._reference.path}:{self._reference.wanted}",
                 meaning="it was not pushed there, or the name or tag is wrong",
                 fix="push it: ftkit push NAME:TAG --registry HOST/PATH",
             )
         if code in _TRANSIENT:
-            raise TransientError(f"{host} responds with {status}", fix="try again later")
-        if code not in accepted:
-            raise self.protocol_error(f"responds with {status}")
+            raise TransientError(f"{service or self._reference.host} {status}", fix="try again later")
+        if code not in _ACCEPTED:
+            raise self.protocol_error(f"names the token service {service}, which {status}" if service else status)
 
     def _log_in(self, challenge: str) -> None:
         """Log in as the registry requires: Basic, or a token of its token service."""
         kind, _, rest = challenge.partition(" ")
+        known = self._credentials
+        basic = f"Basic {base64.b64encode(f'{known.username}:{known.password}'.encode()).decode()}" if known else ""
         if kind.lower() == "basic":
-            if self._credentials is None:
+            if known is None:
                 raise access_denied(self._reference, None)
-            self._authorization = _basic(self._credentials)
+            self._authorization = basic
         elif kind.lower() == "bearer":
-            self._authorization = f"Bearer {self._fetch_token(dict(_PARAMETER.findall(rest)))}"
+            token = self._fetch_token(dict(re.findall(r'(\w+)="([^"]*)"', rest)), basic)
+            self._authorization = f"Bearer {token}"
         else:
             raise self.protocol_error(f"requires an unsupported kind of login: {shortened(kind)}")
 
-    def _fetch_token(self, challenge: dict[str, str]) -> str:
-        realm = self._token_service(challenge.get("realm", ""))
-        scope = challenge.get("scope") or f"repository:{self._reference.path}:pull"
-        authorization = _basic(self._credentials) if self._credentials else ""
-        parameters = {"scope": scope} | ({"service": challenge["service"]} if challenge.get("service") else {})
-        host = urlsplit(realm).netloc
-        body = self._in_time(host, lambda: self._query_token_service(realm, authorization, parameters))
-        response = parse_json(TokenResponse, body, f"{self._reference.host} names a token service whose response")
-        token = response.token or response.access_token or ""
-        if not _TOKEN.fullmatch(token):
-            raise self.protocol_error("names a token service that returns no token")
-        return token
-
-    def _query_token_service(self, realm: str, authorization: str, parameters: dict[str, str]) -> bytes:
-        with self._request("GET", realm, {}, authorization, params=parameters) as response:
-            code = response.status_code
-            if code in _TRANSIENT:
-                raise TransientError(
-                    f"the token service {urlsplit(realm).netloc} responds with {code}", fix="try again later"
-                )
-            if code in (400, _UNAUTHORIZED, _FORBIDDEN):
-                raise access_denied(self._reference, self._credentials)
-            if code != 200:  # noqa: PLR2004
-                raise self.protocol_error(f"names a token service that responds with {code}: {shortened(realm)}")
-            return self._read_all(response, _MAX_TOKEN_BYTES)
-
-    def _token_service(self, realm: str) -> str:
-        """Return the address of the token service, unless the password would be sent there without TLS."""
+    def _fetch_token(self, challenge: Mapping[str, str], authorization: str) -> str:
+        """Return a token of the registry's token service, unless the password would be sent there without TLS."""
+        realm = challenge.get("realm", "")
         target = _parse_address(realm)
         if target is None:
             raise self.protocol_error(f"names a token service with an invalid address: {shortened(realm)}")
@@ -318,19 +268,30 @@ class Connection:
             raise self.protocol_error(
                 f"requires sending the login to {shortened(host)} without TLS, where anyone could read it"
             )
-        return realm
+        query = {"scope": challenge.get("scope") or f"repository:{self._reference.path}:pull"}
+        if challenge.get("service"):
+            query["service"] = challenge["service"]
+        with _closing(self._in_time(lambda: self._request("GET", realm, {}, authorization, params=query))) as response:
+            self._explain(response, shortened(target.netloc))
+            body = self.read(response, _MAX_TOKEN)
+        found = parse_json(TokenResponse, body, f"{self._reference.host} names a token service whose response")
+        token = found.token or found.access_token
+        if not token:
+            raise self.protocol_error("names a token service that returns no token")
+        return token
 
 
-class _Header:
-    """Set the Authorization header. With any `auth` object, requests does not read ~/.netrc."""
-
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def __call__(self, request: Any) -> Any:
-        if self._value:
-            request.headers["Authorization"] = self._value
-        return request
+@contextmanager
+def _closing(response: requests.Response) -> Iterator[requests.Response]:
+    """Close a response, unless it stalled: that would wait for the thread that still reads it."""
+    try:
+        yield response
+    except StalledError:
+        raise
+    except BaseException:
+        response.close()
+        raise
+    response.close()
 
 
 def _parse_address(text: str, base: str = "") -> SplitResult | None:
@@ -346,10 +307,6 @@ def _parse_address(text: str, base: str = "") -> SplitResult | None:
 
 def _origin(address: SplitResult) -> tuple[str, str | None, int]:
     return address.scheme, address.hostname, address.port or {"http": 80, "https": 443}[address.scheme]
-
-
-def _basic(known: Credentials) -> str:
-    return "Basic " + base64.b64encode(f"{known.username}:{known.password}".encode()).decode()
 
 
 def _last_reason(error: BaseException) -> str:

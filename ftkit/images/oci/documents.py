@@ -11,28 +11,25 @@ from ftkit.errors import ImageError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_MAX_SIZE: Final = 1 << 50
+MANIFEST_TYPE: Final = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE: Final = "application/vnd.oci.image.index.v1+json"
 _MAX_LAYERS: Final = 1000
 """Docker's limit is 127."""
 
 
 def _as_text(value: str) -> str:
-    """Refuse text that enroot's files can't store: with NUL, or with a lone surrogate.
-
-    Raises:
-        ValueError: it has one.
-    """
+    """Refuse text that enroot's files can't store: with NUL, or with a lone surrogate, which raises ValueError."""
     value.encode()
     if "\0" in value:
         raise ValueError("has a NUL character")
     return value
 
 
-Text = Annotated[str, AfterValidator(_as_text)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(lambda value: () if value is None else value)]
-Labels = Annotated[dict[Text, Text], BeforeValidator(lambda value: {} if value is None else value)]
-Volumes = Annotated[dict[Text, object], BeforeValidator(lambda value: {} if value is None else value)]
-Size = Annotated[int, Field(strict=True, ge=0, le=_MAX_SIZE)]
+_Size = Annotated[int, Field(strict=True, ge=0, le=1 << 50)]
+_Text = Annotated[str, AfterValidator(_as_text)]
+_Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda value: () if value is None else value)]
+_Labels = Annotated[dict[_Text, _Text], BeforeValidator(lambda value: {} if value is None else value)]
+_Volumes = Annotated[dict[_Text, object], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 class _Document(BaseModel):
@@ -46,23 +43,28 @@ class Platform(_Document):
     architecture: str = ""
 
 
-class Descriptor(_Document):
-    """A reference to a document or blob, with its digest, and its size in bytes."""
+class Descriptor(BaseModel):
+    """A reference to a document or blob, with its digest, and its size in bytes; other fields are kept unchanged."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
     digest: Digest
-    size: Size
+    size: _Size
+    media_type: str = Field(default=MANIFEST_TYPE, alias="mediaType")
+    artifact_type: str = Field(default="", alias="artifactType")
     platform: Platform | None = None
 
 
 class Manifest(_Document):
-    """An image: its configuration, and its layers from the lowest up, compressed as in the registry."""
+    """An image: its configuration, and its layers from the lowest up, compressed as in the registry. Or an artifact."""
 
     config: Descriptor
     layers: Annotated[tuple[Descriptor, ...], Field(max_length=_MAX_LAYERS)]
+    artifact_type: str = Field(default="", alias="artifactType")
 
 
 class Index(_Document):
-    """One image for several architectures."""
+    """One image for several architectures, or the artifacts that refer to an image."""
 
     manifests: tuple[Descriptor, ...]
 
@@ -70,18 +72,18 @@ class Index(_Document):
 class RunConfig(_Document):
     """How an image is run, with the keys that docker and OCI share."""
 
-    environment: Texts = Field(default=(), alias="Env")
-    entrypoint: Texts = Field(default=(), alias="Entrypoint")
-    command: Texts = Field(default=(), alias="Cmd")
-    working_directory: Text | None = Field(default=None, alias="WorkingDir")
-    volumes: Volumes = Field(default_factory=dict, alias="Volumes")
-    labels: Labels = Field(default_factory=dict, alias="Labels")
+    environment: _Texts = Field(default=(), alias="Env")
+    entrypoint: _Texts = Field(default=(), alias="Entrypoint")
+    command: _Texts = Field(default=(), alias="Cmd")
+    working_directory: _Text | None = Field(default=None, alias="WorkingDir")
+    volumes: _Volumes = Field(default_factory=dict, alias="Volumes")
+    labels: _Labels = Field(default_factory=dict, alias="Labels")
 
 
 class RootFilesystem(_Document):
     """Digests of the uncompressed layers, through which a configuration determines an image's content."""
 
-    diff_ids: Annotated[tuple[Digest, ...], BeforeValidator(lambda value: () if value is None else value)]
+    diff_ids: tuple[Digest, ...]
 
 
 class Configuration(_Document):
@@ -92,10 +94,17 @@ class Configuration(_Document):
     created: str | None = None
 
 
-class _Kind(_Document):
+class TokenResponse(_Document):
+    """The response of a token service; older services set `token`, newer ones `access_token`."""
+
+    token: str | None = None
+    access_token: str | None = None
+
+
+class DocumentKind(_Document):
     """The fields that determine the kind of a document."""
 
-    schema_version: int | None = Field(default=None, alias="schemaVersion")
+    media_type: str = Field(default=MANIFEST_TYPE, alias="mediaType")
     manifests: object = None
     config: object = None
     layers: object = None
@@ -107,20 +116,16 @@ def read_document(body: bytes, whose: str) -> Index | Manifest:
     Raises:
         ImageError: it is neither, or could be read as both.
     """
-    kind = parse_json(_Kind, body, f"{whose} has a manifest that")
-    if kind.manifests is not None and (kind.config is not None or kind.layers is not None):
+    kind = parse_json(DocumentKind, body, f"{whose} has a manifest that")
+    if kind.manifests is None:
+        return parse_json(Manifest, body, f"{whose} has a manifest that")
+    if kind.config is not None or kind.layers is not None:
         raise ImageError(
             f"{whose} has a manifest that is also an index",
             meaning="different programs would read different images from it; this does not happen by accident",
             fix="don't use this image, and report it to the registry's administrator",
         )
-    if kind.manifests is not None:
-        return parse_json(Index, body, f"{whose} has an index that")
-    if kind.schema_version == 1:
-        raise ImageError(
-            f"{whose} is in schema 1 of docker's manifests (until 2015), which ftkit can't read", fix="push it again"
-        )
-    return parse_json(Manifest, body, f"{whose} has a manifest that")
+    return parse_json(Index, body, f"{whose} has an index that")
 
 
 def parse_json(model: type[ModelT], body: bytes, what: str) -> ModelT:
@@ -132,27 +137,16 @@ def parse_json(model: type[ModelT], body: bytes, what: str) -> ModelT:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise ImageError(
-            f"{what} can't be read: {_first(error)}",
-            meaning="this is not a registry, a proxy responds in its place, or the pushed content is damaged",
-            fix="check the registry's address; push the image again if it is yours",
-        ) from error
+        raise invalid_document(error, what) from error
 
 
-def read_run_config(values: object, whose: str) -> RunConfig:
-    """Validate the configuration of an image in a docker engine.
-
-    Raises:
-        ImageError: it does not match docker's schema.
-    """
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise ImageError(f"{whose} can't be read: {_first(error)}", fix="see 'docker inspect' of the image") from error
-
-
-def _first(error: ValidationError) -> str:
+def invalid_document(error: ValidationError, what: str) -> ImageError:
+    """Return the error for a document with another schema; `what` begins its message."""
     detail = error.errors(include_input=False, include_url=False)[0]
     place = ".".join(str(part) for part in detail["loc"])
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{shortened(place)}: {message}" if place else message
+    return ImageError(
+        f"{what} can't be read: {f'{shortened(place)}: ' if place else ''}{message}",
+        meaning="this is not a registry, a proxy responds in its place, or the pushed content is damaged",
+        fix="check the registry's address; push the image again if it is yours",
+    )

@@ -1,7 +1,7 @@
 """Manifests and blobs of a registry, each compared with the digest that refers to it.
 
-The chain is: reference -> index -> manifest -> configuration and layers. Its last link, from the layers to
-the configuration's `diff_ids`, is checked where layers are unpacked (`flatten`).
+The chain is: reference -> index -> manifest -> configuration and layers. Its last link, from the layers to the
+configuration's `diff_ids`, is checked where layers are unpacked (`flatten`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from typing import TYPE_CHECKING, Final, Self
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError, NotFoundError, plural
+from ftkit.images.events import retry
 from ftkit.images.oci.connection import Connection
-from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document
-from ftkit.images.progress import retry
+from ftkit.images.oci.documents import (
+    Configuration,
+    Descriptor,
+    Index,
+    Manifest,
+    parse_json,
+    read_document,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import requests
 
     from ftkit.config.image_reference import RegistryImage
-    from ftkit.images.oci.access import Credentials
-    from ftkit.images.progress import Report
+    from ftkit.images.events import Report
+    from ftkit.images.oci.credentials import Credentials
+
 
 _MEDIA_TYPES: Final = (
     "application/vnd.oci.image.index.v1+json",
@@ -33,12 +41,11 @@ _MEDIA_TYPES: Final = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-_ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
-_PARTIAL: Final = 206
 _MAX_MANIFEST: Final = 4 << 20
 """Bytes of a manifest or an index: the size that, by the OCI distribution specification, registries should support."""
 _MAX_CONFIGURATION: Final = 16 << 20
 _MAX_NESTED: Final = 3
+_PARTIAL: Final = 206
 
 
 class Registry:
@@ -64,7 +71,12 @@ class Registry:
 
     def close(self) -> None:
         """Close the connections."""
-        self._connection.close()
+        self._connection.session.close()
+
+    @property
+    def stage(self) -> str:
+        """The step, for progress reports."""
+        return f"downloading {self._reference}"
 
     def resolve(self) -> Digest:
         """Return the digest of the reference: that of the index, if the image has several architectures."""
@@ -82,10 +94,17 @@ class Registry:
         for _ in range(_MAX_NESTED):
             if isinstance(document, Manifest):
                 return document, tuple(digests)
-            entry = self._entry_for_this_machine(document)
+            entry = entry_for_this_machine(document, self._reference)
             document, digest = self._document(entry.digest, entry.digest, entry.size)
             digests.append(digest)
         raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
+
+    def _document(
+        self, wanted: str, digest: Digest | None, size: int = _MAX_MANIFEST
+    ) -> tuple[Index | Manifest, Digest]:
+        """Return an index or a manifest by tag or digest, and its digest."""
+        body = self.document(f"manifests/{wanted}", digest, min(size, _MAX_MANIFEST))
+        return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
     def configuration(self, manifest: Manifest) -> Configuration:
         """Return an image's configuration.
@@ -94,9 +113,7 @@ class Registry:
             ImageError: it does not have the manifest's digest, or does not match the manifest's layers.
         """
         wanted = manifest.config
-        if wanted.size > _MAX_CONFIGURATION:
-            raise ImageError(f"{self._reference} has a configuration of {wanted.size} bytes", fix="push it again")
-        data = self._read_verified(f"blobs/{wanted.digest}", wanted.digest, wanted.size)
+        data = self.document(f"blobs/{wanted.digest}", wanted.digest, min(wanted.size, _MAX_CONFIGURATION))
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
         if len(configuration.rootfs.diff_ids) != len(manifest.layers):
             raise ImageError(
@@ -114,21 +131,36 @@ class Registry:
             NotFoundError: there is none.
             ImageError: access is denied, or the document is too large or does not have this digest.
         """
-        return self._read_verified(path, digest, limit)
+        headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
 
-    def send(self, method: str, address: str, content: bytes, media_type: str) -> dict[str, str]:
-        """Write to the repository and return the response's headers; raises the same errors as `Connection.send`."""
-        stage = f"writing to {self._reference.host}"
+        def fetch() -> bytes:
+            with self._connection.open(path, headers, has_digest=digest is not None) as response:
+                return self._connection.read(response, limit)
+
+        data = retry(fetch, self._report, self.stage, self._waits)
+        if digest is not None:
+            self._compare(digest, hashlib.sha256(data).hexdigest())
+        return data
+
+    def send(self, method: str, address: str, content: bytes, media_type: str) -> Mapping[str, str]:
+        """Write to the repository and return the response's headers, by names in any case.
+
+        `address` is a path in the repository, or an address that the registry gave for an upload.
+
+        Raises:
+            ImageError: access is denied, the registry can't be reached, or the response violates the protocol.
+        """
         return retry(
-            lambda: self._connection.send(method, address, content, media_type), self._report, stage, self._waits
-        )
+            lambda: self._connection.send(method, address, content, media_type),
+            self._report, f"writing to {self._reference.host}", self._waits,
+        )  # fmt: skip
 
     def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
         """Download a layer into `path`; continue after a lost connection; never write more than the layer's size.
 
         Raises:
             ImageError: the registry sent other content, or all retries failed: the connection was lost, or a MiB took
-                longer than `connection.CHUNK_SECONDS`.
+                longer than `CHUNK_SECONDS`.
         """
         running = hashlib.sha256()
 
@@ -148,9 +180,8 @@ class Registry:
                 for chunk in self._connection.chunks(response):
                     start += len(chunk)
                     if start > layer.size:
-                        raise self._connection.protocol_error(
-                            f"sent more than the {layer.size} bytes of {layer.digest}"
-                        )
+                        what = f"sent more than the {layer.size} bytes of {layer.digest}"
+                        raise self._connection.protocol_error(what)
                     file.write(chunk)
                     file.flush()
                     running.update(chunk)
@@ -161,48 +192,6 @@ class Registry:
         retry(attempt, self._report, self.stage, self._waits)
         self._compare(layer.digest, running.hexdigest())
 
-    @property
-    def stage(self) -> str:
-        """The step, for progress reports."""
-        return f"downloading {self._reference}"
-
-    def _document(self, wanted: str, digest: Digest | None, size: int | None = None) -> tuple[Index | Manifest, Digest]:
-        """Return an index or a manifest by tag or digest, and its digest."""
-        body = self._read_verified(
-            f"manifests/{wanted}", digest, _MAX_MANIFEST if size is None else min(size, _MAX_MANIFEST)
-        )
-        return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
-
-    def _entry_for_this_machine(self, index: Index) -> Descriptor:
-        architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
-        for entry in index.manifests:
-            if entry.platform and (entry.platform.os, entry.platform.architecture) == ("linux", architecture):
-                return entry
-        for entry in index.manifests:
-            if entry.platform is None:  # optional; entries that are not images, like attestations, have another one
-                return entry
-        platforms = dict.fromkeys(
-            f"{each.platform.os}/{each.platform.architecture}" for each in index.manifests if each.platform
-        )
-        platforms.pop("unknown/unknown", None)  # attestations
-        raise NotFoundError(
-            f"{self._reference} has no image for linux/{architecture}",
-            meaning=f"it was built for {', '.join(platforms)}" if platforms else "",
-            fix="build it for this architecture, or import it on a machine of its own",
-        )
-
-    def _read_verified(self, path: str, digest: Digest | None, limit: int) -> bytes:
-        """Return a document of at most `limit` bytes; compare it with its digest if that is known."""
-
-        def fetch() -> bytes:
-            headers = {"Accept": ", ".join(_MEDIA_TYPES)} if path.startswith("manifests/") else {}
-            return self._connection.document(path, headers, limit, has_digest=digest is not None)
-
-        data = retry(fetch, self._report, self.stage, self._waits)
-        if digest is not None:
-            self._compare(digest, hashlib.sha256(data).hexdigest())
-        return data
-
     def _compare(self, digest: Digest, found: str) -> None:
         if digest.hex != found:
             raise ImageError(
@@ -210,6 +199,22 @@ class Registry:
                 meaning="the download or the registry's disk is corrupted, or someone changed the image",
                 fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
             )
+
+
+def entry_for_this_machine(index: Index, reference: RegistryImage) -> Descriptor:
+    """Return the entry of an index with this machine's platform, else one without a platform, which is optional."""
+    machine = platform.machine()
+    wanted = ("linux", {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine))
+    found = {(each.platform.os, each.platform.architecture) if each.platform else None: each
+             for each in reversed(index.manifests)}  # fmt: skip
+    if entry := found.get(wanted) or found.get(None):
+        return entry
+    others = ["/".join(each) for each in reversed(found) if each not in (None, ("unknown", "unknown"))]  # attestations
+    raise NotFoundError(
+        f"{reference} has no image for {'/'.join(wanted)}",
+        meaning=f"it was built for {', '.join(others)}" if others else "",
+        fix="build it for this architecture, or import it on a machine of its own",
+    )
 
 
 def _starts_at(response: requests.Response, start: int) -> bool:

@@ -15,7 +15,7 @@ from ftkit.config.image_reference import NamedImage
 from ftkit.config.recipe import TrackingSpec
 from ftkit.errors import ConfigError, ImageError, NotFoundError
 from ftkit.files import write_json
-from ftkit.images.self_check import make_sbom
+from ftkit.images.inside import make_sbom
 
 if TYPE_CHECKING:
     from pathlib import Path

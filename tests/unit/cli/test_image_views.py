@@ -13,9 +13,9 @@ from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image import BaseImageSpec, ImageSpec
 from ftkit.config.image_reference import Digest
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.progress import ProgressEvent
+from ftkit.images.events import ProgressEvent
+from ftkit.images.inventory import ImageStatus
 from ftkit.images.squashfs import ImageConfig
-from ftkit.images.status import ImageStatus
 
 SPEC = ImageSpec(
     name="olmo3",

@@ -19,11 +19,10 @@ from ftkit.config.context import Context, list_images
 from ftkit.config.image import BaseImageSpec
 from ftkit.config.load import ImageDefinition, find_image
 from ftkit.errors import ImageError
-from ftkit.images import self_check
-from ftkit.images.build_context import assemble
+from ftkit.images import inside
+from ftkit.images.build_context import assemble, definition_file
+from ftkit.images.inside import make_sbom, parse_pins
 from ftkit.images.lock import inputs_digest, read_lock
-from ftkit.images.self_check import make_sbom, parse_pins
-from ftkit.images.sif import definition_file
 from ftkit.wheel import make_wheel
 
 CHECKOUT = Path(__file__).parents[3]
@@ -183,7 +182,7 @@ def test_the_bill_of_materials_lists_python_and_debian_packages(tmp_path: Path) 
 def test_the_dockerfiles_command_writes_the_bill_of_materials_with_only_the_standard_library(tmp_path: Path) -> None:
     written = tmp_path / "sbom.json"
     subprocess.run(
-        [sys.executable, "-S", "-m", "ftkit.images.self_check", "--sbom", str(written)], cwd=CHECKOUT, check=True
+        [sys.executable, "-S", "-m", "ftkit.images.inside", "--sbom", str(written)], cwd=CHECKOUT, check=True
     )
     assert json.loads(written.read_text())["bomFormat"] == "CycloneDX"
 
@@ -192,11 +191,11 @@ def check(folder: Path, *, lock: str = "", base: str = "", **image: object) -> l
     (folder / "requirements.lock").write_text(lock)
     (folder / "base-packages.txt").write_text(base)
     (folder / "image.json").write_text(json.dumps({"provided": {}, "imports": [], **image}))
-    return self_check.find_issues(folder)
+    return inside.find_issues(folder)
 
 
 def test_an_image_that_matches_its_definition_has_no_faults(tmp_path: Path) -> None:
-    pydantic, click = self_check._version("pydantic"), self_check._version("click")
+    pydantic, click = inside._version("pydantic"), inside._version("click")
     lock, base = f"pydantic=={pydantic} \\\n    --hash=sha256:0\n", f"click=={click}\n"
     assert check(tmp_path, lock=lock, base=base, provided={"click": str(click)[:2]}, imports=["json"]) == []
 

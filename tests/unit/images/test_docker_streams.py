@@ -14,7 +14,7 @@ from ftkit.images.oci.documents import RunConfig
 from ftkit.images.transfer import follow_transfer
 
 if TYPE_CHECKING:
-    from ftkit.images.progress import ProgressEvent
+    from ftkit.images.events import ProgressEvent
 
 DIGEST = "sha256:" + "d" * 64
 

@@ -14,12 +14,12 @@ import pytest
 from ftkit.config.image_reference import Digest, is_loopback, parse_reference
 from ftkit.errors import ImageError, NotFoundError
 from ftkit.images import import_image as importing
+from ftkit.images.events import ignore_progress
+from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
 from ftkit.images.import_image import ImportResult, RegistrySource, import_image
-from ftkit.images.oci.access import Credentials
+from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ignore_progress
 from ftkit.images.squashfs import Contents, MadeFile
-from ftkit.images.store import ImageStore, manifest_file, read_manifest
 from ftkit.images.verify import verify
 
 if TYPE_CHECKING:

@@ -20,15 +20,14 @@ from ftkit.config.context import Context
 from ftkit.config.image_reference import Digest, parse_importable, parse_reference
 from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, ImageError, PrerequisiteError
-from ftkit.images import enroot, sif, squashfs
+from ftkit.images import enroot, squashfs
 from ftkit.images import import_image as importing
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.enroot import EnrootSource
+from ftkit.images.events import ignore_progress
+from ftkit.images.image_store import ImageStore, read_manifest
 from ftkit.images.import_image import DockerSource, ImportRequest, import_image, select_source
-from ftkit.images.progress import ignore_progress
-from ftkit.images.sif import SifSource
 from ftkit.images.squashfs import ImageConfig
-from ftkit.images.store import ImageStore, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -366,8 +365,8 @@ def test_a_sif_file_is_made_by_whichever_program_is_installed(
     stand_in(program, APPTAINER)
     said: list[str] = []
     store = ImageStore(tmp_path / "images")
-    request = requested("docker://r.io/team/olmo3:25.02", None, SLURM)
-    source = SifSource(request, ignore_progress)
+    request = requested("docker://r.io/team/olmo3:25.02", None, SLURM, format="sif")
+    source = select_source(request, ignore_progress)
     imported = import_image("olmo3:25.02", source, store, report=lambda progress: said.append(progress.text))
     assert "INFO: Starting build..." in said
     assert capfd.readouterr() == ("", "")
@@ -385,9 +384,9 @@ def test_a_sif_file_is_made_from_the_id_of_an_engine_image(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     image = DockerImage(Known.image_id, size=1, created=0, labels={}, repo_digests=(), config=Known.config)
-    monkeypatch.setattr(sif, "select_source", lambda *_: DockerSource("ftkit/a:1", image))
+    monkeypatch.setattr(importing, "_docker_source", lambda _: DockerSource("ftkit/a:1", image))
     store = ImageStore(tmp_path / "images")
-    import_image("a:1", SifSource(requested("a:1", None, SLURM), ignore_progress), store)
+    import_image("a:1", select_source(requested("a:1", None, SLURM, format="sif"), ignore_progress), store)
     assert (record / "apptainer").read_text().split()[-1] == f"docker-daemon:{Known.image_id}"
 
 
@@ -396,7 +395,7 @@ def test_another_manifest_yields_another_sif_file(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     store = ImageStore(tmp_path / "images")
-    source = SifSource(requested("docker://r.io/a:1", None, SLURM), ignore_progress)
+    source = select_source(requested("docker://r.io/a:1", None, SLURM, format="sif"), ignore_progress)
     import_image("a:1", source, store)
     source.registry_digest = Digest("sha256:" + "d" * 64)
     again = import_image("a:1", source, store)
@@ -409,19 +408,19 @@ def test_a_sif_build_that_fails_shows_the_output(
 ) -> None:
     stand_in("apptainer", APPTAINER)
     monkeypatch.setenv("SAYS", "FATAL: manifest unknown")
-    request = requested("docker://r.io/a:1", None, SLURM)
+    request = requested("docker://r.io/a:1", None, SLURM, format="sif")
     with pytest.raises(ImageError, match="manifest unknown"):
-        import_image("a:1", SifSource(request, ignore_progress), ImageStore(tmp_path / "images"))
+        import_image("a:1", select_source(request, ignore_progress), ImageStore(tmp_path / "images"))
     assert json.dumps(sorted(path.name for path in (tmp_path / "images").iterdir())).count("sif") == 1  # only its lock
     assert record.is_dir()
 
 
 def test_enroot_is_never_used_for_a_sif_file(record: Path, stand_in: Callable[[str, str], None]) -> None:
     stand_in("enroot", ENROOT)
-    request = requested("docker://r.io/a:1", None, SLURM)
-    assert SifSource(request, ignore_progress).origin == "a registry"
+    request = requested("docker://r.io/a:1", None, SLURM, format="sif")
+    assert select_source(request, ignore_progress).origin == "a registry"
     with pytest.raises(ConfigError, match="--on-node"):
-        SifSource(replace(request, on_node=True), ignore_progress)
+        select_source(replace(request, on_node=True), ignore_progress)
     assert list(record.glob("enroot*")) == []
 
 
@@ -429,7 +428,7 @@ def test_missing_apptainer_is_reported_for_sif(record: Path, tmp_path: Path) -> 
     with pytest.raises(PrerequisiteError, match="neither 'apptainer' nor 'singularity'"):
         import_image(
             "a:1",
-            SifSource(requested("docker://r.io/a:1", None, SLURM), ignore_progress),
+            select_source(requested("docker://r.io/a:1", None, SLURM, format="sif"), ignore_progress),
             ImageStore(tmp_path),
         )
     assert record.is_dir()

@@ -13,7 +13,8 @@ import pytest
 
 from ftkit.config.image_reference import Digest, NamedImage
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images.signatures import INDEX_TYPE, MANIFEST_TYPE, require_in_registry, sign_in_registry
+from ftkit.images.oci.documents import INDEX_TYPE, MANIFEST_TYPE
+from ftkit.images.signatures import require_in_registry, sign_in_registry
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ import pytest
 
 from ftkit import process
 from ftkit.errors import ImageError
-from ftkit.images.progress import ignore_progress
-from ftkit.images.self_check import PASSED
-from ftkit.images.store import ImportManifest
+from ftkit.images.events import ignore_progress
+from ftkit.images.image_store import ImportManifest
+from ftkit.images.inside import PASSED
 from ftkit.images.verify import verify_inside
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from ftkit.files import file_lock, write_json
-from ftkit.remote.login import Login
-from ftkit.remote.records import Records
+from ftkit.remote.remote_runs import Records
+from ftkit.remote.ssh import Login
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def test_runs_are_recorded_by_one_process_at_a_time(tmp_path: Path, monkeypatch:
         except OtherProcessWaitsError:
             write_json(path, content)
 
-    monkeypatch.setattr("ftkit.remote.records.write_json", write)
+    monkeypatch.setattr("ftkit.remote.remote_runs.write_json", write)
     records = Records(tmp_path)
     for run in ("a-20261123T100000Z-1111", "b-20261123T100000Z-2222"):
         records.add([run], LOGIN, tmp_path)

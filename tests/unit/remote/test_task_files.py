@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from ruamel.yaml import YAML
 
 from ftkit.config.context import Context
-from ftkit.remote.login import Login
 from ftkit.remote.sending import pack_run
+from ftkit.remote.ssh import Login
 
 if TYPE_CHECKING:
     from pathlib import Path

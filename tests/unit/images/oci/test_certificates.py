@@ -4,9 +4,9 @@ import pytest
 
 from ftkit.config.image_reference import parse_reference
 from ftkit.errors import PrerequisiteError
-from ftkit.images.oci.access import explain_tls
+from ftkit.images.events import ignore_progress
+from ftkit.images.oci.credentials import explain_tls
 from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ignore_progress
 from ftkit.images.transfer import explain_transfer
 
 REFERENCE = parse_reference("registry.example:5000/team/x:1")

@@ -13,8 +13,8 @@ import pytest
 
 from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
-from ftkit.images.oci import flatten as flatten_module
-from ftkit.images.oci.flatten import Layer, flatten
+from ftkit.images.oci import tar as tar_module
+from ftkit.images.oci.tar import Layer, flatten
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,14 +106,14 @@ def test_a_layer_is_read_at_most_twice_whatever_the_number_of_hidden_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_opened = 0
-    opened = flatten_module._opened
+    opened = tar_module._opened
 
     def counting(path: Path) -> object:
         nonlocal num_opened
         num_opened += 1
         return opened(path)
 
-    monkeypatch.setattr(flatten_module, "_opened", counting)
+    monkeypatch.setattr(tar_module, "_opened", counting)
     below = [entry for n in range(200) for entry in ((f"a{n}", str(n), "file"), (f"l{n}", f"a{n}", "link"))]
     found = whole(tmp_path, below, [(f".wh.a{n}", "", "file") for n in range(200)])
     assert found == {f"l{n}": str(n) for n in range(200)}

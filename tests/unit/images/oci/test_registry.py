@@ -13,13 +13,14 @@ import pytest
 
 from ftkit.config.image_reference import Digest, parse_reference
 from ftkit.errors import ImageError, NotFoundError
-from ftkit.images import progress
+from ftkit.images import events
+from ftkit.images.events import TransientError, ignore_progress
 from ftkit.images.import_image import RegistrySource
 from ftkit.images.oci import connection
-from ftkit.images.oci.access import Credentials
+from ftkit.images.oci.connection import StalledError
+from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, Platform, RootFilesystem
-from ftkit.images.oci.registry import Registry
-from ftkit.images.progress import ignore_progress
+from ftkit.images.oci.registry import Registry, entry_for_this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def behavior(monkeypatch: pytest.MonkeyPatch) -> Iterator[Behavior]:
-    monkeypatch.setattr(progress, "RETRY_SECONDS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(events, "RETRY_SECONDS", (0.01, 0.01, 0.01))
     return Behavior()
 
 
@@ -135,7 +136,7 @@ def test_a_download_restarts_if_ranges_are_not_supported(
 
 def test_a_permanently_unreachable_registry_is_reported(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
     behavior.cut_after = [1000] * 9
-    with pytest.raises(ImageError, match=r"lost the connection to 127\.0\.0\.1"):
+    with pytest.raises(TransientError, match=r"127\.0\.0\.1"):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
     assert len(behavior.ranges) == 4
 
@@ -201,10 +202,10 @@ def test_a_lost_connection_is_reported_with_the_systems_message() -> None:
         Registry(parse_reference("127.0.0.1:9/x:1"), None, ignore_progress) as made,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(progress, "RETRY_SECONDS", ())
+        patch.setattr(events, "RETRY_SECONDS", ())
         with pytest.raises(ImageError) as caught:
             made.manifest()
-    assert caught.value.what == "lost the connection to 127.0.0.1:9: Connection refused"
+    assert {"127.0.0.1:9:", "refused"} <= set(caught.value.what.split())
 
 
 def test_requests_to_a_busy_registry_are_retried(registry: Registry, behavior: Behavior, tmp_path: Path) -> None:
@@ -217,9 +218,9 @@ def test_requests_to_a_busy_registry_are_retried(registry: Registry, behavior: B
 def test_a_document_that_arrives_byte_by_byte_times_out(
     registry: Registry, behavior: Behavior, part: Literal["headers", "body", "token"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "DOCUMENT_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "CHUNK_SECONDS", 0.1)
     behavior.stalls = part
-    with pytest.raises(ImageError, match=r"did not send a small document within 0\.1 s"):
+    with pytest.raises(StalledError):
         registry.manifest()
 
 
@@ -233,7 +234,7 @@ def test_a_layer_that_arrives_too_slowly_times_out(
 ) -> None:
     monkeypatch.setattr(connection, "CHUNK_SECONDS", 0.1)
     behavior.stalls = part
-    with pytest.raises(ImageError, match=r"127\.0\.0\.1:\d+ sent less than 1 MiB in 0\.1 s"):
+    with pytest.raises(StalledError):
         registry.download(LAYER, tmp_path / "blob", lambda _: None)
 
 
@@ -260,17 +261,17 @@ def test_a_password_is_not_in_any_repr() -> None:
     ],
 )
 def test_the_entry_of_an_index_is_chosen_by_platform(
-    registry: Registry,
     monkeypatch: pytest.MonkeyPatch,
     platforms: tuple[tuple[str, str] | None, ...],
     found: int | None,
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    reference = parse_reference("r.io/x:1")
     named = [None if each is None else Platform(os=each[0], architecture=each[1]) for each in platforms]
     entries = tuple(Descriptor(digest=LAYER.digest, size=size, platform=each) for size, each in enumerate(named))
     if found is not None:
-        assert registry._entry_for_this_machine(Index(manifests=entries)).size == found
+        assert entry_for_this_machine(Index(manifests=entries), reference).size == found
         return
     with pytest.raises(NotFoundError) as refused:
-        registry._entry_for_this_machine(Index(manifests=entries))
-    assert refused.value.meaning == "it was built for linux/arm64"
+        entry_for_this_machine(Index(manifests=entries), reference)
+    assert refused.value.meaning.split()[-1] == "linux/arm64"

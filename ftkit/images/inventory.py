@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.image_reference import NamedImage
+from ftkit.config.image_reference import ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError
 from ftkit.files import remove
 from ftkit.images import docker_engine
 from ftkit.images.docker_engine import DockerImage
-from ftkit.images.store import ImportManifest, manifest_file, read_manifest, sbom_file
+from ftkit.images.image_store import ImportManifest, manifest_file, read_manifest, sbom_file
 from ftkit.images.verify import manifest_if_intact
 from ftkit.runs.signing import signature_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ftkit.images.store import ImageStore
+    from ftkit.images.image_store import ImageStore
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,12 @@ def image_statuses(references: Sequence[str], store: ImageStore) -> tuple[list[I
         has_docker = True
     except PrerequisiteError:
         built, has_docker = [None] * len(references), False
-    both = zip(references, built, strict=True)
-    return [ImageStatus(reference, image, _imported(reference, store)) for reference, image in both], has_docker
-
-
-def _imported(reference: str, store: ImageStore) -> tuple[ImportedFile, ...]:
-    found = []
-    for image_format in ("sqsh", "sif"):
-        link = store.link(reference, image_format)
-        if link.is_file():
-            found.append(ImportedFile(link, link.stat().st_size, manifest_if_intact(link.resolve())))
-    return tuple(found)
+    statuses = []
+    for reference, image in zip(references, built, strict=True):
+        links = [link for each in get_args(ImageFormat) if (link := store.link(reference, each)).is_file()]
+        files = (ImportedFile(link, link.stat().st_size, manifest_if_intact(link.resolve())) for link in links)
+        statuses.append(ImageStatus(reference, image, tuple(files)))
+    return statuses, has_docker
 
 
 def is_unpinned(image: DockerImage) -> bool:
@@ -88,36 +83,28 @@ class Removable:
 
 
 def find_removable(store: ImageStore, in_use: Iterable[Path]) -> list[Removable]:
-    """Return what may be removed: images that no link and no run uses, and what killed imports left."""
-    used = {path.resolve() for path in in_use}
-    pointed = {path.resolve() for path in store.links().values()}
+    """Return what may be removed: images that no link and no run uses, what killed imports left, and older builds."""
+    kept = {path.resolve() for path in (*in_use, *(link for link in store.files("*") if link.is_symlink()))}
     found = []
-    for path in sorted([*store.root.glob("sha256-*.sqsh"), *store.root.glob("sha256-*.sif")]):
-        if path.resolve() in used | pointed:
-            continue
-        manifest = read_manifest(path)
-        name = manifest.reference if manifest else path.name
-        files = (path, manifest_file(path), sbom_file(path), signature_file(manifest_file(path)))
-        found.append(Removable(name, "no name points to it", path.stat().st_size, files))
-    found += [Removable(path.name, "a killed import left it", _size(path), (path,)) for path in store.leftovers()]
-    return found + _dangling_in_docker()
-
-
-def _dangling_in_docker() -> list[Removable]:
-    """Return images that ftkit built, and whose name is now that of a newer build."""
+    for path in store.files("sha256-*"):
+        if path.resolve() not in kept:
+            manifest = read_manifest(path)
+            name = manifest.reference if manifest else path.name
+            files = (path, manifest_file(path), sbom_file(path), signature_file(manifest_file(path)))
+            found.append(Removable(name, "no name points to it", path.stat().st_size, files))
+    for path in store.leftovers():
+        size = sum(inner.stat().st_size for inner in (path, *path.rglob("*")) if inner.is_file())
+        found.append(Removable(path.name, "a killed import left it", size, (path,)))
     try:
         with docker_engine.connect() as client:
             docker_engine.remove_abandoned(client)  # otherwise docker refuses to remove their images
-            images = client.images(filters={"label": "ftkit.reference", "dangling": True})
+            images = client.images(filters={"label": docker_engine.REFERENCE_LABEL, "dangling": True})
     except PrerequisiteError:
-        return []
-    found = []
+        return found
     for image in images:
-        reference = (image.get("Labels") or {}).get("ftkit.reference", "")
-        found.append(
-            Removable(reference, "an older build, in the docker engine", int(image.get("Size") or 0),
-                      docker_id=str(image["Id"]))
-        )  # fmt: skip
+        reference = (image.get("Labels") or {}).get(docker_engine.REFERENCE_LABEL, "")
+        reason = "an older build, in the docker engine"
+        found.append(Removable(reference, reason, int(image.get("Size") or 0), docker_id=str(image["Id"])))
     return found
 
 
@@ -127,23 +114,11 @@ def remove_all(removables: Iterable[Removable]) -> int:
     for removable in removables:
         for path in removable.paths:
             remove(path)
-        if not removable.docker_id or _remove_image(removable.docker_id):
-            freed += removable.size
+        if removable.docker_id:
+            try:
+                with docker_engine.connect() as client:
+                    client.remove_image(removable.docker_id)
+            except docker_engine.docker_sdk().errors.APIError:
+                continue
+        freed += removable.size
     return freed
-
-
-def _remove_image(image_id: str) -> bool:
-    import docker  # noqa: PLC0415
-
-    try:
-        with docker_engine.connect() as client:
-            client.remove_image(image_id)
-    except docker.errors.APIError:
-        return False
-    return True
-
-
-def _size(path: Path) -> int:
-    if path.is_dir():
-        return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
-    return path.stat().st_size

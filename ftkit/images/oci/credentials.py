@@ -1,4 +1,4 @@
-"""Access to a registry: credentials, trusted certificates, and what a refusal means."""
+"""Credentials and trusted certificates of a registry, and what a refusal means."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ftkit.config.image_reference import DOCKER_HUB, shortened
 from ftkit.errors import ImageError, PrerequisiteError, one_line
+from ftkit.images.docker_engine import docker_sdk
 
 if TYPE_CHECKING:
     from requests.adapters import HTTPAdapter
 
     from ftkit.config.image_reference import RegistryImage
 
-
 _NGC_HOST = "nvcr.io"
 _NGC_USER = "$oauthtoken"
-_DOCKER_HUB_ENTRY = "docker.io"
+_CERTIFICATES: Final = ("/etc/docker/certs.d", "~/.config/docker/certs.d")
+"""Where docker's engine looks for a registry's certificates, in a folder named `HOST:PORT`; the second is rootless."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,6 @@ class Credentials:
 
     username: str
     password: str = field(repr=False)
-
-    def for_docker(self) -> dict[str, str]:
-        """Return them for the docker SDK."""
-        return {"username": self.username, "password": self.password}
 
 
 def from_user(host: str, username: str | None, password: str) -> Credentials:
@@ -41,7 +38,7 @@ def from_user(host: str, username: str | None, password: str) -> Credentials:
     """
     name = username or (_NGC_USER if host == _NGC_HOST else "")
     if not name or not password:
-        what = "a user name (--username)" if not name else "a password on standard input"
+        what = "a password on standard input" if name else "a user name (--username)"
         raise ImageError(f"{host} needs {what}", fix='printf %s "$TOKEN" | ftkit push … --username U --password-stdin')
     return Credentials(name, password)
 
@@ -53,24 +50,19 @@ def find_credentials(host: str) -> Credentials | None:
         PrerequisiteError: its credential helper fails.
     """
     try:
-        from docker import auth  # noqa: PLC0415
-        from docker.errors import DockerException  # noqa: PLC0415
-    except ImportError:
+        docker = docker_sdk()
+    except PrerequisiteError:
         return None
-    entry = _DOCKER_HUB_ENTRY if host == DOCKER_HUB else host
     try:
-        found = auth.load_config().resolve_authconfig(entry)
-    except DockerException as error:
+        found = docker.auth.load_config().resolve_authconfig("docker.io" if host == DOCKER_HUB else host) or {}
+    except docker.errors.DockerException as error:
         raise PrerequisiteError(
             f"docker's credential helper for {host} failed: {one_line(error)}",
             meaning="docker's config.json lists a helper that is not installed or not logged in",
             fix=f"see 'credsStore' and 'credHelpers' in ~/.docker/config.json, or run 'docker login {host}'",
         ) from error
-    if not found or (not found.get("Username") and not found.get("username")):
-        return None
-    return Credentials(
-        found.get("Username") or found.get("username"), found.get("Password") or found.get("password") or ""
-    )
+    values = {key.lower(): value for key, value in found.items()}  # a helper's keys are capitalized
+    return Credentials(values["username"], values.get("password") or "") if values.get("username") else None
 
 
 def access_denied(reference: RegistryImage, credentials: Credentials | None, message: str = "") -> ImageError:
@@ -88,10 +80,6 @@ def access_denied(reference: RegistryImage, credentials: Credentials | None, mes
     return ImageError(what + (f": {message}" if message else ""), meaning=meaning, fix=fix)
 
 
-_DOCKER_FOLDERS: Final = ("/etc/docker/certs.d", "~/.config/docker/certs.d")
-"""Where docker's engine looks for a registry's certificates, in a folder named `HOST:PORT`; the second is rootless."""
-
-
 def trusting_adapter(host: str) -> HTTPAdapter:
     """Return an adapter that trusts what docker and enroot trust, and not only the certificates of requests.
 
@@ -104,7 +92,7 @@ def trusting_adapter(host: str) -> HTTPAdapter:
     from requests.adapters import HTTPAdapter  # noqa: PLC0415 - comes with the extra
 
     context = ssl.create_default_context()
-    for folder in _DOCKER_FOLDERS:
+    for folder in _CERTIFICATES:
         for file in sorted(Path(folder).expanduser().joinpath(host).glob("*.crt")):
             try:
                 context.load_verify_locations(file)
@@ -112,10 +100,10 @@ def trusting_adapter(host: str) -> HTTPAdapter:
                 raise PrerequisiteError(f"can't read docker's certificate {file}: {one_line(error)}") from error
 
     class Adapter(HTTPAdapter):  # type: ignore[misc] # requests has no types
-        def init_poolmanager(self, *words: Any, **options: Any) -> None:
+        def init_poolmanager(self, *words: object, **options: object) -> None:
             super().init_poolmanager(*words, ssl_context=context, **options)
 
-        def proxy_manager_for(self, *words: Any, **options: Any) -> Any:
+        def proxy_manager_for(self, *words: object, **options: object) -> Any:
             return super().proxy_manager_for(*words, ssl_context=context, **options)
 
     return Adapter()
@@ -123,23 +111,15 @@ def trusting_adapter(host: str) -> HTTPAdapter:
 
 def explain_tls(host: str, reason: str) -> ImageError:
     """Return the error for a failed TLS connection, with the reason of OpenSSL or the docker engine."""
-    what = f"the TLS connection to {shortened(host)} failed: {reason}"
+    meaning = "the site's own authority has signed its certificate, and this machine does not trust it"
+    fix = f"put that authority's certificate into {_CERTIFICATES[0]}/{host}/ca.crt, or set SSL_CERT_FILE to it"
     if "WRONG_VERSION_NUMBER" in reason or "server gave HTTP response" in reason:
-        return ImageError(
-            what,
-            meaning="the registry speaks plain HTTP, which is used only for registries on this machine",
-            fix=f"correct the port, or forward one of this machine: ssh -L 5000:{host} LOGIN, and use localhost:5000",
-        )
-    if "mismatch" in reason or "certificate is valid for" in reason:
-        return ImageError(
-            what,
-            meaning="its certificate is for another host name, or another server answers at this address",
-            fix="use the name that is in the certificate",
-        )
-    if "expired" in reason or "not yet valid" in reason:
-        return ImageError(what, fix="renew the registry's certificate; check this machine's clock: date")
-    return ImageError(
-        what,
-        meaning="the site's own authority has signed its certificate, and this machine does not trust it",
-        fix=f"put that authority's certificate into {_DOCKER_FOLDERS[0]}/{host}/ca.crt, or set SSL_CERT_FILE to it",
-    )
+        meaning = "the registry speaks plain HTTP, which is used only for registries on this machine"
+        fix = f"correct the port, or forward one of this machine: ssh -L 5000:{host} LOGIN, and use localhost:5000"
+    elif "mismatch" in reason or "certificate is valid for" in reason:
+        meaning = "its certificate is for another host name, or another server answers at this address"
+        fix = "use the name that is in the certificate"
+    elif "expired" in reason or "not yet valid" in reason:
+        meaning = ""
+        fix = "renew the registry's certificate; check this machine's clock: date"
+    return ImageError(f"the TLS connection to {shortened(host)} failed: {reason}", meaning=meaning, fix=fix)

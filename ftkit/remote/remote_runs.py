@@ -7,17 +7,16 @@ import re
 import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ftkit.files import file_lock_if_supported, read_json_if_valid, write_file, write_json
-from ftkit.remote.login import Login
+from ftkit.remote.ssh import Login
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_RUN_ID: Final = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)-(?P<created>\d{8}T\d{6}Z)-(?P<suffix>[0-9a-f]+)")
+_RUN_ID: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)-(\d{8}T\d{6}Z)-([0-9a-f]+)")
 _NUM_KEPT: Final = 1000
 _SUBMISSION_ID: Final = re.compile("[0-9a-f]{16}")
 
@@ -34,17 +33,6 @@ class RemoteRun:
     id: str
     login: Login
     project: Path
-
-    @property
-    def created(self) -> datetime:
-        """When the run was planned, by the login node's clock."""
-        stamp = self.id.rsplit("-", 2)[1]
-        return datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-
-    def is_named(self, reference: str) -> bool:
-        """Return whether a reference selects this run: its id, the beginning of it, its suffix, or its name."""
-        match = _RUN_ID.fullmatch(self.id)
-        return match is not None and (reference in (match["name"], match["suffix"]) or self.id.startswith(reference))
 
 
 @dataclass(frozen=True)
@@ -63,18 +51,22 @@ class Records:
         """Return the user's files: below `$XDG_STATE_HOME` or `~/.local/state`."""
         return cls(Path(environment.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "ftkit" / "remote")
 
-    @property
-    def _file(self) -> Path:
-        return self.folder / "runs.json"
-
     def runs(self) -> tuple[RemoteRun, ...]:
         """Return all runs, the newest submission last."""
-        return (read_json_if_valid(self._file, _Records) or _Records()).runs
+        return (read_json_if_valid(self.folder / "runs.json", _Records) or _Records()).runs
 
     def find(self, reference: str) -> RemoteRun | None:
-        """Return the newest run that a reference selects."""
-        newest = sorted(self.runs(), key=lambda run: run.created, reverse=True)
-        return next((run for run in newest if reference == "last" or run.is_named(reference)), None)
+        """Return the newest run, by the login node's clock, whose id, its beginning, suffix, or name is `reference`."""
+
+        def created(run: RemoteRun) -> str:
+            return run.id.rsplit("-", 2)[1]
+
+        def is_meant(run: RemoteRun) -> bool:
+            match = _RUN_ID.fullmatch(run.id)
+            return match is not None and (reference in (match[1], match[3]) or run.id.startswith(reference))
+
+        newest = sorted(self.runs(), key=created, reverse=True)
+        return next((run for run in newest if reference == "last" or is_meant(run)), None)
 
     def add(self, ids: Sequence[str], login: Login, project: Path) -> None:
         """Record submitted runs.
@@ -86,7 +78,7 @@ class Records:
         with file_lock_if_supported(self.folder / ".runs.lock"):  # other submissions may end now
             kept = [run for run in self.runs() if run.id not in ids]
             runs = (*kept, *(RemoteRun(run_id, login, project) for run_id in ids))
-            write_json(self._file, _Records(runs[-_NUM_KEPT:]))
+            write_json(self.folder / "runs.json", _Records(runs[-_NUM_KEPT:]))
 
     @contextmanager
     def submission(self, login: Login, project: Path, words: Sequence[str]) -> Iterator[str]:

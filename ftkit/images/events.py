@@ -1,11 +1,9 @@
-"""Long steps and transfers: their progress, retries, and deadlines."""
+"""Progress of long steps and transfers, and retries."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +12,8 @@ from ftkit.errors import ImageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
+ResultT = TypeVar("ResultT")
+RETRY_SECONDS = (1.0, 3.0, 9.0)
 _SECONDS_BETWEEN_REPORTS = 0.1
 
 
@@ -57,17 +56,8 @@ class ByteCounter:
             self.report(ProgressEvent(self.stage, done=self.done, total=self.total))
 
 
-ResultT = TypeVar("ResultT")
-
-RETRY_SECONDS = (1.0, 3.0, 9.0)
-
-
 class TransientError(ImageError):
     """A failure that may be temporary, such as a lost connection or a restart of the registry."""
-
-
-class StalledError(TransientError):
-    """A server sends too slowly, or has stopped sending."""
 
 
 def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Sequence[float] | None = None) -> ResultT:
@@ -79,33 +69,3 @@ def retry(attempt: Callable[[], ResultT], report: Report, stage: str, waits: Seq
             report(ProgressEvent(stage, text=f"{error.what}; trying again in {wait:g} s"))
             time.sleep(wait)
     return attempt()
-
-
-class DeadlineError(Exception):
-    """The work was not done in time."""
-
-
-def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
-    """Return what `work` returns, or raise what it raises.
-
-    It runs in a thread that is abandoned at the deadline: a blocked read can't be interrupted, whether it waits for a
-    header, a body or TLS. The thread does not keep the process from ending.
-
-    Raises:
-        DeadlineError: the work takes longer than `seconds`.
-    """
-    result: Future[ResultT] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="request", daemon=True).start()
-    try:
-        return result.result(seconds)
-    except TimeoutError as error:
-        if result.done():
-            raise
-        raise DeadlineError from error

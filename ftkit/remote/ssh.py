@@ -1,4 +1,4 @@
-"""Requests to the ftkit on a login node, over ssh.
+"""Requests to the ftkit on a login node, over ssh, and its installation there.
 
 A request is one JSON document. Without secrets, it is an argument in base64, so that every login shell passes it on
 unchanged and standard input stays free for the terminal. With secrets or files, it goes to standard input.
@@ -12,14 +12,15 @@ import shlex
 import socket
 import sys
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ftkit import process
 from ftkit.errors import PrerequisiteError
 from ftkit.files import parse_json, to_json
+from ftkit.wheel import WHEEL_NAME, make_wheel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ftkit.config.cluster import ClusterProfile
 
@@ -39,14 +40,7 @@ _NOT_FOUND: Final = (126, 127)
 
 @dataclass(frozen=True)
 class Login:
-    """A login node.
-
-    Args:
-        cluster: name of the profile.
-        address: `user@host`.
-        options: more options for ssh.
-        folder: ftkit's folder there.
-    """
+    """A login node: the profile's name, `user@host`, more options for ssh, and ftkit's folder there."""
 
     cluster: str
     address: str
@@ -78,21 +72,17 @@ class SentFile:
 class Request:
     """A request to the login node.
 
-    Args:
+    Attributes:
         action: `run` a command; run it exactly `once`, even if the connection is lost; `store` the project's files;
             list a run's `missing` local files and code; or `unpack` its code.
         identity: identity of the code here.
         project: name of the project's folder there.
         digest: digest of the project's files here.
-        cluster: cluster of the command.
-        words: the command.
-        environment: environment variables for it, without secrets.
+        words: the command, for this `cluster`, with `environment`.
         submission: id of a command that runs exactly once.
         secrets: environment variables that are passed only on standard input.
         files: files by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
-        local_files: the run's local files, for `missing`.
-        code: digest of the archive of the run's code; empty if it has none.
-        archive: that archive in base64, for `unpack`.
+        code: digest of the archive of the run's code, empty if it has none; `archive` is the archive in base64.
     """
 
     action: Literal["run", "once", "store", "missing", "unpack"]
@@ -122,9 +112,9 @@ def call(login: Login, request: Request, on_output: Callable[[bytes], None] | No
         PrerequisiteError: ftkit is not set up there.
     """
     argument = base64.b64encode(to_json(request).encode()).decode()
-    if on_output is None:
-        return _checked(login, request, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
-    return _run_quietly(login, request, argument, None, on_output)
+    if on_output is not None:
+        return _run_quietly(login, request, argument, None, on_output)
+    return _checked(login, request, process.run_attached(login.ssh(_command(login, argument), terminal=True)))
 
 
 def call_through_pipe(login: Login, request: Request, on_output: Callable[[bytes], None]) -> int:
@@ -147,29 +137,25 @@ def _run_quietly(
         noise, line, output = bytes(received).partition(f"{_BEGINNING}\n".encode())
         if line:
             has_begun = True
-            _write_stderr(noise)
+            received[:] = noise
+            show_noise()
             if output:
                 on_output(output)
 
-    code = process.run_passing(login.ssh(_quiet_command(login, argument)), stdin, receive)
+    def show_noise() -> None:
+        sys.stderr.write(received.decode(errors="replace"))
+        sys.stderr.flush()
+
+    command = _command(login, argument, before=f"echo {_BEGINNING}; ")
+    code = process.run_passing(login.ssh(command), stdin, receive)
     if not has_begun:
-        _write_stderr(received)
+        show_noise()
     return _checked(login, request, code)
 
 
-def _write_stderr(noise: bytes | bytearray) -> None:
-    sys.stderr.write(noise.decode(errors="replace"))
-    sys.stderr.flush()
-
-
-def _command(login: Login, argument: str) -> str:
+def _command(login: Login, argument: str, before: str = "") -> str:
     """Return a shell command that works in every login shell; `bash -l` reads the site's profile, with Slurm's PATH."""
-    return f"bash -lc 'exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
-
-
-def _quiet_command(login: Login, argument: str) -> str:
-    """Return a command like `_command` that prints `_BEGINNING` before its output."""
-    return _command(login, argument).replace("'exec ", f"'echo {_BEGINNING}; exec ", 1)
+    return f"bash -lc '{before}exec {login.folder}/venv/bin/python -m {LOGIN_SIDE} {argument}'"
 
 
 def _checked(login: Login, request: Request, code: int) -> int:
@@ -198,8 +184,16 @@ def unreachable(login: Login) -> PrerequisiteError:
     )
 
 
-def ask(login: Login, request: Request, files: Mapping[str, str]) -> dict[str, Any]:
-    """Make a request whose answer is one line of JSON; `files` are the project's.
+class Missing(TypedDict):
+    """The answer to `missing`: local files to send, whether the code is to be sent, and whether there is rsync."""
+
+    missing: list[str]
+    code: bool
+    rsync: bool
+
+
+def ask(login: Login, request: Request, files: Mapping[str, str]) -> Missing:
+    """Ask which local files are missing there; `files` are the project's.
 
     Raises:
         PrerequisiteError: the login node can't be reached, or ftkit is not set up there.
@@ -211,7 +205,7 @@ def ask(login: Login, request: Request, files: Mapping[str, str]) -> dict[str, A
         raise unreachable(login)
     if code or not lines:
         raise _not_set_up(login, f"ftkit does not start on {login.address}: see the lines above")
-    answer: dict[str, Any] = json.loads(lines[-1])
+    answer: Missing = json.loads(lines[-1])
     return answer
 
 
@@ -224,3 +218,63 @@ def with_project(login: Login, request: Request, files: Mapping[str, str], send:
     if call_through_pipe(login, store, lambda _: None):
         raise unreachable(login)
     return send()
+
+
+# --- Installation --------------------------------------------------------------------------------
+
+_NO_PYTHON: Final = 93
+_INSTALL: Final = """\
+set -eu
+exec >&2
+folder={folder}
+mkdir -p "$folder" && cd "$folder" && chmod 700 .
+rm -rf venv.new ftkit-*.whl tmp
+mkdir tmp
+export TMPDIR=$PWD/tmp  # /tmp is often small or full
+trap 'rm -rf "$TMPDIR"' EXIT
+base64 -d >{wheel} <<'END'
+{content}
+END
+python=
+for each in python3.13 python3.12 python3.11 python3; do
+  if "$each" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python=$each
+    break
+  fi
+done
+if command -v uv >/dev/null; then
+  uv venv --quiet --allow-existing --python '>=3.11' venv
+  uv pip install --quiet --python venv/bin/python --reinstall-package ftkit {requirements}
+elif [ -n "$python" ]; then
+  [ -x venv/bin/python ] || "$python" -m venv venv
+  venv/bin/python -m pip install --quiet --disable-pip-version-check {requirements}
+  venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./{wheel}
+else
+  echo "neither uv nor Python 3.11 or later (with venv) is on PATH there"
+  exit {no_python}
+fi
+rm -f {wheel}
+"""
+
+
+def install(login: Login, extras: Sequence[str] = ()) -> None:
+    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit.
+
+    Raises:
+        PrerequisiteError: the login node can't be reached, or has no Python that is new enough.
+    """
+    chosen = f"[{','.join(extras)}]" if extras else ""
+    script = _INSTALL.format(
+        folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON,
+        content=base64.encodebytes(make_wheel()).decode().strip(), requirements=shlex.quote(f"./{WHEEL_NAME}{chosen}"),
+    )  # fmt: skip
+    code = process.run_passing(login.ssh("bash -ls"), script.encode(), lambda _: None)
+    if code:
+        fix = f"try the connection with: {shlex.join(login.ssh('true'))}"
+        if code == _NO_PYTHON:
+            fix = "install uv there (which can install Python), or load a module with Python 3.11"
+        raise PrerequisiteError(
+            f"ftkit could not be installed on {login.address}",
+            meaning="ssh can't reach it, or the installation failed there: the lines above say which",
+            fix=fix,
+        )

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -17,7 +17,7 @@ from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _MANIFEST_VERSION = 2
 """Version of ftkit's conversion. It is part of a file's name, so that no new file replaces one that a job has open."""
@@ -29,16 +29,10 @@ _PARTIAL = ".partial-"
 class ImportManifest:
     """The manifest of an imported image.
 
-    Args:
-        image_id: digest of the image's configuration, which names the file.
-        registry_digest: digest of the image's manifest in a registry; None if it was not pushed.
-        made_by: the program that made the file, and its options.
-        size: bytes of the file; `sha256` is its digest, `blocks` the digest of each `block_size` bytes of it.
-        root_bytes: total bytes of the files in the image.
-        sbom: name of the file with its SBOM; empty if the image has none.
-        imported: when it was imported, in seconds since 1970.
-        left_out: devices and pipes, which were left out because only root can unpack them.
-        version: version of ftkit's conversion.
+    `image_id` is the digest of its configuration, which names the file; `registry_digest` that of its manifest in a
+    registry, None if it was not pushed; `sha256` that of the file, and `blocks` those of each `block_size` bytes of it.
+    `made_by` is the program that made the file, with its options, `left_out` has the paths of devices and pipes, which
+    only root can unpack, and `imported` is in seconds since 1970. `sbom` is the file with its SBOM; empty without one.
     """
 
     reference: str
@@ -95,25 +89,20 @@ class ImageStore:
             ) from error
 
     @contextmanager
-    def locked(self, name: str, wait_note: Any = None) -> Iterator[None]:
-        """Hold the lock of one image, so that concurrent imports do the work once; call `wait_note` before waiting."""
-        with file_lock(self.root / f".{name.replace(':', '+')}.lock", wait_note):
-            yield
+    def partial(self, final: Path, on_wait: Callable[[], object]) -> Iterator[Path]:
+        """Hold the lock of a file, and yield a temporary path next to it, so that concurrent imports do the work once.
 
-    @contextmanager
-    def partial(self, final: Path) -> Iterator[Path]:
-        """Yield a temporary path next to `final`; it is removed afterwards if it still exists."""
-        self.remove_leftovers(final)
+        It is removed afterwards if it still exists, and so is what killed imports of the same image left. `on_wait` is
+        called before waiting for the lock.
+        """
         path = final.with_name(f"{_PARTIAL}{final.name}.{secrets.token_hex(4)}")
-        try:
-            yield path
-        finally:
-            remove(path)
-
-    def remove_leftovers(self, final: Path) -> None:
-        """Remove what killed imports of the same image left; the caller holds the lock."""
-        for path in self.root.glob(f"{_PARTIAL}{final.name}.*"):
-            remove(path)
+        with file_lock(self.root / f".{final.name}.lock", on_wait):
+            for left in self.root.glob(f"{_PARTIAL}{final.name}.*"):
+                remove(left)
+            try:
+                yield path
+            finally:
+                remove(path)
 
     def leftovers(self) -> list[Path]:
         """Return partial files older than a day, which killed imports left; newer ones may still be written."""
@@ -143,22 +132,9 @@ class ImageStore:
         new_link.replace(link)
         sync(self.root)
 
-    def manifests(self) -> list[tuple[Path, ImportManifest]]:
-        """Return each imported file that has a manifest."""
-        found = []
-        for path in sorted([*self.root.glob("sha256-*.sqsh"), *self.root.glob("sha256-*.sif")]):
-            manifest = read_manifest(path)
-            if manifest:
-                found.append((path, manifest))
-        return found
-
-    def links(self) -> dict[str, Path]:
-        """Return the links and their targets."""
-        found = {}
-        for path in sorted([*self.root.glob("*.sqsh"), *self.root.glob("*.sif")]):
-            if path.is_symlink():
-                found[path.name] = self.root / path.readlink()
-        return found
+    def files(self, pattern: str) -> list[Path]:
+        """Return the image files, or the links to them, whose name matches a pattern."""
+        return sorted(path for suffix in ("sqsh", "sif") for path in self.root.glob(f"{pattern}.{suffix}"))
 
 
 def manifest_file(image: Path) -> Path:

@@ -1,6 +1,6 @@
 """What runs inside an image: the list of its packages, and the check that it matches its definition.
 
-The Dockerfile runs `python3 -m ftkit.images.self_check --sbom FILE`, which writes all packages as an SBOM (CycloneDX
+The Dockerfile runs `python3 -m ftkit.images.inside --sbom FILE`, which writes all packages as an SBOM (CycloneDX
 JSON); without arguments it checks. Only the standard library, `ftkit.process`, and the modules that the definition
 lists are imported.
 """
@@ -157,9 +157,8 @@ def _training_issues() -> list[str]:
     """Take a training step with each family."""
     done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
     last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    return (
-        [] if done.returncode == 0 else [f"ftkit.train --self-check ended with exit status {done.returncode}: {last}"]
-    )
+    issue = f"ftkit.train --self-check ended with exit status {done.returncode}: {last}"
+    return [issue] if done.returncode else []
 
 
 def _version(name: str) -> str | None:
