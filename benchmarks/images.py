@@ -28,8 +28,8 @@ from pathlib import Path
 from recording import add_record_option, record_repeats
 
 from ftkit.images import docker_engine
-from ftkit.images.import_image import DockerSource, import_image
 from ftkit.images.image_store import ImageStore
+from ftkit.images.import_image import DockerSource, import_image
 
 ROOT_BYTES = 1_500_000_000
 NAME = "ftkit-benchmark:1"

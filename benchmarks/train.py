@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from kernels import KernelTime, StepTrace, read_trace
-from recording import Row, Training, nvidia_smi, record_of, write_record
+from recording import MEASURED, Row, Training, nvidia_smi, record_of, write_record
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
@@ -396,7 +396,8 @@ def record(training: Training, plan: RunPlan, trainer: str, result: Result, opti
             for level, times in shares
             for name, milliseconds, launches in times
         ]
-        print(f"record: {write_record(options.record, f'kernels-{name}', record_of(rows))}", flush=True)
+        kernels = replace(record_of(rows), source=f"{MEASURED}; {PROFILED_STEPS} steps, repeats were not kept")
+        print(f"record: {write_record(options.record, f'kernels-{name}', kernels)}", flush=True)
 
 
 def row(plan: RunPlan, trainer: str, result: Result, ours: Result, mfu_of_one_token: float) -> str:

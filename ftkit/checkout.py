@@ -100,9 +100,6 @@ def _borrowed(folder: Path, *, has_own_index: bool = False) -> Iterator[Callable
     """Yield a function that runs git with an empty repository in place of the one around `folder`.
 
     The first two commands see the user's configuration, which says whose repositories may be read (`safe.directory`).
-
-    Raises:
-        FtkitError: there is no checkout, or no git.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     environment |= {"GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}

@@ -54,11 +54,7 @@ def code_identity() -> str:
 
 
 def make_wheel() -> bytes:
-    """Return the wheel.
-
-    Raises:
-        PrerequisiteError: this ftkit was not installed, so its dependencies are unknown.
-    """
+    """Return the wheel."""
     members = {name: path.read_bytes() for name, path in shipped_files().items()}
     members[f"{_INFO}/METADATA"] = _metadata()
     members[f"{_INFO}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: ftkit\nRoot-Is-Purelib: true\nTag: {_TAG}\n".encode()

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.prompts import encode_prompt, renderer_of
 from ftkit.evaluate.generate import Decoding
-from ftkit.evaluate.load import LoadedModel, load_model
+from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.source import ModelFolder
 from ftkit.evaluate.verify_export import verify_export
 

@@ -1,11 +1,15 @@
-"""Arguments and options that several commands share, and the workspace, runs, and images that they select."""
+"""Arguments and options that several commands share, and the workspace, runs, and images that they select.
+
+The shell completes commands with this module, so pydantic is imported only when a command runs.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 import click
 
@@ -17,17 +21,22 @@ from ftkit.runs.find import find_run, list_runs
 from ftkit.runs.signing import require_signing_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ftkit.cli.terminal.console import Terminal
-    from ftkit.config.request import Settings
+    from ftkit.config.request import LoadedSettings
     from ftkit.images.image_store import ImageStore
     from ftkit.launch.resolve import RunArgs
+    from ftkit.planning.plan import CodePlan
     from ftkit.runs.find import RunFolder
     from ftkit.runs.job import SubmittedRun
+    from ftkit.runs.listing import RunEntry
 
-
+Decorator = Callable[[Callable[..., object]], Callable[..., object]]
+SpecT = TypeVar("SpecT")
 _NUM_RUNS = 50
+
+# --- Shell completion ---------------------------------------------------------------------------
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -63,11 +72,46 @@ def _starting_with(incomplete: str, words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(word for word in words if word.startswith(incomplete)))
 
 
-SpecT = TypeVar("SpecT")
+# --- Arguments and options: one definition of each, so that it means the same everywhere -----------
 
-RUN_HELP = (
-    "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, or 'last'."
-)
+
+def together(*options: Decorator) -> Decorator:
+    """Return one decorator that adds several options, in this order."""
+
+    def decorate(function: Callable[..., object]) -> Callable[..., object]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def number_option(
+    *names: str, about: str, low: int = 1, high: int | None = None, default: int | None = None
+) -> Decorator:
+    """Return an option with a whole number."""
+    return click.option(*names, metavar="N", type=click.IntRange(low, high), default=default, help=about)
+
+
+def file_option(*names: str, about: str, exists: bool = True) -> Decorator:
+    """Return an option with a file."""
+    return click.option(*names, metavar="FILE", type=click.Path(exists, dir_okay=False, path_type=Path), help=about)
+
+
+def folder_option(*names: str, about: str, exists: bool = True, multiple: bool = False) -> Decorator:
+    """Return an option with a folder."""
+    kind = click.Path(exists, file_okay=False, path_type=Path)
+    return click.option(*names, metavar="DIR", type=kind, multiple=multiple, help=about)
+
+
+def dry_run_option(printed: str) -> Decorator:
+    """Return `--dry-run`, which prints something and changes nothing."""
+    return click.option("--dry-run", is_flag=True, help=f"Print {printed}, and change nothing.")
+
+
+def image_option(about: str) -> Decorator:
+    """Return `--image`."""
+    return click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help=about)
 
 
 def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -82,61 +126,95 @@ def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None
         raise click.BadParameter(f"{error}, got {value!r}.", ctx, param) from error
 
 
-_PLACEMENT_OPTIONS = (
-    click.option("--nodes", "num_nodes", metavar="N", type=click.IntRange(min=1), help="Number of nodes."),
-    click.option("--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node, one process each."),
-    click.option(
-        "--cluster",
-        metavar="NAME",
-        shell_complete=complete_cluster,
-        help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
-    ),
-)
-_RUN_OPTIONS = (
-    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
-    click.option(
-        "--image",
-        metavar="NAME:TAG",
-        shell_complete=complete_image,
-        help="Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry. "
-        "[env var: FTKIT_IMAGE]",
-    ),
-    *_PLACEMENT_OPTIONS,
-    click.option(
-        "--name", metavar="NAME", callback=check_run_name, help="Name of the run; default: the recipe's name."
-    ),
-)
+def name_option(default: str) -> Decorator:
+    """Return `--name`."""
+    return click.option("--name", metavar="NAME", callback=check_run_name, help=f"Name of the run; default: {default}.")
 
+
+def time_option(default: str) -> Decorator:
+    """Return `--time`."""
+    return click.option(
+        "--time", "time_limit", metavar="LIMIT", help=f"Time limit in Slurm's format (2-00:00:00); default: {default}."
+    )
+
+
+def signing_options(what: str) -> Decorator:
+    """Return `--sign` and `--key`; `what` completes the help of `--sign`."""
+    return together(
+        click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}"),
+        file_option("--key", about="Private SSH key for --sign; or a public key whose private key the agent holds."),
+    )
+
+
+def require_signature_option(what: str) -> Decorator:
+    """Return `--require-signature`, which refuses an unsigned `what`."""
+    return file_option(
+        "--require-signature", "public_key",
+        about=f"Refuse {what} that is not signed by this public SSH key, or by one of a file of allowed signers.",
+    )  # fmt: skip
+
+
+RUN_HELP = (
+    "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, or 'last'."
+)
+run_argument = click.argument("reference", metavar="RUN", shell_complete=complete_run)
+image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+yes_option = click.option("--yes", is_flag=True, help="Ask nothing: answer every question with yes.")
+output_option = file_option("--output", "-o", about="File to write.", exists=False)
+import_option = click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
+cluster_option = click.option(
+    "--cluster", metavar="NAME", shell_complete=complete_cluster,
+    help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
+)  # fmt: skip
+registry_option = click.option(
+    "--registry", metavar="HOST[/PATH]",
+    help="Registry to push to and import from; default: 'registry:' in ftkit.yaml. [env var: FTKIT_REGISTRY]",
+)  # fmt: skip
 hf_token_option = click.option(
-    "--hf-token-file",
-    metavar="PATH",
+    "--hf-token-file", metavar="PATH",
     type=click.Path(exists=True, dir_okay=False, readable=True, resolve_path=True, path_type=Path),
     help="File with the token for gated models. The job reads it too. Replaces HF_TOKEN.",
-)
+)  # fmt: skip
 follow_option = click.option(
-    "--follow/--no-follow", default=True, help="Follow the run until it ends (default), or return after submitting."
+    "--follow/--no-follow", default=True, help="Follow until it ends or answers (default), or return after submitting."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-run_argument = click.argument("reference", metavar="RUN", shell_complete=complete_run)
+placement_options = together(
+    number_option("--nodes", "num_nodes", about="Number of nodes."),
+    number_option("--gpus-per-node", about="GPUs per node, one process each."),
+    cluster_option,
+)
+run_options = together(
+    click.argument("words", metavar="[RECIPE] [KEY.PATH=VALUE]...", nargs=-1, shell_complete=complete_recipe),
+    image_option(
+        "Training image: one that 'ftkit images' lists, a .sqsh or .sif file, or HOST/PATH:TAG in a registry. "
+        "[env var: FTKIT_IMAGE]"
+    ),
+    placement_options,
+    name_option("the recipe's name"),
+)
+"""What to run, and where: the arguments of `run_args`."""
 
 
-def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments that select what to run and where."""
-    return _decorated(function, _RUN_OPTIONS)
+class RunOptions(TypedDict):
+    """Values of `run_options`, without the words."""
+
+    image: str | None
+    num_nodes: int | None
+    gpus_per_node: int | None
+    cluster: str | None
+    name: str | None
 
 
-def placement_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select where to run."""
-    return _decorated(function, _PLACEMENT_OPTIONS)
+# --- What they select ------------------------------------------------------------------------------
 
 
-def _decorated(function: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    for decorate in reversed(options):
-        function = decorate(function)
-    return function
+def usage_error(text: str) -> click.UsageError:
+    """Return an error that also prints the usage of the command."""
+    return click.UsageError(text, click.get_current_context())
 
 
-def run_args(words: Sequence[str], **options: Any) -> RunArgs:
+def run_args(words: Sequence[str], *, code: tuple[CodePlan, ...] = (), **options: Unpack[RunOptions]) -> RunArgs:
     """Separate the recipe from the overrides.
 
     Raises:
@@ -147,12 +225,9 @@ def run_args(words: Sequence[str], **options: Any) -> RunArgs:
     overrides = tuple(word for word in words if "=" in word)
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
-        raise click.UsageError(
-            f"expected one recipe, got {', '.join(repr(word) for word in recipes)}. "
-            "Write an override as key.path=value, without spaces.",
-            click.get_current_context(),
-        )
-    return RunArgs(recipe=recipes[0] if recipes else None, overrides=overrides, **options)
+        listed = ", ".join(map(repr, recipes))
+        raise usage_error(f"expected one recipe, got {listed}. Write an override as key.path=value, without spaces.")
+    return RunArgs(recipe=recipes[0] if recipes else None, overrides=overrides, code=code, **options)
 
 
 def job_environment(hf_token_file: Path | None) -> dict[str, str]:
@@ -168,24 +243,28 @@ def job_environment(hf_token_file: Path | None) -> dict[str, str]:
     return environment
 
 
-def current_settings() -> Settings:
+def current_settings() -> LoadedSettings:
     """Return the settings from files and variables, without the command's options."""
     from ftkit.config.request import load_settings
 
-    return load_settings(current_context()).settings
+    return load_settings(current_context())
 
 
 def current_workspace() -> Workspace:
     """Return the workspace from the settings."""
-    from ftkit.config.request import load_settings
-
-    ctx = current_context()
-    return Workspace(load_settings(ctx).workspace_folder(ctx))
+    return Workspace(current_settings().workspace_folder(current_context()))
 
 
 def get_run(reference: str) -> RunFolder:
     """Return the run that `reference` selects."""
     return find_run(reference, current_workspace())
+
+
+def get_sweep(reference: str) -> list[RunEntry]:
+    """Return the runs of the sweep with that id or name; none if there is no such sweep."""
+    from ftkit.runs.listing import find_sweep
+
+    return find_sweep(reference, current_workspace())
 
 
 def get_run_or_sweep(reference: str) -> list[RunFolder]:
@@ -194,12 +273,10 @@ def get_run_or_sweep(reference: str) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.listing import find_sweep
-
     try:
         return [get_run(reference)]
     except NotFoundError:
-        folders = [entry.folder for entry in find_sweep(reference, current_workspace())]
+        folders = [entry.folder for entry in get_sweep(reference)]
         if not folders:
             raise
         return folders
@@ -213,22 +290,11 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
     Raises:
         NotFoundError: there is no such run or sweep.
     """
-    from ftkit.runs.listing import find_sweep
-
     found: dict[str, RunFolder] = {}
     for reference in references:
-        sweep = [entry.folder for entry in find_sweep(reference, current_workspace())] if len(references) == 1 else []
+        sweep = [entry.folder for entry in get_sweep(reference)] if len(references) == 1 else []
         found |= {folder.id: folder for folder in sweep or get_run_or_sweep(reference)}
     return list(found.values())
-
-
-def get_submitted_run(reference: str) -> SubmittedRun:
-    """Return the run that `reference` selects, with its job.
-
-    Raises:
-        NotFoundError: the run has no job.
-    """
-    return get_submission(get_run(reference))
 
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
@@ -237,10 +303,10 @@ def get_submission(folder: RunFolder) -> SubmittedRun:
     Raises:
         NotFoundError: it has no job.
     """
-    from ftkit.launch.jobs import adopt_job
-    from ftkit.runs.job import SubmittedRun
+    from ftkit.launch.submission import adopt_job
+    from ftkit.runs.job import SubmittedRun, read_submitted
 
-    if run := folder.submitted:
+    if run := read_submitted(folder.layout):
         return run
     submission, unasked = None, ""
     try:
@@ -267,26 +333,16 @@ def load_all(names: Sequence[str], load: Callable[[str], SpecT], terminal: Termi
     return loaded
 
 
-image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
-registry_option = click.option(
-    "--registry",
-    metavar="HOST[/PATH]",
-    help="Registry to push to and import from; default: 'registry:' in ftkit.yaml. [env var: FTKIT_REGISTRY]",
-)
-
-
-def image_store(workspace: Workspace | None = None) -> ImageStore:
+def image_store() -> ImageStore:
     """Return the folder of imported images."""
     from ftkit.images.image_store import ImageStore
 
-    return ImageStore((workspace or current_workspace()).images)
+    return ImageStore(current_workspace().images)
 
 
 def registry_of(option: str | None) -> str | None:
     """Return the registry of the command line, else of the settings."""
-    from ftkit.config.request import load_settings
-
-    return option or load_settings(current_context()).settings.registry
+    return option or current_settings().settings.registry
 
 
 def required_registry(option: str | None, reference: str) -> str:
@@ -297,57 +353,24 @@ def required_registry(option: str | None, reference: str) -> str:
     """
     registry = registry_of(option)
     if not registry:
-        user = current_context().user / "config.yaml"
-        raise ConfigError(
-            [Problem("", "registry", f"no registry is set to push {reference} to.",
-                     f"Give --registry HOST/PATH (such as ghcr.io/you), or set 'registry: HOST/PATH' in ftkit.yaml "
-                     f"or {user}. If the cluster's workspace is mounted on this machine, you need no registry: "
-                     f"ftkit import {reference}")]
-        )  # fmt: skip
-    return registry
-
-
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
-def signing_options(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--sign` and `--key`; `what` completes the help of `--sign`."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        key = click.option(
-            "--key",
-            metavar="FILE",
-            type=_FILE,
-            help="Private SSH key for --sign; or a public key whose private key the agent holds.",
+        fix = (
+            f"Give --registry HOST/PATH (such as ghcr.io/you), or set 'registry: HOST/PATH' in ftkit.yaml or "
+            f"{current_context().user / 'config.yaml'}. If the cluster's workspace is mounted on this machine, you "
+            f"need no registry: ftkit import {reference}"
         )
-        sign = click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}")
-        return sign(key(function))
-
-    return decorate
-
-
-def require_signature_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--require-signature`, which refuses an unsigned `what`."""
-    return click.option(
-        "--require-signature",
-        "public_key",
-        metavar="KEY",
-        type=_FILE,
-        help=f"Refuse {what} that is not signed by this public SSH key, or by one of a file of allowed signers.",
-    )
+        raise ConfigError([Problem("", "registry", f"no registry is set to push {reference} to.", fix)])
+    return registry
 
 
 def signing_key(*, signs: bool, key: Path | None) -> Path | None:
     """Return the key to sign with; None if nothing is to be signed.
 
     Raises:
-        UsageError: the options contradict each other.
+        UsageError: one of the two options is missing.
         PrerequisiteError: it is no SSH key, or ssh-keygen is missing.
     """
-    if signs and key is None:
-        raise click.UsageError("--sign requires --key FILE, the private key", click.get_current_context())
-    if not signs and key:
-        raise click.UsageError("--key requires --sign", click.get_current_context())
+    if signs != bool(key):
+        raise usage_error("--sign and --key FILE, the private key, require each other")
     if key:
         require_signing_key(key)
     return key

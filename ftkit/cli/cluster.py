@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ftkit import process
-from ftkit.cli.arguments import complete_cluster, json_option, load_all
+from ftkit.cli.arguments import complete_cluster, dry_run_option, file_option, json_option, load_all, yes_option
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
@@ -35,6 +34,8 @@ from ftkit.remote.ssh import install, login_of
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ftkit.provision.steps import Provision
 
 
@@ -51,29 +52,21 @@ def list_command(*, as_json: bool) -> None:
     profiles = load_all(list_names("cluster", ctx), lambda name: load_cluster(name, ctx), terminal)
     if as_json:
         terminal.json(
-            [
-                {"name": name, "is_default": name == chosen, **profile.model_dump(mode="json")}
-                for name, profile in profiles
-            ]
+            [{"name": name, "is_default": name == chosen, **spec.model_dump(mode="json")} for name, spec in profiles]
         )
         return
-    terminal.table(
+    columns = (Column("NAME"), Column("SCHEDULER"), Column("GPUS/NODE", is_number=True),
+               Column("DESCRIPTION", can_shrink=True))  # fmt: skip
+    rows = [
         (
-            Column("NAME"),
-            Column("SCHEDULER"),
-            Column("GPUS/NODE", is_number=True),
-            Column("DESCRIPTION", can_shrink=True),
-        ),
-        [
-            (
-                Styled(f"{name} (default)", "bold") if name == chosen else name,
-                profile.scheduler,
-                "auto" if profile.device == "auto" else str(profile.gpus_per_node),
-                profile.description,
-            )
-            for name, profile in profiles
-        ],
-    )
+            Styled(f"{name} (default)", "bold") if name == chosen else name,
+            profile.scheduler,
+            "auto" if profile.device == "auto" else str(profile.gpus_per_node),
+            profile.description,
+        )
+        for name, profile in profiles
+    ]
+    terminal.table(columns, rows)
 
 
 @click.command(
@@ -113,14 +106,9 @@ def connect_command(cluster: str, *, extras: tuple[str, ...]) -> None:
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--kind", type=click.Choice(KINDS), required=True, help="What to create.")
-@click.option(
-    "--settings",
-    "file",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="YAML file with settings.",
-)
-@click.option("--dry-run", is_flag=True, help="Print every file and command, and run nothing.")
-@click.option("--yes", is_flag=True, help="Create without asking.")
+@file_option("--settings", "file", about="YAML file with settings.")
+@dry_run_option("every file and command")
+@yes_option
 def create_command(
     name: str, overrides: tuple[str, ...], kind: Kind, file: Path | None, *, dry_run: bool, yes: bool
 ) -> None:
@@ -139,17 +127,10 @@ def create_command(
     state = begin_or_continue(folder, new)
     left = len([step for step in provision.steps if state.outcome(step) not in ("made", "found")])
     minutes = sum(step.minutes for step in provision.steps)
-    terminal.facts(
-        [
-            ("cluster", f"{name}, {kind}"),
-            ("steps", f"{plural(left, 'step')}, about {minutes} minutes in total"),
-            ("cost", provision.cost),
-            ("folder", short_path(folder)),
-        ],
-        is_data=False,
-    )
-    if not yes and not click.confirm("Create it?", err=True):
-        terminal.say("created nothing")
+    steps = f"{plural(left, 'step')}, about {minutes} minutes in total"
+    facts = [("cluster", f"{name}, {kind}"), ("steps", steps), ("cost", provision.cost), ("folder", short_path(folder))]
+    terminal.facts(facts, is_data=False)
+    if not terminal.confirm("Create it?", yes=yes):
         return
     create(provision, state, folder, terminal.say)
     terminal.say(f"created {name}")
@@ -192,16 +173,9 @@ def status_command(name: str, *, as_json: bool) -> None:
     texts = {"found": "existed before", "made": "created", "begun": "started, not finished"}
     outcomes = {key: texts[each.outcome] for key, each in state.steps.items()}
     if as_json:
+        steps = [{"id": step.id, "title": step.title, "outcome": outcomes.get(step.id)} for step in provision.steps]
         terminal.json(
-            {
-                "name": name,
-                "kind": state.kind,
-                "folder": str(folder),
-                "settings": state.settings,
-                "steps": [
-                    {"id": step.id, "title": step.title, "outcome": outcomes.get(step.id)} for step in provision.steps
-                ],
-            }
+            {"name": name, "kind": state.kind, "folder": str(folder), "settings": state.settings, "steps": steps}
         )
         return
     terminal.facts(
@@ -223,8 +197,8 @@ def status_command(name: str, *, as_json: bool) -> None:
 @click.option(
     "--keep-image", is_flag=True, help="Keep the nodes' operating system image, which takes longest to build."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be removed and what would stay, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Remove without asking.")
+@dry_run_option("what would be removed and what would stay")
+@yes_option
 def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) -> None:
     """Remove what 'ftkit cluster create' created, in reverse order. Resources that existed before stay.
 
@@ -255,8 +229,7 @@ def destroy_command(name: str, *, keep_image: bool, dry_run: bool, yes: bool) ->
             for undo in step.undo:
                 terminal.data(shlex.join(words_of(undo, folder)))
         return
-    if not yes and not click.confirm("Remove it and everything on its disks?", err=True):
-        terminal.say("removed nothing")
+    if not terminal.confirm("Remove it and everything on its disks?", yes=yes):
         return
     if destroy(provision, folder, terminal.say, keep_image=keep_image):
         terminal.say(f"removed {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,39 +14,53 @@ from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+
+class ExamplesCommand(WithOutputOptions):
+    """A command whose help ends with examples, printed verbatim."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        del ctx
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
 
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command that is not imported yet."""
+    """A command that is not imported yet: the function NAME_command of a module."""
 
     name: str
     module: str
     help: str
-    attribute: str = ""
-    """Name of the command's function in the module; default: NAME_command."""
 
 
-class LazyGroup(WithOutputOptions, click.Group):
+class LazyGroup(ExamplesCommand, click.Group):
     """A group that lists its commands in sections without importing them.
 
     Attributes:
         default: the command that runs if the words name none.
+        renamed: former names of commands, and what to type now.
     """
 
     def __init__(
         self,
         *args: Any,
-        sections: dict[str, Sequence[LazyCommand]],
-        examples: Sequence[str] = (),
+        sections: Mapping[str, Sequence[LazyCommand]],
         default: str = "",
+        renamed: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.default = default
         self.sections = sections
-        self.examples = examples
+        self.renamed = renamed or {}
         self._by_name = {command.name: command for section in sections.values() for command in section}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -66,7 +81,7 @@ class LazyGroup(WithOutputOptions, click.Group):
         lazy = self._by_name.get(cmd_name)
         if lazy is None:
             return None
-        command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute or f"{lazy.name}_command")
+        command: click.Command = getattr(importlib.import_module(lazy.module), f"{lazy.name}_command")
         command.short_help = lazy.help
         return command
 
@@ -79,11 +94,11 @@ class LazyGroup(WithOutputOptions, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; suggest the closest one for a name that does not exist."""
+        """Find the command; for a former name, say what to type now; suggest the closest one for an unknown name."""
         name = args[0]
         if name not in self._by_name and not name.startswith("-") and not ctx.resilient_parsing:
-            import difflib
-
+            if name in self.renamed:
+                raise click.UsageError(f"'{name}' is now 'ftkit {self.renamed[name]}'", ctx)
             close = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.5)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             raise click.UsageError(f"No such command '{name}'.{hint}", ctx)
@@ -95,30 +110,6 @@ class LazyGroup(WithOutputOptions, click.Group):
         for title, commands in self.sections.items():
             with formatter.section(title):
                 formatter.write_dl([(command.name, command.help) for command in commands])
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
-        del ctx
-        _write_examples(self.examples, formatter)
-
-
-def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
-    with formatter.section("Examples"):
-        for example in examples:
-            formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
-
-
-class ExamplesCommand(WithOutputOptions):
-    """A command whose help ends with examples, printed verbatim."""
-
-    def __init__(self, *args: Any, examples: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = examples
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
-        del ctx
-        _write_examples(self.examples, formatter)
 
 
 def current_context() -> Context:

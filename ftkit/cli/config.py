@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import get_completion_class
@@ -11,7 +11,7 @@ from ftkit import assets
 from ftkit.cli.arguments import json_option, load_all
 from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Column, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, short_path
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import DOTENV, Context, list_names, read_dotenv
@@ -27,9 +27,6 @@ from ftkit.spec import Spec
 if TYPE_CHECKING:
     from ftkit.config.request import LoadedSettings
     from ftkit.models.architecture import ModelSpec
-
-
-_DEFAULT = "default"
 
 
 @click.command(
@@ -59,8 +56,8 @@ def show_command(*, as_json: bool) -> None:
         (Column("SETTING"), Column("VALUE"), Column("FROM")),
         [(key, "-" if value is None else str(value), _origin(loaded, key)) for key, value in values.items()],
     )
-    terminal.text(is_data=True)
-    found: list[tuple[str, Cell]] = [
+    terminal.text()
+    found: Facts = [
         (short_path(path), Styled("read", "green") if is_there else "not found")
         for path, is_there in loaded.files.items()
     ]
@@ -70,7 +67,7 @@ def show_command(*, as_json: bool) -> None:
 
 
 def _origin(loaded: LoadedSettings, key: str) -> str:
-    return loaded.layers.origins.get((key,), _DEFAULT)
+    return loaded.layers.origins.get((key,), "default")
 
 
 @click.command(
@@ -116,12 +113,11 @@ def schema_command(kind: str) -> None:
     for spec in _subclasses(Spec):
         spec.model_rebuild()  # pydantic 2.12 writes a default only if the validator of its class is built
     specs: dict[str, type[Spec]] = {"recipe": RecipeSpec, "cluster": ClusterProfile, "image": ImageSpec}
-    schema = _without_required(specs[kind].model_json_schema())
+    schema = specs[kind].model_json_schema()
+    _drop_required(schema)
     if kind != "image":
-        schema["properties"]["extends"] = {
-            "type": "string",
-            "description": f"Name of the {kind} that this one extends.",
-        }
+        about = f"Name of the {kind} that this one extends."
+        schema["properties"]["extends"] = {"type": "string", "description": about}
     if kind == "recipe":
         shape = schema["$defs"]["ModelSpec"]["properties"]["architecture"]
         shipped = sorted(path.stem for path in assets.ARCHITECTURES.glob("*.yaml"))
@@ -133,15 +129,18 @@ def _subclasses(spec: type[Spec]) -> list[type[Spec]]:
     return [each for child in spec.__subclasses__() for each in (child, *_subclasses(child))]
 
 
-def _without_required(schema: Any) -> Any:
+def _drop_required(schema: object) -> None:
     """Drop `required`: a file that extends another sets only some keys. ftkit validates the merged result."""
+    parts: list[object] = schema if isinstance(schema, list) else []
     if isinstance(schema, dict):
-        return {
-            ("anyOf" if key == "oneOf" else key): _without_required(value)
-            for key, value in schema.items()
-            if key not in ("required", "discriminator") or not isinstance(value, list | dict)
-        }
-    return [_without_required(part) for part in schema] if isinstance(schema, list) else schema
+        for key in ("required", "discriminator"):
+            if isinstance(schema.get(key), list | dict):
+                del schema[key]
+        if "oneOf" in schema:
+            schema["anyOf"] = schema.pop("oneOf")
+        parts = list(schema.values())
+    for part in parts:
+        _drop_required(part)
 
 
 @click.command(

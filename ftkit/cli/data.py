@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.util import find_spec
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from ftkit.cli.arguments import get_run, hf_token_option, job_environment, json_option, run_args, run_options
+from ftkit.cli.arguments import (
+    get_run,
+    hf_token_option,
+    job_environment,
+    json_option,
+    number_option,
+    run_args,
+    run_options,
+    usage_error,
+)
 from ftkit.cli.commands import ExamplesCommand, current_context
-from ftkit.cli.terminal.console import Cell, Styled, Terminal
+from ftkit.cli.inference import require_packages
+from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration
-from ftkit.errors import DataError, PrerequisiteError, plural
+from ftkit.errors import DataError, plural
 from ftkit.launch.inputs import prepare_here
 from ftkit.launch.resolve import read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from ftkit.data.inspection import DataInspector, DataStats, Sample, Segment
+    from ftkit.cli.arguments import RunOptions
+    from ftkit.data.inspection import DataInspector, DataStats, Sample
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import RunPlan
 
+_BAR = 30
 
-def open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
+
+class _Epoch(TypedDict):
+    """An epoch; only steps if the plan does not predict their time."""
+
+    steps: int
+    seconds: float | None
+    gpu_hours: float | None
+    cost: float | None
+
+
+def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
     """Resolve the recipe, read its first training rows and load its tokenizer. No cluster is needed.
 
     Raises:
         PrerequisiteError: a package that tokenizes is missing here.
     """
-    missing = [name for name in ("transformers", "tokenizers", "numpy") if find_spec(name) is None]
-    if missing:
-        raise PrerequisiteError(
-            f"'ftkit data' needs packages that are not installed: {', '.join(missing)}",
-            meaning="ftkit was installed without the packages for training",
-            fix="pip install 'ftkit[train]'",
-        )
+    require_packages("transformers", "tokenizers", "numpy")
     from ftkit.data.inspection import DataInspector
     from ftkit.data.prepare import open_encoder
 
@@ -57,83 +73,69 @@ def open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
     ),
 )
 @run_options
-@click.option(
-    "-n", "--rows", "num_rows", metavar="N", type=click.IntRange(min=1), default=3, help="Number of rows (default 3)."
-)
+@number_option("-n", "--rows", "num_rows", default=3, about="Number of rows (default 3).")
 @click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
 @json_option
-def show_command(words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Any) -> None:
+def show_command(
+    words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Unpack[RunOptions]
+) -> None:
     """Print samples as the trainer sees them: the text that the chat template renders, turn by turn.
 
     Tokens in the loss are green, between ⟦ and ⟧. Special tokens are printed unchanged; ↵ is a line break.
     """
     terminal = Terminal()
     if packs is not None:
-        _show_packs(words, packs, terminal, as_json=as_json)
+        _show_all(_samples_of_run(words, packs), terminal, as_json=as_json)
         return
-    inspector = open_data(terminal, run_args(words, **options))
+    inspector = _open_data(terminal, run_args(words, **options))
     samples = list(inspector.samples(num_rows))
-    if as_json:
-        terminal.json([asdict(sample) for sample in samples])
-        return
-    is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
-    terminal.say(f"trained: {_trained_parts('all' if is_text else inspector.recipe.data.train_on)}")
-    if any(sample.num_renderings > 1 for sample in samples):
-        terminal.say(
-            "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn follows "
-            "the same text as in inference."
-        )
-    for sample in samples:
-        _show(sample, terminal)
+    if not as_json:
+        is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
+        train_on = "all" if is_text else inspector.recipe.data.train_on
+        parts = {"assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
+                 "all": "all tokens"}  # fmt: skip
+        trained = parts[train_on] if isinstance(train_on, str) else f"turns of {', '.join(train_on)}"
+        terminal.say(f"trained: {trained}")
+        if any(sample.num_renderings > 1 for sample in samples):
+            terminal.say(
+                "The chat template rewrites earlier turns, so a row becomes several documents: each trained turn "
+                "follows the same text as in inference."
+            )
+    _show_all(samples, terminal, as_json=as_json)
 
 
-def _show_packs(words: tuple[str, ...], packs: str, terminal: Terminal, *, as_json: bool) -> None:
-    """Print documents of a run's prepared data."""
+def _samples_of_run(words: tuple[str, ...], packs: str) -> Iterable[Sample]:
+    """Return documents of a run's prepared data."""
     from ftkit.data.inspection import samples_of_packs
     from ftkit.data.store import PreparedData
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
-        raise click.UsageError("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
+        raise usage_error("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
     data = PreparedData(read_plan_to_use(get_run(words[0]).layout).data_directory)
-    samples = samples_of_packs(data, [int(word) for word in ids])
+    return samples_of_packs(data, [int(word) for word in ids])
+
+
+def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -> None:
     if as_json:
         terminal.json([asdict(sample) for sample in samples])
         return
     for sample in samples:
-        _show(sample, terminal)
-
-
-def _trained_parts(train_on: str | list[Any]) -> str:
-    if isinstance(train_on, list):
-        return f"turns of {', '.join(train_on)}"
-    return {
-        "assistant": "assistant turns", "last": "the last assistant turn", "completion": "the completion",
-        "all": "all tokens",
-    }[train_on]  # fmt: skip
-
-
-def _show(sample: Sample, terminal: Terminal) -> None:
-    part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
-    title = f"{sample.where}{part}: {plural(sample.num_tokens, 'token')}, {sample.num_trained:,} trained"
-    terminal.text(Styled(title, "bold"), is_data=True)
-    if sample.fate:
-        terminal.text(Styled(sample.fate, "yellow"), is_data=True)
-    rows = []
-    for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
-        segments = list(turn)
-        rows.append((segments[0].role, [_shown(segment, is_last=segment is segments[-1]) for segment in segments]))
-    terminal.passages(rows)
-    terminal.text(is_data=True)
-
-
-def _shown(segment: Segment, *, is_last: bool) -> Styled:
-    text = segment.text.replace("\n", "↵\n")
-    text = text.removesuffix("\n") if is_last else text
-    return Styled(f"⟦{text}⟧", "green") if segment.is_trained else Styled(text, "")
-
-
-_BAR = 30
+        part = f", document {sample.number} of {sample.num_renderings}" if sample.num_renderings > 1 else ""
+        title = f"{sample.where}{part}: {plural(sample.num_tokens, 'token')}, {sample.num_trained:,} trained"
+        terminal.text(Styled(title, "bold"))
+        if sample.fate:
+            terminal.text(Styled(sample.fate, "yellow"))
+        rows = []
+        for _, turn in groupby(sample.segments, key=lambda segment: segment.turn):
+            segments, parts = list(turn), []
+            for segment in segments:
+                text = segment.text.replace("\n", "↵\n")
+                text = text.removesuffix("\n") if segment is segments[-1] else text
+                parts.append(Styled(f"⟦{text}⟧", "green") if segment.is_trained else Styled(text, ""))
+            rows.append((segments[0].role, parts))
+        terminal.facts(rows, is_data=True)
+        terminal.text()
 
 
 @click.command(
@@ -143,14 +145,14 @@ _BAR = 30
 )
 @run_options
 @json_option
-def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[RunOptions]) -> None:
     """Count tokens, lengths, duplicates and packs of the training rows.
 
     If a cluster is set, predict the duration of an epoch on it.
     """
     terminal, ctx, args = Terminal(), current_context(), run_args(words, **options)
     plan = resolve(args, ctx) if read_settings(args, ctx).has_cluster else None
-    inspector = open_data(terminal, args)
+    inspector = _open_data(terminal, args)
     stats, training = inspector.stats(), inspector.recipe.training
     batch = training.global_batch_size
     epoch = _epoch(stats, batch, plan)
@@ -160,20 +162,22 @@ def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Any) -> N
     facts = [*_facts(stats, training.sequence_length), ("epoch", _describe(epoch, stats, batch, plan))]
     terminal.facts(facts, is_data=True)
     most = max((each.count for each in stats.histogram), default=0)
-    bars: list[tuple[str, Cell]] = [
-        (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
-        for each in stats.histogram
-    ]
-    terminal.text(is_data=True)
-    terminal.facts(bars, is_data=True)
+    terminal.text()
+    terminal.facts(
+        [
+            (f"{each.start:,}-{each.end:,} tokens", f"{'█' * -(-each.count * _BAR // most)} {each.count:,}")
+            for each in stats.histogram
+        ],
+        is_data=True,
+    )
 
 
-def _facts(stats: DataStats, length: int) -> list[tuple[str, Cell]]:
+def _facts(stats: DataStats, length: int) -> Facts:
     num_rows = sum(source.num_rows for source in stats.sources)
     validation = f" for training, {stats.num_validation:,} for validation" if stats.num_validation else ""
     is_other = stats.num_renderings != stats.num_documents + stats.num_validation
     rewritten = f", from {stats.num_renderings:,} renderings" if is_other else ""
-    facts: list[tuple[str, Cell]] = [
+    facts: Facts = [
         ("format", ", ".join(dict.fromkeys(stats.formats))),
         ("rows", f"{num_rows:,}" + (f"; {stats.num_bad:,} skipped as bad" if stats.num_bad else "")),
         ("documents", f"{stats.num_documents:,}{validation}{rewritten}"),
@@ -183,16 +187,13 @@ def _facts(stats: DataStats, length: int) -> list[tuple[str, Cell]]:
         ("tokens", f"{stats.num_tokens:,}, {stats.num_trained:,} of them trained"),
         ("packs", f"{stats.num_packs:,} of {length:,} tokens, {stats.fill_ratio:.1%} full"),
     ]
-    if len(stats.sources) > 1:
-        shares = [f"{source.num_tokens / max(1, stats.num_tokens):.1%}" for source in stats.sources]
-        facts += [
-            (source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})")
-            for source, share in zip(stats.sources, shares, strict=True)
-        ]
+    for source in stats.sources if len(stats.sources) > 1 else ():
+        share = f"{source.num_tokens / max(1, stats.num_tokens):.1%}"
+        facts.append((source.name, f"{plural(source.num_rows, 'row')}, {plural(source.num_tokens, 'token')} ({share})"))
     return facts
 
 
-def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> dict[str, Any]:
+def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> _Epoch:
     """Return the steps of an epoch, with duration, GPU hours and cost if the plan predicts the step time."""
     steps = -(-stats.num_packs // batch)
     if plan is None or plan.speed is None:
@@ -202,7 +203,7 @@ def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> dict[str, Any]
     return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": plan.cost_of(seconds)}
 
 
-def _describe(epoch: dict[str, Any], stats: DataStats, batch: int, plan: RunPlan | None) -> str:
+def _describe(epoch: _Epoch, stats: DataStats, batch: int, plan: RunPlan | None) -> str:
     is_short = stats.num_packs < batch
     text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
     if plan and epoch["seconds"] is not None:
@@ -217,17 +218,17 @@ def _describe(epoch: dict[str, Any], stats: DataStats, batch: int, plan: RunPlan
     examples=("ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json"),
 )
 @run_options
-@click.option(
-    "--skip-bad", metavar="N", type=click.IntRange(min=0), help="Number of bad rows to tolerate (data.skip_bad)."
-)
+@number_option("--skip-bad", low=0, about="Number of bad rows to tolerate (data.skip_bad).")
 @json_option
-def check_command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Any) -> None:
+def check_command(
+    words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Unpack[RunOptions]
+) -> None:
     """Read, render and tokenize every training row with the recipe's settings.
 
     Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
     """
     terminal = Terminal()
-    inspector = open_data(terminal, run_args(words, **options))
+    inspector = _open_data(terminal, run_args(words, **options))
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
@@ -243,31 +244,32 @@ def check_command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool
             if as_json:
                 listed.append({"where": where, "reason": reason, "fix": error.fix})
                 continue
-            terminal.text(Styled(where, "bold"), is_data=True)
-            terminal.text(f"  {reason}", is_data=True)
-            terminal.text(f"  {error.fix}", is_data=True)
+            for line in (Styled(where, "bold"), f"  {reason}", f"  {error.fix}"):
+                terminal.text(line)
     if as_json:
         terminal.json({"rows": num_rows, "bad": listed})
     num_useless = num_bad + num_refused  # data.skip_bad does not allow documents longer than a pack
     if num_bad > allowed or num_refused:
+        limit = f", {allowed:,} are allowed" if allowed else ""
         raise DataError(
-            f"{num_useless:,} of {plural(num_rows, 'row')} can't be used"
-            + (f", {allowed:,} are allowed" if allowed else ""),
-            fix=f"correct them, or leave them out: data.skip_bad={num_bad}"
-            if num_bad < num_rows and not num_refused
-            else next(iter(fixes))
-            if len(fixes) == 1
-            else "correct them; each row above has its reason"
-            if num_useless < num_rows
-            else "set data.format to match these rows; 'ftkit data show' prints how they are read",
+            f"{num_useless:,} of {plural(num_rows, 'row')} can't be used{limit}",
+            fix=_fix(num_rows, num_bad, num_refused, fixes),
         )
-    outcome = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
+    long = f"{plural(num_too_long, 'document')} longer than a pack (data.too_long: {inspector.recipe.data.too_long})"
     if num_too_long and not num_fit:
-        raise DataError(f"no document can be trained on: {outcome}", fix="raise training.sequence_length")
-    terminal.say(
-        (f"{plural(num_rows, 'row')}: all can be used" if not num_bad else f"{num_bad:,} of {num_rows:,} are skipped")
-        + (f"; {outcome}" if num_too_long else "")
-    )
+        raise DataError(f"no document can be trained on: {long}", fix="raise training.sequence_length")
+    used = f"{num_bad:,} of {num_rows:,} are skipped" if num_bad else f"{plural(num_rows, 'row')}: all can be used"
+    terminal.say(f"{used}; {long}" if num_too_long else used)
+
+
+def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:
+    if num_bad < num_rows and not num_refused:
+        return f"correct them, or leave them out: data.skip_bad={num_bad}"
+    if len(fixes) == 1:
+        return next(iter(fixes))
+    if num_bad + num_refused < num_rows:
+        return "correct them; each row above has its reason"
+    return "set data.format to match these rows; 'ftkit data show' prints how they are read"
 
 
 @click.command(
@@ -276,11 +278,11 @@ def check_command(words: tuple[str, ...], *, skip_bad: int | None, as_json: bool
     examples=("ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8"),
 )
 @run_options
-@click.option(
-    "--workers", metavar="N", type=click.IntRange(min=1), help="Number of tokenizing processes; default: one per CPU."
-)
+@number_option("--workers", about="Number of tokenizing processes; default: one per CPU.")
 @hf_token_option
-def prepare_command(words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Any) -> None:
+def prepare_command(
+    words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Unpack[RunOptions]
+) -> None:
     """Tokenize and pack the data of a run, and download its weights, before 'ftkit run'.
 
     Prints the folder of the prepared data. Needs no GPU. Does nothing if the data is already prepared.

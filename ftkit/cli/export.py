@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,15 +21,17 @@ from ftkit.cli.arguments import (
     json_option,
     require_signature_option,
     run_argument,
+    usage_error,
 )
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib, short_path
+from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.evaluate.formats import check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import check_format, read_precision, verify_vllm_lora, write_gguf
 from ftkit.evaluate.source import ModelFolder
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
@@ -37,16 +39,12 @@ from ftkit.images.verify import require_intact, verify, verify_inside
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.paths import is_path
 from ftkit.planning.plan import read_plan
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import push
+from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ftkit.config.image_reference import AnyImage
+    from ftkit.config.training import Precision
+    from ftkit.evaluate.export_formats import Format
     from ftkit.evaluate.vllm import EngineName
-    from ftkit.planning.layout import RunLayout
-
 
 _HUB = "hf://"
 _VERIFICATION_SECONDS = 24 * 3600.0
@@ -98,8 +96,8 @@ _VERIFICATION_SECONDS = 24 * 3600.0
     help="Verify the export (default). Where less than 4 bytes of memory per parameter are free, it takes longer.",
 )  # fmt: skip
 def export_command(  # noqa: PLR0913 - one for each option
-    reference: str, *, step: str, merges: bool, precision: str | None, folder: Path | None, verifies: bool,
-    destination: str | None, form: Any,
+    reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
+    destination: str | None, form: Format,
 ) -> None:  # fmt: skip
     """Export a checkpoint."""
     terminal, layout = Terminal(), get_run(reference).layout
@@ -107,33 +105,26 @@ def export_command(  # noqa: PLR0913 - one for each option
         _check_destination(destination)
     _use_hub_cache()
     import_transformers()
-    from ftkit.evaluate.export import ExportRequest, export_run
+    from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
 
     if form != "hf":
-        _check_format(form, layout, merges=merges)
-    request = ExportRequest(step, merges, cast("Any", precision), folder)
-    exported = export_run(layout, request, _verifier(terminal) if verifies else None, terminal.say)
-    if form != "hf":
-        _finish_format(form, exported, layout, terminal)
-    terminal.data(f"{exported}\n")
-    if destination is not None:
-        terminal.data(f"{_push(exported, destination, terminal)}\n")
+        check_format(form, read_plan(layout), merges=merges)
 
+    def verify_and_report(made: Path) -> None:
+        terminal.say(_verify_in_process(made))
 
-def _check_format(form: Any, layout: RunLayout, *, merges: bool) -> None:
-    check_format(form, read_plan(layout), merges=merges)
-
-
-def _finish_format(form: str, exported: Path, layout: RunLayout, terminal: Terminal) -> None:
-    """Convert an export, or check that vLLM loads it."""
+    request = ExportRequest(step, merges, precision, folder)
+    exported = export_run(layout, request, verify_and_report if verifies else None, terminal.say)
     if form == "vllm-lora":
         rank = verify_vllm_lora(exported)
         terminal.say(f"vLLM loads all of the adapters: vllm serve BASE --enable-lora --max-lora-rank {rank}")
-        return
-    precision = read_precision(exported)
-    file = exported / f"{layout.root.name}-{precision}.gguf"
-    for warning in write_gguf(exported, file, precision, terminal.say):
-        terminal.warn(warning)
+    elif form == "gguf":
+        found = read_precision(exported)
+        for warning in write_gguf(exported, exported / f"{layout.root.name}-{found}.gguf", found, terminal.say):
+            terminal.warn(warning)
+    terminal.data(f"{exported}\n")
+    if destination is not None:
+        terminal.data(f"{_push(exported, destination, terminal)}\n")
 
 
 def _check_destination(destination: str) -> None:
@@ -148,10 +139,7 @@ def _check_destination(destination: str) -> None:
     elif destination.partition("://")[0] in ("s3", "gs") or is_path(destination):
         Store(destination).check_writable()
     else:
-        raise click.UsageError(
-            f"--push: expected hf://ORG/NAME, s3://…, gs://… or a folder (./copy), got '{destination}'",
-            click.get_current_context(),
-        )
+        raise usage_error(f"--push: expected hf://ORG/NAME, s3://…, gs://… or a folder (./copy), got '{destination}'")
 
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
@@ -174,30 +162,27 @@ def _use_hub_cache() -> None:
     os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
 
 
-def _verifier(terminal: Terminal) -> Callable[[Path], None]:
-    def verify(folder: Path) -> None:
-        done = process.run_stoppable(
-            [sys.executable, "-m", "ftkit", "verify", str(folder)], timeout_seconds=_VERIFICATION_SECONDS
+def _verify_in_process(folder: Path) -> str:
+    """Verify an export in another process; return what it found.
+
+    Raises:
+        TrainingError: the export differs from the trained model, or could not be verified.
+    """
+    command = [sys.executable, "-m", "ftkit", "verify", str(folder)]
+    done = process.run_stoppable(command, timeout_seconds=_VERIFICATION_SECONDS)
+    if done.returncode == -signal.SIGKILL:
+        raise TrainingError(
+            "the process that verified the export was killed, and the export was removed",
+            meaning="usually the machine ran out of memory: other programs took it while the check ran",
+            fix="export on a machine with more memory, or without the check: --no-verify",
         )
-        if done.returncode == -signal.SIGKILL:
-            raise TrainingError(
-                "the process that verified the export was killed, and the export was removed",
-                meaning="usually the machine ran out of memory: other programs took it while the check ran",
-                fix="export on a machine with more memory, or without the check: --no-verify",
-            )
-        if done.returncode:
-            what = done.stderr.strip() or EXIT_CODES.get(done.returncode, f"it ended with status {done.returncode}")
-            raise _failed(what)
-        terminal.say(done.stdout.rstrip())
-
-    return verify
-
-
-def _failed(what: str) -> FtkitError:
-    return TrainingError(
-        f"the export did not match the trained model and was removed\n{what}",
-        fix="if rounding causes the difference: --dtype fp32",
-    )
+    if done.returncode:
+        what = done.stderr.strip() or EXIT_CODES.get(done.returncode, f"it ended with status {done.returncode}")
+        raise TrainingError(
+            f"the export did not match the trained model and was removed\n{what}",
+            fix="if rounding causes the difference: --dtype fp32",
+        )
+    return done.stdout.rstrip()
 
 
 @click.command(
@@ -230,11 +215,14 @@ def verify_command(wanted: str, *, deep: bool, public_key: Path | None, engine: 
 
 
 def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: bool) -> None:
-    from ftkit.cli.terminal.progress_view import ProgressView
-
     terminal = Terminal()
     image = parse_image(wanted, Path.cwd(), key="NAME:TAG|FILE|URI|DIR")
-    file = _image_file(image)
+    if isinstance(image, ImageFile):
+        file = image.path
+    else:
+        named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference).reference
+        sqsh, sif = image_store().link(named, "sqsh"), image_store().link(named, "sif")
+        file = sif if sif.exists() and not sqsh.exists() else sqsh
     with ProgressView(terminal) as view:
         if public_key:
             require_beside(file, public_key)
@@ -261,21 +249,18 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
 
 
 def _verify_export(folder: Path, engine: EngineName, *, as_json: bool) -> None:
-    os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
-
+    _use_hub_cache()
     import_transformers()
     from transformers.utils import logging
 
     from ftkit.evaluate.verify_export import read_record, require_passed, verify_export
-    from ftkit.evaluate.vllm import takes_vllm
+    from ftkit.evaluate.vllm import takes_vllm, verify_with_vllm
 
     logging.disable_progress_bar()
     terminal = Terminal()
     has_vllm = takes_vllm(ModelFolder(folder, str(folder)), engine)  # report a missing vLLM before a model is loaded
     checks = verify_export(folder, terminal.say)
     if has_vllm:
-        from ftkit.evaluate.vllm import verify_with_vllm
-
         terminal.say("loading the model with vLLM")
         checks += verify_with_vllm(folder, read_record(folder))
     if as_json:
@@ -284,12 +269,3 @@ def _verify_export(folder: Path, engine: EngineName, *, as_json: bool) -> None:
         facts = [(check.name, check.found if check.passed else Styled(check.found, "red")) for check in checks]
         terminal.facts(facts, is_data=True)
     require_passed(folder, checks)
-
-
-def _image_file(image: AnyImage) -> Path:
-    if isinstance(image, ImageFile):
-        return image.path
-    named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference)
-    store = image_store()
-    sqsh, sif = store.link(named.reference, "sqsh"), store.link(named.reference, "sif")
-    return sif if sif.exists() and not sqsh.exists() else sqsh

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-from ftkit.cli.report import write_report_at_end
 from ftkit.cli.terminal.format import count, duration
 from ftkit.cli.terminal.record_lines import record_line
-from ftkit.cli.terminal.report import show_end
+from ftkit.cli.terminal.run_view import show_end
 from ftkit.errors import FtkitError, RunFailedError
+from ftkit.launch.job_states import observe_all
+from ftkit.launch.scheduler import scheduler_for
+from ftkit.runs.ends import excluded_nodes
 from ftkit.runs.job import Job, RunState
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.progress import excluded_nodes
 from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.cli.terminal.console import Terminal
+    from ftkit.planning.layout import RunLayout
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.records import Record
 
@@ -32,19 +36,14 @@ _SECONDS_BETWEEN_STEPS = 30
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Follow a run until it ends, then show its results.
-
-    Args:
-        run: the run.
-        terminal: where to show it.
-        tail: reader of its records; from the first one if null.
+    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one.
 
     Raises:
         RunFailedError: it failed or was canceled.
         KeyboardInterrupt: the user stops following; the run continues.
     """
     tail = tail or RecordTail(run.layout.metrics)
-    view = view_for(terminal)
+    view = LiveView(terminal) if terminal.is_live else PlainView(terminal)
     try:
         seen = _show_until_the_end(run, tail, view)
     except KeyboardInterrupt:
@@ -55,11 +54,23 @@ def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None
     finally:
         view.close()
     with suppress(FtkitError):  # a missing report does not fail the run
-        write_report_at_end(run.layout, seen.state)
+        _write_report(run.layout, seen.state)
     show_end(run, seen, terminal)
 
 
-def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: FollowView) -> Job:
+def _write_report(layout: RunLayout, state: str) -> None:
+    """Write the page of an ended run if its job did not: the run failed, or its image lacks matplotlib."""
+    if layout.report.exists() or os.environ.get("FTKIT_REPORT", "1") == "0" or find_spec("matplotlib") is None:
+        return
+    from ftkit.cli.page.charts import require_matplotlib
+    from ftkit.cli.page.run_report import read_report
+    from ftkit.cli.page.write import run_page, save_page
+
+    require_matplotlib()
+    save_page(run_page(read_report(layout, state)), layout.report)
+
+
+def _show_until_the_end(run: SubmittedRun, tail: RecordTail, view: PlainView) -> Job:
     last = Job(run.job_id, RunState.UNKNOWN)
     known = excluded_nodes(run.layout)
     for seen in poll_states(run):
@@ -83,9 +94,6 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     Raises:
         RunFailedError: the scheduler has not known the job for a minute.
     """
-    from ftkit.launch.job_states import observe_all
-    from ftkit.launch.scheduler import scheduler_for
-
     pause = scheduler_for(run.submission.scheduler).poll_seconds
     last_known = time.monotonic()
     while True:
@@ -104,27 +112,6 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
             yield None
 
 
-class FollowView(Protocol):
-    """Shows the progress of a run."""
-
-    def state(self, seen: Job) -> None:
-        """Show the run's state; called after each poll."""
-
-    def note(self, text: str) -> None:
-        """Show a message about the job."""
-
-    def record(self, record: Record) -> None:
-        """Show a record of the trainer."""
-
-    def close(self) -> None:
-        """Close the view: no record follows."""
-
-
-def view_for(terminal: Terminal) -> FollowView:
-    """Return the view that fits the terminal."""
-    return LiveView(terminal) if terminal.is_live else PlainView(terminal)
-
-
 class PlainView:
     """Lines, few enough for the log of a CI job; memory records are only in the run's log."""
 
@@ -134,18 +121,18 @@ class PlainView:
         self._next_step = 0.0
 
     def state(self, seen: Job) -> None:
-        """Print the state if it changed, unless the run is completed: the summary shows that."""
+        """Show the run's state, if it changed, unless the run is completed: the summary shows that."""
         words = str(seen)
         if words != self._shown and seen.state is not RunState.COMPLETED:
             self._terminal.say(words)
             self._shown = words
 
     def note(self, text: str) -> None:
-        """Print a line."""
+        """Show a message about the job."""
         self._terminal.say(text)
 
     def record(self, record: Record) -> None:
-        """Print a line; for steps, the first, the last, and one every half minute of the run."""
+        """Show a record of the trainer; of steps, the first, the last, and one every half minute of the run."""
         if isinstance(record, MemoryRecord):
             return
         if isinstance(record, StepRecord):
@@ -155,13 +142,14 @@ class PlainView:
         self._terminal.say(record_line(record))
 
     def close(self) -> None:
-        """Do nothing: every line is complete."""
+        """End: no record follows."""
 
 
-class LiveView:
+class LiveView(PlainView):
     """A progress bar for the steps; a line above it for every other record."""
 
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__(terminal)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -180,63 +168,53 @@ class LiveView:
 
     def state(self, seen: Job) -> None:
         """Show the state until the run runs; then its records show more."""
-        if seen.state is not RunState.RUNNING:
-            self._show_waiting(str(seen))
-        elif self._is_waiting:
-            self._show_waiting("running")
-        self._is_waiting = seen.state is not RunState.RUNNING
+        is_running = seen.state is RunState.RUNNING
+        if self._is_waiting or not is_running:
+            self._show_waiting("running" if is_running else str(seen))
+        self._is_waiting = not is_running
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
         self._progress.console.print(text)
 
     def record(self, record: Record) -> None:
-        """Move the bar, or print a line above it. Memory records are only in the run's log."""
+        """Move the bar, or print a line above it; a stage moves above it once the next one starts."""
         if isinstance(record, MemoryRecord):
             return
-        self._finish_stage(record)
-        if isinstance(record, ScriptStepRecord):
-            self._show_waiting(record_line(record))
-            return
-        if isinstance(record, StepRecord):
-            self._progress.update(
-                self._task,
-                description="training",
-                total=record.num_steps,
-                completed=record.step,
-                numbers=_numbers(record, is_first=self._is_first_step),
-            )
-            self._is_first_step = False
-            return
-        self._is_first_step |= isinstance(record, StartRecord)
-        if isinstance(record, StageRecord):
-            self._stage = record
-            self._show_waiting(record.stage)
-            return
-        self._progress.console.print(record_line(record))
-        if isinstance(record, EndRecord):
-            self._show_waiting(record.outcome)
+        if self._stage:
+            seconds = record.time - self._stage.time
+            self.note(f"{self._stage.stage} ({duration(seconds)})" if seconds >= 1 else self._stage.stage)
+            self._stage = None
+        match record:
+            case ScriptStepRecord():
+                self._show_waiting(record_line(record))
+            case StageRecord():
+                self._stage = record
+                self._show_waiting(record.stage)
+            case StepRecord():
+                self._show_step(record)
+                self._is_first_step = False
+            case _:
+                self._is_first_step |= isinstance(record, StartRecord)
+                self.note(record_line(record))
+                if isinstance(record, EndRecord):
+                    self._show_waiting(record.outcome)
+
+    def _show_step(self, record: StepRecord) -> None:
+        """Move the bar; the time left is unknown from the first record of a start, which includes compiling."""
+        seconds = (record.num_steps - record.step) * record.step_seconds
+        left = "" if self._is_first_step else f" {duration(seconds)} left"
+        speed = f"{count(record.tokens_per_second)} tok/s"
+        numbers = f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"
+        self._progress.update(
+            self._task, description="training", total=record.num_steps, completed=record.step, numbers=numbers
+        )
 
     def _show_waiting(self, description: str) -> None:
         """Let the bar pulse while there is no step to count."""
         self._progress.tasks[0].total = None
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
-    def _finish_stage(self, record: Record) -> None:
-        """Move a stage from the bar to a separate line once the next one starts."""
-        if self._stage:
-            seconds = record.time - self._stage.time
-            took = f" ({duration(seconds)})" if seconds >= 1 else ""
-            self._progress.console.print(f"{self._stage.stage}{took}")
-            self._stage = None
-
     def close(self) -> None:
         """Remove the bar."""
         self._progress.stop()
-
-
-def _numbers(record: StepRecord, *, is_first: bool) -> str:
-    """Describe a step; how much time is left is unknown from the first record of a start, which includes compiling."""
-    left = "" if is_first else f" {duration((record.num_steps - record.step) * record.step_seconds)} left"
-    speed = f"{count(record.tokens_per_second)} tok/s"
-    return f"{record.step}/{record.num_steps} loss {record.loss:.3f} {speed}{left}"

@@ -6,7 +6,7 @@ Nearly every command calls this, and most profiles have no `login`: the modules 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -20,7 +20,7 @@ from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.remote.ssh import Login  # noqa: TC004
+    from ftkit.remote.ssh import Login
 
 SERVED: Final = "FTKIT_FORWARDED"
 """Variable that is set where a forwarded command runs: it is not forwarded again."""
@@ -41,22 +41,14 @@ class ForwardedCommand(ExamplesCommand):
         place = find_login_node(ctx.params)
         if place is None:
             return super().invoke(ctx)
-        from ftkit.cli.remote.forward import forward
+        from ftkit.cli.forward import forward
 
         path = ctx.command_path.split()[1:]
-        return ctx.exit(forward(place.login, place.ctx, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
+        return ctx.exit(forward(*place, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
-@dataclass(frozen=True)
-class LoginNode:
-    """Where a command is forwarded to, and the project here that it belongs to."""
-
-    login: Login
-    ctx: Context
-
-
-def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
-    """Return the login node on which a command with these parameters runs; None for this machine.
+def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | None:
+    """Return the login node on which a command with these parameters runs, and its project here; None for this machine.
 
     If the command selects a run that was submitted from here, its login node; else that of the selected cluster.
 
@@ -66,18 +58,19 @@ def find_login_node(params: Mapping[str, Any]) -> LoginNode | None:
     if SERVED in os.environ:
         return None
     ctx = current_context()
-    reference = params.get("reference") or next(iter(params.get("references") or ()), None)
+    references = params.get("references")
+    reference = references[0] if isinstance(references, tuple) and references else params.get("reference")
     if isinstance(reference, str):
         from ftkit.remote.remote_runs import Records
 
         found = Records.of(os.environ).find(reference)
         if found and not _has_newer_run(reference, found.id):
-            return LoginNode(found.login, replace(ctx, project=found.project))
+            return found.login, replace(ctx, project=found.project)
     names = str(params.get("cluster") or _default_cluster(ctx) or "").split(",")
     logins = [_login_of(name, ctx) for name in names]
     if len(names) > 1 and any(logins):
         raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
-    return LoginNode(logins[0], ctx) if logins[0] else None
+    return (logins[0], ctx) if logins[0] else None
 
 
 def _default_cluster(ctx: Context) -> str | None:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import click
-
 from ftkit.cli.commands import LazyCommand, LazyGroup
 
-
-@click.group(
+runs_command = LazyGroup(
     "runs",
-    cls=LazyGroup,
     default="list",
     sections={
         "Commands": (
-            LazyCommand("list", "ftkit.cli.runs", "List runs, newest first (the default).", "command"),
+            LazyCommand("list", "ftkit.cli.runs", "List runs, newest first (the default)."),
             LazyCommand("checkpoints", "ftkit.cli.run_files", "List the checkpoints of a run, and verify them."),
-            LazyCommand("top", "ftkit.cli.jobs", "Show the load of all GPUs of a run."),
+            LazyCommand("top", "ftkit.cli.runs", "Show the load of all GPUs of a run."),
             LazyCommand("sync", "ftkit.cli.run_files", "Copy a run to an object store or a folder."),
             LazyCommand("bundle", "ftkit.cli.run_files", "Put a run's manifest, metrics, and report into one file."),
         )
     },
-    short_help="List runs; show their checkpoints and GPUs; copy them.",
     examples=("ftkit runs", "ftkit runs --json | jq -r '.[0].id'", "ftkit runs checkpoints last --verify"),
+    help="List the runs of the workspace; show checkpoints and GPUs of a run, or copy it.",
 )
-def runs() -> None:
-    """List the runs of the workspace; show checkpoints and GPUs of a run, or copy it."""
-
-
-@click.group(
+images_command = LazyGroup(
     "images",
-    cls=LazyGroup,
     default="list",
     sections={
         "Commands": (
@@ -38,16 +29,11 @@ def runs() -> None:
             LazyCommand("definition", "ftkit.cli.images", "Print an image's Singularity definition file."),
         )
     },
-    short_help="List images; pin their packages.",
     examples=("ftkit images", "ftkit images lock olmo3:25.02"),
+    help="List images and where each one is, pin their packages, or print a definition file.",
 )
-def images() -> None:
-    """List images and where each one is, pin their packages, or print a definition file."""
-
-
-@click.group(
+data_command = LazyGroup(
     "data",
-    cls=LazyGroup,
     sections={
         "Commands": (
             LazyCommand("show", "ftkit.cli.data", "Print samples as the trainer sees them."),
@@ -56,19 +42,14 @@ def images() -> None:
             LazyCommand("prepare", "ftkit.cli.data", "Tokenize and pack data, and download weights."),
         )
     },
-    short_help="Inspect and check training data.",
     examples=("ftkit data show demo", "ftkit data stats demo", "ftkit data check demo --json"),
-)
-def data() -> None:
-    """Inspect and check training data. Needs no GPU.
+    help="""Inspect and check training data. Needs no GPU.
 
     Each command takes the arguments of 'ftkit run': a recipe, and overrides of its keys.
-    """
-
-
-@click.group(
+    """,
+)
+config_command = LazyGroup(
     "config",
-    cls=LazyGroup,
     default="show",
     sections={
         "Commands": (
@@ -78,16 +59,11 @@ def data() -> None:
             LazyCommand("completion", "ftkit.cli.config", "Print the shell completion script."),
         )
     },
-    short_help="Show settings and recipes; set up editors and shells.",
     examples=("ftkit config", "ftkit config recipes", 'eval "$(ftkit config completion bash)"'),
+    help="Show settings and recipes; print JSON schemas for editors, and completion for shells.",
 )
-def config() -> None:
-    """Show settings and recipes; print JSON schemas for editors, and completion for shells."""
-
-
-@click.group(
+cluster_command = LazyGroup(
     "cluster",
-    cls=LazyGroup,
     default="list",
     sections={
         "Profiles": (
@@ -100,11 +76,8 @@ def config() -> None:
             LazyCommand("destroy", "ftkit.cli.cluster", "Remove what was created."),
         ),
     },
-    short_help="List, connect to, create, and remove clusters.",
     examples=("ftkit cluster", "ftkit cluster connect --help", "ftkit cluster create --help"),
-)
-def cluster() -> None:
-    """List cluster profiles, use a cluster from this machine, or create one with its provider's own tools.
+    help="""List cluster profiles, use a cluster from this machine, or create one with its provider's own tools.
 
     A profile with 'login: user@host' is reached with the system's ssh: its configuration, agent, and jump hosts apply.
     'ftkit run' sends the recipe, local data, and the project's settings there, and submits the run there; the commands
@@ -113,4 +86,5 @@ def cluster() -> None:
 
     'create' and 'destroy' show every file and command with --dry-run. Created resources are recorded, so an interrupted
     command continues, and 'destroy' removes exactly those.
-    """
+    """,
+)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit import __version__
-from ftkit.cli.arguments import registry_of
+from ftkit.cli.arguments import image_store, registry_of
+from ftkit.cli.terminal.console import Styled, Terminal
+from ftkit.cli.terminal.format import duration, gib, short_path
+from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import NamedImage, parse_image
 from ftkit.config.recipe import SINK_PACKAGES, sinks_without_package
 from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteError, Problem
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
 from ftkit.images.image_store import manifest_file, sbom_file
-from ftkit.images.import_image import ImportRequest
+from ftkit.images.import_image import ImportRequest, import_image, select_source
 from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
@@ -22,7 +26,7 @@ from ftkit.planning.plan import RunPlan
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftkit.cli.terminal.console import Terminal
+    from ftkit.images.import_image import ImportResult
     from ftkit.planning.plan import JobPlan
 
 
@@ -67,7 +71,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
         return {}  # a registry address: the nodes pull it
     image = parse_image(plan.image, plan.workspace)
     if does_import and missing_image(plan) and isinstance(image, NamedImage):
-        _import(image, plan, terminal)
+        run_import(ImportRequest(image, registry_of(None), plan.cluster, plan.cluster.image_format), terminal)
     if missing := missing_image(plan):
         raise missing
     return _check_file(plan, plan.image_file, terminal)
@@ -96,15 +100,26 @@ def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
     return facts
 
 
+def run_import(request: ImportRequest, terminal: Terminal, *, force: bool = False) -> ImportResult:
+    """Import an image and report the result."""
+    started, name = time.monotonic(), request.name.reference
+    with ProgressView(terminal) as view:
+        source = select_source(request, view.report)
+        imported = import_image(name, source, image_store(), force=force, report=view.report)
+    where = short_path(imported.link)
+    if request.public_key:
+        terminal.say(f"signed, by {short_path(request.public_key)}")
+    if imported.is_new:
+        took = duration(time.monotonic() - started)
+        terminal.say(Styled(f"imported {name} as {where} ({gib(imported.manifest.size / 2**30)}) in {took}", "bold"))
+    else:
+        terminal.say(f"{where} is already imported: the same image")
+    return imported
+
+
 def _lock_digest(labels: Mapping[str, str]) -> dict[str, str]:
     """Return the digest that the trainer compares with the lock in its container."""
     return {"image_lock_sha256": labels[docker_engine.LOCK_LABEL]} if docker_engine.LOCK_LABEL in labels else {}
-
-
-def _import(image: NamedImage, plan: JobPlan, terminal: Terminal) -> None:
-    from ftkit.cli.build import run_import
-
-    run_import(ImportRequest(image, registry_of(None), plan.cluster, plan.cluster.image_format), terminal)
 
 
 def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]:
@@ -138,11 +153,12 @@ def _require_sinks(plan: JobPlan, final: Path) -> None:
     missing = [] if packages is None else sinks_without_package(plan.recipe.tracking.sinks, packages)
     if missing:
         names = ", ".join(SINK_PACKAGES[sink][0] for sink in missing)
-        raise ConfigError(
-            [Problem(f"recipe {plan.recipe.name}", "tracking.sinks", f"the image file lacks package {names}.",
-                     f"If the image's definition lists it now, build and import {plan.image} again; or remove "
-                     f"{', '.join(missing)}.")]
-        )  # fmt: skip
+        what = f"the image file lacks package {names}."
+        fix = (
+            f"If the image's definition lists it now, build and import {plan.image} again; or remove "
+            f"{', '.join(missing)}."
+        )
+        raise ConfigError([Problem(f"recipe {plan.recipe.name}", "tracking.sinks", what, fix)])
 
 
 def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal: Terminal) -> None:
@@ -150,17 +166,14 @@ def _warn_about_other_version(labels: Mapping[str, str], plan: JobPlan, terminal
     if docker_engine.REFERENCE_LABEL not in labels or any(code.name == DEV_CODE for code in plan.code):
         return  # not built by ftkit, or another ftkit runs in it
     commit = docker_engine.own_commit()
-    here = commit.id if commit else ""
+    here = __version__, commit.id if commit else ""
     inside = labels.get("ftkit.version", ""), labels.get("org.opencontainers.image.revision", "")
-    if inside != (__version__, here):
+    if inside != here:
+        shown, this = (f"{version} at {id_[:12]}" if id_ else version for version, id_ in (inside, here))
         terminal.warn(
-            f"{plan.image} has ftkit {_version_text(*inside)}, this is {_version_text(__version__, here)}: "
-            "if the job can't read its plan, build and import the image again"
+            f"{plan.image} has ftkit {shown}, this is {this}: if the job can't read its plan, build and import the "
+            "image again"
         )
-
-
-def _version_text(version: str, commit: str) -> str:
-    return f"{version} at {commit[:12]}" if commit else version
 
 
 def _is_built(image: NamedImage) -> bool:

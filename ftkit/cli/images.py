@@ -1,33 +1,58 @@
-"""`ftkit images`: list images, pin their packages, and print definition files."""
+"""`ftkit images`, `build`, `push` and `import`: list, pin, build and push images, and import them as one file."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import image_argument, image_store, json_option, load_all
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.arguments import (
+    cluster_option,
+    complete_image,
+    folder_option,
+    image_argument,
+    image_store,
+    json_option,
+    load_all,
+    registry_of,
+    registry_option,
+    require_signature_option,
+    required_registry,
+    signing_key,
+    signing_options,
+    usage_error,
+)
+from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.image_check import run_import
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
-from ftkit.cli.terminal.format import age, gib, short_path
+from ftkit.cli.terminal.format import age, duration, gib, short_path
+from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.context import Context, list_images
-from ftkit.config.load import find_image, load_image
+from ftkit.config.image_reference import parse_importable, parse_name
+from ftkit.config.load import find_image, load_cluster, load_image
+from ftkit.config.request import load_settings
 from ftkit.errors import plural
+from ftkit.images.build import BaseRequest, build
 from ftkit.images.build_context import definition_file, write_files
+from ftkit.images.import_image import ImportRequest
 from ftkit.images.inventory import image_statuses, is_unpinned
 from ftkit.images.lock import write_lock
+from ftkit.images.oci.credentials import from_user
+from ftkit.images.signatures import sign_file
+from ftkit.images.transfer import push, sign_pushed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.config.image import ImageSpec
+    from ftkit.config.image_reference import ImageFormat
     from ftkit.images.image_store import ImageStore
-    from ftkit.images.inventory import ImageStatus, ImportedFile
-
-
-_NO: Cell = "-"
+    from ftkit.images.import_image import ImportMethod
+    from ftkit.images.inventory import ImageStatus
+    from ftkit.images.oci.credentials import Credentials
 
 
 @click.command(
@@ -53,13 +78,35 @@ def list_command(*, as_json: bool) -> None:
 def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
     """Print the table; without descriptions on a narrow terminal."""
     columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", can_shrink=True), Column("IMPORTED")]
-    rows = [
-        [state.reference, _base(spec, state), _built(state), _pushed(state), _imported(state)] for spec, state in images
+    columns += [Column("DESCRIPTION", can_shrink=True)] if terminal.is_roomy else []
+    terminal.table(columns, [_cells(spec, state)[: len(columns)] for spec, state in images])
+
+
+def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
+    built, made = state.built, "-"
+    if built:
+        made = f"{gib(built.size / 2**30)}, {age(time.time() - built.created)} ago"
+    imported, damaged = [], False
+    for file in state.imported:
+        kind = file.link.suffix.removeprefix(".")
+        if file.manifest is None:
+            damaged = True
+            imported.append(f"{kind} damaged, or not made by ftkit")
+            continue
+        is_current = built is None or file.manifest.image_id == built.id
+        when = f"{age(time.time() - file.manifest.imported)} ago" if is_current else "older build"
+        imported.append(f"{kind} {gib(file.size / 2**30)}, {when}")
+    files: Cell = ", ".join(imported) or "-"
+    if damaged or not state.is_current:
+        files = Styled(", ".join(imported), "red" if damaged else "yellow")
+    return [
+        state.reference,
+        _base(spec, state),
+        made,
+        ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or "-",
+        files,
+        spec.description,
     ]
-    if terminal.is_roomy:
-        columns.append(Column("DESCRIPTION", can_shrink=True))
-        rows = [[*row, spec.description] for row, (spec, _) in zip(rows, images, strict=True)]
-    terminal.table(columns, rows)
 
 
 def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
@@ -68,33 +115,7 @@ def _base(spec: ImageSpec, state: ImageStatus) -> Cell:
     return Styled("built unpinned", "yellow") if state.built and is_unpinned(state.built) else "pinned"
 
 
-def _built(state: ImageStatus) -> Cell:
-    if state.built is None:
-        return _NO
-    return f"{gib(state.built.size / 2**30)}, {age(time.time() - state.built.created)} ago"
-
-
-def _pushed(state: ImageStatus) -> Cell:
-    return ", ".join(sorted({digest.partition("/")[0] for digest in state.pushed})) or _NO
-
-
-def _imported(state: ImageStatus) -> Cell:
-    words = ", ".join(_file(file, state) for file in state.imported)
-    if any(file.manifest is None for file in state.imported):
-        return Styled(words, "red")
-    return (words or _NO) if state.is_current else Styled(words, "yellow")
-
-
-def _file(file: ImportedFile, state: ImageStatus) -> str:
-    kind = file.link.suffix.removeprefix(".")
-    if file.manifest is None:
-        return f"{kind} damaged, or not made by ftkit"
-    is_current = state.built is None or file.manifest.image_id == state.built.id
-    when = f"{age(time.time() - file.manifest.imported)} ago" if is_current else "older build"
-    return f"{kind} {gib(file.size / 2**30)}, {when}"
-
-
-def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str, Any]:
+def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str, object]:
     built = state.built
     return {
         "reference": state.reference,
@@ -126,12 +147,7 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
     examples=("ftkit images definition olmo3:25.02 --files olmo3-files > olmo3.def",),
 )
 @image_argument
-@click.option(
-    "--files",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Also write the files that the definition copies to this folder.",
-)
+@folder_option("--files", about="Also write the files that the definition copies to this folder.", exists=False)
 def definition_command(reference: str, *, files: Path | None) -> None:
     """Print a definition file that builds NAME:TAG with Apptainer or Singularity, without docker."""
     terminal, definition = Terminal(), find_image(reference, Context.here())
@@ -157,3 +173,149 @@ def lock_command(reference: str) -> None:
     pinned = write_lock(definition)
     where = short_path(definition.lock_file)
     Terminal().say(Styled(f"wrote {where}: {plural(len(pinned), 'package')}, each with hashes", "bold"))
+
+
+@click.command(
+    "build",
+    cls=ExamplesCommand,
+    examples=(
+        "ftkit build olmo3:25.02",
+        "ftkit build olmo3:25.02 --push --registry registry.example.com/team",
+        "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch:25.02-py3",
+    ),
+)
+@image_argument
+@click.option("--base", metavar="REF", help="Base image that replaces the definition's.")
+@click.option("--repin", is_flag=True, help="Resolve the base's tag again and record its digest.")
+@click.option("--no-cache", is_flag=True, help="Run every step again.")
+@click.option(
+    "--allow-unpinned", is_flag=True, help="Use the base that the docker engine has, without asking a registry."
+)
+@click.option("--push", "does_push", is_flag=True, help="Push the image after the build.")
+@registry_option
+def build_command(  # noqa: PLR0913 - its options
+    reference: str, *, base: str | None, repin: bool, no_cache: bool, allow_unpinned: bool, does_push: bool,
+    registry: str | None,
+) -> None:  # fmt: skip
+    """Build NAME:TAG from its folder in containers/, and run its self-check.
+
+    Skips the build if Dockerfile, lock, ftkit and base have not changed. For a base without a digest, ftkit resolves
+    its tag at the registry and records the digest in bases.lock, so that later builds use the same base.
+    """
+    terminal = Terminal()
+    target = required_registry(registry, reference) if does_push else None
+    definition = find_image(reference, Context.here())
+    started = time.monotonic()
+    with ProgressView(terminal) as view:
+        request = BaseRequest(base, repin=repin, from_docker=allow_unpinned)
+        built = build(definition, request, no_cache=no_cache, report=view.report)
+    size = gib(built.image.size / 2**30) + (", on an unpinned base" if is_unpinned(built.image) else "")
+    if built.is_new:
+        terminal.say(Styled(f"built {built.name} ({size}) in {duration(time.monotonic() - started)}", "bold"))
+    else:
+        terminal.say(f"{built.name} ({size}) is up to date: inputs are unchanged since the last build")
+    if built.recorded:
+        terminal.say(f"base {built.base}: recorded in {short_path(built.recorded)} for later builds")
+    elif built.base.digest is None:
+        terminal.warn(
+            f"the base {built.base} is not pinned: the docker engine has no digest for it; push it to a "
+            "registry, and use its address there as the base"
+        )
+    if built.moved_to:
+        terminal.warn(
+            f"the tag {built.base.tagged} now refers to another image ({built.moved_to}); this build used the recorded "
+            f"one ({built.base.digest}); to use the new one: ftkit build {reference} --repin"
+        )
+    if target:
+        push_and_report(reference, target, None, terminal)
+    else:
+        terminal.data(f"{built.image.id}\n")
+
+
+@click.command(
+    "push",
+    cls=ExamplesCommand,
+    examples=(
+        "ftkit push olmo3:25.02 --registry registry.example.com/team",
+        'printf %s "$TOKEN" | ftkit push olmo3:25.02 --username me --password-stdin',
+    ),
+)
+@image_argument
+@registry_option
+@click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
+@click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
+@signing_options("the signature is stored next to the image in the registry.")
+def push_command(
+    reference: str, *, registry: str | None, username: str | None, password_stdin: bool, signs: bool, key: Path | None
+) -> None:
+    """Push NAME:TAG, which 'ftkit build' made, to HOST/PATH/NAME:TAG.
+
+    Uses the credentials of docker's configuration ('docker login', credential helpers).
+    """
+    private_key = signing_key(signs=signs, key=key)
+    target = required_registry(registry, reference)
+    given = None
+    if password_stdin:
+        host = parse_name(reference).in_registry(target).host
+        given = from_user(host, username, sys.stdin.read().strip("\r\n"))
+    elif username:
+        raise usage_error("--username requires --password-stdin")
+    push_and_report(reference, target, given, Terminal(), private_key)
+
+
+def push_and_report(
+    reference: str, registry: str, given: Credentials | None, terminal: Terminal, private_key: Path | None = None
+) -> None:
+    """Push an image, sign it if a private key is given, and print its address with its digest."""
+    started = time.monotonic()
+    with ProgressView(terminal) as view:
+        image = parse_name(reference)
+        pushed = push(image, registry, given=given, report=view.report)
+    terminal.say(Styled(f"pushed {pushed.reference} in {duration(time.monotonic() - started)}", "bold"))
+    if private_key:
+        sign_pushed(image, pushed, private_key, given)
+        terminal.say(f"signed with {private_key}")
+    terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")
+
+
+@click.command(
+    "import",
+    cls=ExamplesCommand,
+    examples=(
+        "ftkit import olmo3:25.02",
+        "ftkit import olmo3:25.02 --cluster mycluster --on-node",
+        "ftkit import docker://registry.example.com#team/olmo3:25.02",
+    ),
+)
+@click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)
+@cluster_option
+@click.option(
+    "--format", "image_format", type=click.Choice(["sqsh", "sif"]),
+    help="squashfs for enroot and pyxis, SIF for Apptainer; default: what the cluster uses.",
+)  # fmt: skip
+@click.option("--on-node", is_flag=True, help="Run enroot on a compute node, on its local disk.")
+@click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
+              help="Program that writes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Import again even if the image is already imported.")
+@registry_option
+@require_signature_option("an image")
+@signing_options("the signature is a file next to the imported one.")
+def import_command(  # noqa: PLR0913 - its options
+    wanted: str, *, cluster: str | None, image_format: ImageFormat | None, on_node: bool, method: ImportMethod,
+    force: bool, registry: str | None, public_key: Path | None, signs: bool, key: Path | None,
+) -> None:  # fmt: skip
+    """Import an image into the workspace's images/, named by digest, with a readable link and a manifest.
+
+    NAME:TAG comes from the docker engine if it was built here, else from the registry; with --require-signature always
+    from the registry, which has the signatures. An image that is already imported is not imported again.
+    """
+    terminal, ctx, private_key = Terminal(), current_context(), signing_key(signs=signs, key=key)
+    profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
+    image = parse_importable(wanted, Path.cwd())
+    request = ImportRequest(
+        image, registry_of(registry), profile, image_format or profile.image_format, on_node, method, public_key
+    )
+    imported = run_import(request, terminal, force=force)
+    if private_key:
+        terminal.say(f"signed: {short_path(sign_file(imported.file, private_key))}")
+    terminal.data(f"{imported.link}\n")

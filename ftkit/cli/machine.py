@@ -7,15 +7,17 @@ import sys
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
-from ftkit.cli.arguments import complete_cluster, complete_image, json_option, load_all
+from ftkit.cli.arguments import cluster_option, image_option, json_option, load_all, yes_option
 from ftkit.cli.commands import ExamplesCommand, current_context
 from ftkit.cli.forwarded import ForwardedCommand
 from ftkit.cli.submit import say_overridden
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Column, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.load import load_cluster
@@ -51,7 +53,7 @@ _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/ref
     cls=ExamplesCommand,
     examples=("ftkit init", "ftkit init --yes", "ftkit init --yes --force"),
 )
-@click.option("--yes", is_flag=True, help="Ask nothing.")
+@yes_option
 @click.option("--force", is_flag=True, help="Change existing files. Other keys of ftkit.yaml stay.")
 def init_command(*, yes: bool, force: bool) -> None:
     """Inspect this machine and its Slurm, and write ftkit.yaml into the current folder.
@@ -69,16 +71,22 @@ def init_command(*, yes: bool, force: bool) -> None:
             meaning="its programs are installed here; its controller is busy, restarting, or not reachable",
             fix=f"try again in a minute; to train on this machine alone, write 'cluster: local' into {PROJECT_FILE}",
         )
-    names = [name for name in list_names("cluster", ctx) if not _is_our_own(folder / "clusters" / f"{name}.yaml")]
+    # A profile that an earlier 'ftkit init' wrote may be overwritten.
+    own = [path.stem for path in (folder / "clusters").glob("*.yaml") if _is_our_own(path)]
+    names = [name for name in list_names("cluster", ctx) if name not in own]
     profiles = load_all(names, lambda name: load_cluster(name, ctx), terminal)
     proposed = propose_cluster(site, (spec for _, spec in profiles))
     terminal.facts(_site_facts(site, proposed), is_data=False)
     files = _files(folder, proposed)
-    existing = [path for path in files if path.exists()]
+    asks = not yes and sys.stdin.isatty()
+    existing = [short_path(path) for path in files if path.exists()]
     if existing and not force:
-        _confirm_or_refuse(existing, yes=yes)
-    elif not yes and sys.stdin.isatty():
-        click.confirm(f"Write {', '.join(short_path(path) for path in files)}?", default=True, abort=True, err=True)
+        if not asks:
+            what, fix = "already exists and was not changed.", "Change it with --force."
+            raise ConfigError([Problem(path, "", what, fix) for path in existing])
+        click.confirm(f"Change existing {' and '.join(existing)}?", default=False, abort=True, err=True)
+    elif asks:
+        click.confirm(f"Write {', '.join(map(short_path, files))}?", default=True, abort=True, err=True)
     for path, text in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -87,33 +95,16 @@ def init_command(*, yes: bool, force: bool) -> None:
         terminal.warn(f"not detected: {each}")
     terminal.say()
     written = Context.here()
-    check_here(written, load_place(RunArgs(), written), terminal, site=site)
+    _check_here(written, load_place(RunArgs(), written), terminal, site=site)
     terminal.say(Styled(f"\nTry: {_next_command(proposed)}", "bold"))
 
 
 def _is_our_own(path: Path) -> bool:
-    """Return whether an earlier `ftkit init` wrote this profile, so that it may be overwritten."""
-    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
+    return path.read_text(encoding="utf-8", errors="replace").startswith(f"# {_MARK}")
 
 
-def _confirm_or_refuse(existing: list[Path], *, yes: bool) -> None:
-    """Ask whether files may be changed; refuse if input is not a terminal.
-
-    Raises:
-        ConfigError: there is no terminal to ask on.
-    """
-    if not yes and sys.stdin.isatty():
-        names = " and ".join(short_path(path) for path in existing)
-        click.confirm(f"Change existing {names}?", default=False, abort=True, err=True)
-        return
-    raise ConfigError(
-        [Problem(short_path(path), "", "already exists and was not changed.", "Change it with --force.")
-         for path in existing]
-    )  # fmt: skip
-
-
-def _site_facts(site: Site, proposed: ProposedCluster) -> list[tuple[str, Cell]]:
-    facts: list[tuple[str, Cell]] = []
+def _site_facts(site: Site, proposed: ProposedCluster) -> Facts:
+    facts: Facts = []
     if site.has_slurm:
         names = list(dict.fromkeys(each.name for each in site.partitions))
         facts.append(("Slurm", f"{site.slurm_version}, partitions {', '.join(names)}"))
@@ -122,8 +113,6 @@ def _site_facts(site: Site, proposed: ProposedCluster) -> list[tuple[str, Cell]]
     facts.append(("containers", ", ".join(found) or "none found"))
     if not site.has_slurm:
         facts.append(("GPUs here", str(site.num_gpus)))
-    if site.networks:
-        facts.append(("network", ", ".join(site.networks)))
     if site.shared_folders:
         facts.append(("shared", ", ".join(site.shared_folders)))
     chosen = f"{proposed.name}, which extends {proposed.extends}" if proposed.extends else proposed.name
@@ -144,9 +133,6 @@ def _files(folder: Path, proposed: ProposedCluster) -> dict[Path, str]:
 
 
 def _edited(path: Path | None, values: Mapping[str, object], head: str = _HEAD) -> str:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.comments import CommentedMap
-
     yaml, document = YAML(), CommentedMap()
     yaml.width = 200
     if path is not None and path.is_file():
@@ -170,15 +156,10 @@ def _next_command(proposed: ProposedCluster) -> str:
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "cyan"}
 
 
-class _NumNodes(click.ParamType):  # type: ignore[type-arg] # click 8.2 has no type argument
-    """A number of nodes, or `all`."""
-
-    name = "nodes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value != "all" and not (str(value).isdigit() and int(value) > 0):
-            self.fail("give a number of nodes, or 'all'", param, ctx)
-        return "all" if value == "all" else int(value)
+def _num_nodes(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value not in (None, "all") and not (value.isdigit() and int(value) > 0):
+        raise click.BadParameter("give a number of nodes, or 'all'", ctx, param)
+    return value
 
 
 @click.command(
@@ -186,16 +167,11 @@ class _NumNodes(click.ParamType):  # type: ignore[type-arg] # click 8.2 has no t
     cls=ForwardedCommand,
     examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
 )
-@click.option(
-    "--cluster",
-    metavar="NAME",
-    shell_complete=complete_cluster,
-    help="Cluster profile ('ftkit cluster list' lists them). [env var: FTKIT_CLUSTER]",
-)
-@click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help="Image to check nodes in.")
-@click.option("--nodes", metavar="N|all", type=_NumNodes(), help="Also check N nodes, or all idle ones, in a job.")
+@cluster_option
+@image_option("Image to check nodes in.")
+@click.option("--nodes", metavar="N|all", callback=_num_nodes, help="Also check N nodes, or all idle ones, in a job.")
 @json_option
-def doctor_command(*, cluster: str | None, image: str | None, nodes: int | str | None, as_json: bool) -> None:
+def doctor_command(*, cluster: str | None, image: str | None, nodes: str | None, as_json: bool) -> None:
     """Check this machine: programs, permissions, disk space, credentials, registry, hub, image, clocks.
 
     With --nodes, a job then checks nodes inside the image: whether the container starts, GPUs, driver, memory errors,
@@ -203,7 +179,7 @@ def doctor_command(*, cluster: str | None, image: str | None, nodes: int | str |
     """
     terminal, ctx = Terminal(), current_context()
     place = load_place(RunArgs(cluster=cluster, image=image), ctx)
-    findings = check_here(ctx, place, terminal, shows=not as_json)
+    findings = _check_here(ctx, place, terminal, shows=not as_json)
     results = _check_nodes(nodes, place, ctx, terminal) if nodes else []
     failed = [each.check for each in failures(findings)]
     bad = [each.host for each in results if each.problem]
@@ -213,17 +189,17 @@ def doctor_command(*, cluster: str | None, image: str | None, nodes: int | str |
         here = [asdict(each) for each in findings]
         terminal.json({"login_node": here, "nodes": reports, "exclude": bad, "is_healthy": is_healthy})
     elif results:
-        terminal.text(is_data=True)
+        terminal.text()
         _show_nodes(results, terminal)
     if failed or bad:
         nodes_failed = [f"nodes {', '.join(bad)} (to avoid them: sbatch --exclude={','.join(bad)})"] if bad else []
         raise UnfitMachineError(f"failed: {', '.join([*failed, *nodes_failed])}")
 
 
-def check_here(
+def _check_here(
     ctx: Context, place: Place, terminal: Terminal, *, site: Site | None = None, shows: bool = True
 ) -> list[Finding]:
-    """Run the checks of the login node and print them."""
+    """Run the checks of the login node; print a table of findings, then a remedy for each failure and warning."""
     node = LoginNode(
         site or detect_site(ctx.environment, ctx.root),
         place.cluster,
@@ -233,21 +209,17 @@ def check_here(
         ctx.environment,
     )
     findings = check_login_node(node)
-    if shows:
-        show_findings(findings, terminal)
-    return findings
-
-
-def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
-    """Print a table of findings, then a remedy for each failure and warning."""
+    if not shows:
+        return findings
     rows: list[list[Cell]] = [[each.check, Styled(each.status, _STYLES[each.status]), each.value] for each in findings]
     terminal.table((Column("CHECK"), Column("STATUS"), Column("FOUND", can_shrink=True)), rows)
     for each in findings:
         if each.fix and each.status != "ok":
             terminal.say(f"{each.check}: {each.fix}", indent=2)
+    return findings
 
 
-def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
+def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
     """Run the checks on Slurm nodes.
 
     Raises:
@@ -279,22 +251,15 @@ def _check_nodes(nodes: int | str, place: Place, ctx: Context, terminal: Termina
             sys.executable if cluster.runtime == "none" else "python3",
             container_image(cluster, place.image, workspace),
             folder,
-            ctx.project,
         )
         say_overridden(terminal, ctx.project)
-        return check_nodes(checks, hosts, os.environ)
+        return check_nodes(checks, hosts, os.environ, ctx.project)
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
     """Print a line for each node, then each failure and warning."""
-    columns = (
-        Column("NODE"),
-        Column("STATUS"),
-        Column("TFLOP/S", is_number=True),
-        Column("WITHIN GB/S", is_number=True),
-        Column("BETWEEN GB/S", is_number=True),
-        Column("BEST PAIR GB/S", is_number=True),
-    )
+    titles = ("NODE", "STATUS", "TFLOP/S", "WITHIN GB/S", "BETWEEN GB/S", "BEST PAIR GB/S")
+    columns = [Column(title, is_number=title.endswith("/S")) for title in titles]
     rows: list[list[Cell]] = []
     for each in results:
         report = each.report or {}
@@ -315,6 +280,6 @@ def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
                 gpu = "" if found["gpu"] is None else f" GPU {found['gpu']}"
                 fix = f" ({found['fix']})" if found["fix"] else ""
                 style = _STYLES[found["status"]]
-                terminal.text(Styled(f"{each.host}{gpu} {found['check']}: {found['value']}{fix}", style), is_data=True)
+                terminal.text(Styled(f"{each.host}{gpu} {found['check']}: {found['value']}{fix}", style))
         if not findings:
-            terminal.text(Styled(f"{each.host}: {each.problem}", "red"), is_data=True)
+            terminal.text(Styled(f"{each.host}: {each.problem}", "red"))

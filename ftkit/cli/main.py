@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,39 +38,37 @@ _SECTIONS = {
         LazyCommand("init", "ftkit.cli.machine", "Set up a project on this cluster or machine."),
         LazyCommand("plan", "ftkit.cli.run", "Preview a run and check that it fits."),
         LazyCommand("run", "ftkit.cli.run", "Plan a run, submit it, and follow it."),
-        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run.", "command"),
-        LazyCommand("chat", "ftkit.cli.chat", "Chat with a trained model."),
+        LazyCommand("status", "ftkit.cli.status", "Show the state and results of a run."),
+        LazyCommand("chat", "ftkit.cli.chat", "Try a trained model yourself, turn by turn."),
         LazyCommand("export", "ftkit.cli.export", "Export a checkpoint for transformers, peft or vLLM."),
     ),
     "Runs": (
-        LazyCommand("runs", "ftkit.cli.groups", "List runs; show their checkpoints and GPUs; copy them.", "runs"),
-        LazyCommand("logs", "ftkit.cli.jobs", "Print the log of a run."),
-        LazyCommand(
-            "report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several.", "command"
-        ),
-        LazyCommand("compare", "ftkit.cli.compare", "Compare the settings and results of runs.", "command"),
+        LazyCommand("runs", "ftkit.cli.groups", "List runs; show their checkpoints and GPUs; copy them."),
+        LazyCommand("logs", "ftkit.cli.runs", "Print the log of a run."),
+        LazyCommand("report", "ftkit.cli.report", "Write report.html for a run, or a comparison of several."),
+        LazyCommand("compare", "ftkit.cli.report", "Compare the settings and results of runs."),
         LazyCommand("resume", "ftkit.cli.resume", "Continue a run from its newest checkpoint."),
         LazyCommand("rerun", "ftkit.cli.resume", "Repeat a run, and compare its losses with the original's."),
-        LazyCommand("cancel", "ftkit.cli.jobs", "Cancel a run, or all runs of a sweep."),
+        LazyCommand("cancel", "ftkit.cli.runs", "Cancel a run, or all runs of a sweep."),
         LazyCommand("rm", "ftkit.cli.run_files", "Remove runs, or what nothing uses."),
     ),
     "Models and data": (
-        LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data.", "data"),
+        LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data."),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
-        LazyCommand("generate", "ftkit.cli.chat", "Generate completions for prompts, as JSON Lines."),
-        LazyCommand("serve", "ftkit.cli.chat", "Serve a trained model with vLLM, as a Slurm job."),
+        LazyCommand("generate", "ftkit.cli.chat", "Complete a file of prompts, as JSON Lines."),
+        LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model to other programs, with vLLM."),
         LazyCommand("verify", "ftkit.cli.export", "Verify an imported image, or an export."),
     ),
     "Images": (
-        LazyCommand("images", "ftkit.cli.groups", "List images; pin their packages.", "images"),
-        LazyCommand("build", "ftkit.cli.build", "Build an image."),
-        LazyCommand("push", "ftkit.cli.build", "Push an image to a registry."),
-        LazyCommand("import", "ftkit.cli.build", "Import an image as one file for a cluster."),
+        LazyCommand("images", "ftkit.cli.groups", "List images; pin their packages."),
+        LazyCommand("build", "ftkit.cli.images", "Build an image."),
+        LazyCommand("push", "ftkit.cli.images", "Push an image to a registry."),
+        LazyCommand("import", "ftkit.cli.images", "Import an image as one file for a cluster."),
     ),
     "Machines": (
         LazyCommand("doctor", "ftkit.cli.machine", "Check the login node, and GPUs and networks of nodes."),
-        LazyCommand("cluster", "ftkit.cli.groups", "List, connect to, create, and remove clusters.", "cluster"),
-        LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells.", "config"),
+        LazyCommand("cluster", "ftkit.cli.groups", "List, connect to, create, and remove clusters."),
+        LazyCommand("config", "ftkit.cli.groups", "Show settings and recipes; set up editors and shells."),
     ),
 }
 RENAMED = {
@@ -88,9 +87,6 @@ RENAMED = {
     "top": "runs top",
     "verify-export": "verify",
 }
-"""Former names of commands, and what to type now."""
-
-
 VARIABLES = {
     "FTKIT_CLUSTER": "Cluster profile, like --cluster.",
     "FTKIT_IMAGE": "Training image, like --image.",
@@ -114,14 +110,6 @@ class _TopGroup(LazyGroup):
         except Exception as error:  # noqa: BLE001 - reported
             return ctx.exit(_report(error, ctx.obj))
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for a former name, say what to type now."""
-        if args[0] in RENAMED and not ctx.resilient_parsing:
-            raise click.UsageError(f"'{args[0]}' is now 'ftkit {RENAMED[args[0]]}'", ctx)
-        return super().resolve_command(ctx, args)
-
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the environment variables and the exit codes."""
         del ctx
@@ -130,7 +118,9 @@ class _TopGroup(LazyGroup):
                 formatter.write_dl([(str(name), meaning) for name, meaning in rows.items()])
 
 
-@click.group(cls=_TopGroup, sections=_SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_TopGroup, sections=_SECTIONS, renamed=RENAMED, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, "--version", prog_name=PROGRAM, message="%(prog)s %(version)s")
 @click.option("--cluster", metavar="NAME", help="Cluster profile, before the command's name. [env var: FTKIT_CLUSTER]")
 def cli(*, cluster: str | None) -> None:
@@ -178,8 +168,13 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, words: list[str]) -> int:
     """Print an error and return its exit code; with FTKIT_DEBUG, raise it."""
+    if isinstance(error, click.UsageError) and error.ctx and not isinstance(error, NoArgsIsHelpError):
+        _write(f"error: {error.format_message()}")
+        _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
+        _write(f"see '{error.ctx.command_path} --help'", indent="  ")
+        return error.exit_code
     if isinstance(error, click.ClickException):
-        _print_usage_error(error)
+        error.show()
         return error.exit_code
     if os.environ.get("FTKIT_DEBUG", "") not in ("", "0"):
         raise error
@@ -187,11 +182,15 @@ def _report(error: Exception, words: list[str]) -> int:
     if isinstance(error, ExceptionGroup) and all(isinstance(each, FtkitError) for each in error.exceptions):
         first, *_ = [_report(each, words) for each in error.exceptions]
         return first
-    if isinstance(error, FtkitError):
-        _print_error(error)
-        return error.exit_code
-    _print_bug(error, words)
-    return 1
+    if not isinstance(error, FtkitError):
+        _report_bug(error, words)
+        return 1
+    _write(f"error: {error.what}")
+    for problem in error.problems if isinstance(error, ConfigError) else ():
+        _write(str(problem), indent="  - ")
+    for part in filter(None, (error.meaning, error.fix)):
+        _write(part, indent="  ")
+    return error.exit_code
 
 
 def _invoke(words: list[str]) -> int:
@@ -204,68 +203,35 @@ def _invoke(words: list[str]) -> int:
     return 0
 
 
-def _print_usage_error(error: click.ClickException) -> None:
-    if not isinstance(error, click.UsageError) or error.ctx is None or isinstance(error, NoArgsIsHelpError):
-        error.show()
-        return
-    _write(f"error: {error.format_message()}")
-    _write(error.ctx.get_usage().replace("Usage:", "usage:", 1), indent="  ")
-    _write(f"see '{error.ctx.command_path} --help'", indent="  ")
-
-
-def _print_error(error: FtkitError) -> None:
-    _write(f"error: {error.what}")
-    problems = error.problems if isinstance(error, ConfigError) else []
-    for problem in problems:
-        _write(str(problem), indent="  - ")
-    for part in (error.meaning, error.fix):
-        if part:
-            _write(part, indent="  ")
-
-
-def _print_bug(error: Exception, words: list[str]) -> None:
-    """Report a bug in ftkit, and keep the traceback for the bug report."""
+def _report_bug(error: Exception, words: list[str]) -> None:
+    """Report a bug in ftkit, and keep the traceback for the bug report in the XDG state folder."""
     _write(f"error: a bug in ftkit: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    report = _write_crash_report("".join(traceback.format_exception(error)), words)
-    if report:
-        _write(f"please report it with the traceback in {report}", indent="  ")
-    _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
-
-
-def _write_crash_report(text: str, words: list[str]) -> Path | None:
-    """Write a report to the XDG state folder and return its path; None if it can't be written."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     path = state / "ftkit" / f"crash-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.txt"
-    head = (
-        f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"command: ftkit {shlex.join(redact_command(words, os.environ))}",
-        f"interpreter: {sys.executable}",
+    text = (
+        f"ftkit {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+        f"command: ftkit {shlex.join(redact_command(words, os.environ))}\ninterpreter: {sys.executable}\n\n"
+        f"{redact(''.join(traceback.format_exception(error)), os.environ)}"
     )
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join([*head, "", redact(text, os.environ)]), encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        return None
-    return path
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        _write(f"please report it with the traceback in {path}", indent="  ")
+    _write("set FTKIT_DEBUG=1 to print the traceback", indent="  ")
 
 
 def _write(text: str, indent: str = "") -> None:
     """Write to stderr, escaped, without secrets: wrapped at words on a terminal, whole lines to a log or a pipe."""
     colored = in_color(sys.stderr)
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * max(2, len(indent)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     for number, line in enumerate(printable(redact(text, os.environ)).splitlines() or [""]):
-        lead = indent if number == 0 else " " * len(indent)
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
-            line = textwrap.fill(  # noqa: PLW2901
-                line,
-                width,
-                initial_indent=lead,
-                subsequent_indent=" " * max(2, len(indent)),
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        else:
-            line = lead + line  # noqa: PLW2901
-        if colored and number == 0 and line.startswith("error:"):
-            line = click.style("error:", fg="red", bold=True) + line.removeprefix("error:")  # noqa: PLW2901
-        click.echo(line, file=styled(sys.stderr), color=colored)
+        wrapper.initial_indent = " " * len(indent) if number else indent
+        shown = wrapper.fill(line) if sys.stderr.isatty() else wrapper.initial_indent + line
+        if colored and number == 0 and shown.startswith("error:"):
+            shown = click.style("error:", fg="red", bold=True) + shown.removeprefix("error:")
+        click.echo(shown, file=styled(sys.stderr), color=colored)

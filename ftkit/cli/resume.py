@@ -10,17 +10,20 @@ import click
 
 from ftkit.cli.arguments import (
     RUN_HELP,
-    check_run_name,
-    complete_run,
     current_settings,
     current_workspace,
+    dry_run_option,
     follow_option,
     get_run,
     hf_token_option,
+    import_option,
     job_environment,
+    name_option,
     placement_options,
     require_signature_option,
     run_argument,
+    time_option,
+    usage_error,
 )
 from ftkit.cli.commands import current_context
 from ftkit.cli.forwarded import ForwardedCommand
@@ -32,7 +35,6 @@ from ftkit.config.image_reference import parse_image
 from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
 from ftkit.launch.code import copies_of_run
 from ftkit.launch.inputs import count_documents
-from ftkit.launch.jobs import read_resumable_plan, resume, submit
 from ftkit.launch.preflight import check_trackers, run_checks
 from ftkit.launch.render import render_job
 from ftkit.launch.rerun import (
@@ -44,23 +46,21 @@ from ftkit.launch.rerun import (
     repetition_record,
 )
 from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
+from ftkit.launch.submission import read_resumable_plan, resume, submit
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.script import ScriptPlan
+from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.runs.bundle import SIGNED_AS
 from ftkit.runs.failure import original_command
 from ftkit.runs.manifest import build_manifest
 from ftkit.runs.metrics_file import RecordTail
 from ftkit.runs.repeat import judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
-from ftkit.runs.storage.sync import fetch_run
+from ftkit.runs.sync import fetch_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
-    from ftkit.planning.plan import RunPlan
-    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.repeat import Original
 
 
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 @run_argument
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
 @placement_options
-@click.option("--time", "time_limit", metavar="LIMIT", help="Time limit in Slurm's format: 2-00:00:00.")
+@time_option("the recipe's")
 @click.option("--from", "copies", metavar="DEST", help="Bring RUN here from its copy in DEST/RUN first (RUN is an id).")
 @click.option(
     "--allow", "allowed", metavar="KEY", multiple=True, help="Allow this key to change, although it affects the result."
@@ -95,49 +95,32 @@ if TYPE_CHECKING:
 @follow_option
 @click.pass_obj
 def resume_command(  # noqa: PLR0913 - one for each option
-    typed: list[str],
-    /,
-    reference: str,
-    overrides: tuple[str, ...],
-    *,
-    num_nodes: int | None,
-    gpus_per_node: int | None,
-    cluster: str | None,
-    time_limit: str | None,
-    copies: str | None,
-    allowed: tuple[str, ...],
-    hf_token_file: Path | None,
-    follow: bool,
-) -> None:
+    typed: list[str], /, reference: str, overrides: tuple[str, ...], *, num_nodes: int | None,
+    gpus_per_node: int | None, cluster: str | None, time_limit: str | None, copies: str | None,
+    allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool,
+) -> None:  # fmt: skip
     """Submit a run again."""
-    terminal, environment = Terminal(), job_environment(hf_token_file)
+    terminal, environment, project = Terminal(), job_environment(hf_token_file), current_context().project
     if wrong := [word for word in overrides if "=" not in word]:
-        raise click.UsageError(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'", click.get_current_context())
+        raise usage_error(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'")
     if time_limit:
         overrides = (*overrides, f"resources.time_limit='{time_limit}'")
     args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed)
     if copies is not None:
         reference = f"{copies.rstrip('/')}/{reference}"
     if copies is not None or is_address(reference):
-        _fetch(reference, terminal)
+        fetched = fetch_run(reference, current_workspace(), terminal.say)
+        terminal.say(f"{fetched.id} is in {fetched.layout.root}")
         reference = reference.rstrip("/").rpartition("/")[2]
     layout = get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # show only this job's records
-    plan, changed = read_resumable_plan(layout), None
-    if isinstance(plan, ScriptPlan):
-        run = _resume_script(plan, args, ["ftkit", *typed], environment, terminal)
-        report_submission(run, terminal, does_follow=follow, tail=tail)
-        return
-    if args.asks_for_changes:
-        changed = _replan(plan, args, terminal)
-        changed = renew_code(changed) if "code" in args.allowed else changed
-    elif not layout.script.is_file():  # the run was copied here, without the other machine's job script
-        changed = ResumedPlan(plan)
-    project = current_context().project
+    plan = read_resumable_plan(layout)
+    changed = _change_script(plan, args) if isinstance(plan, ScriptPlan) else _change(plan, args, terminal)
     if changed:
         say_overridden(terminal, project)
+    if changed and isinstance(changed.plan, RunPlan):
         show_findings(run_checks(changed.plan, environment), terminal)
-    else:
+    elif isinstance(plan, RunPlan):
         for warning in check_trackers(plan, environment):
             terminal.warn(warning)
     image_facts = require_same_image(changed.plan if changed else plan, terminal)
@@ -145,53 +128,33 @@ def resume_command(  # noqa: PLR0913 - one for each option
     report_submission(run, terminal, does_follow=follow, tail=tail)
 
 
-def _resume_script(
-    plan: ScriptPlan, args: ResumeArgs, typed: list[str], environment: dict[str, str], terminal: Terminal
-) -> SubmittedRun:
-    """Submit a script's run again with the same plan.
-
-    Raises:
-        ConfigError: a different plan is requested.
-    """
+def _change_script(plan: ScriptPlan, args: ResumeArgs) -> ResumedPlan[ScriptPlan] | None:
     if replace(args, allowed=()).asks_for_changes or not set(args.allowed) <= {"code"}:
         fix = f"Start it as a new run: {original_command(plan.layout)}"
         raise ConfigError([Problem("command line", "", "of a script, only the code can change.", fix)])
-    changed, project = None, current_context().project
-    if args.allowed:
-        changed = renew_code(ResumedPlan(plan))
-        say_overridden(terminal, project)
-    return resume(plan, environment, typed, changed, require_same_image(plan, terminal), project)
+    return renew_code(ResumedPlan(plan)) if args.allowed else None
 
 
-def _fetch(address: str, terminal: Terminal) -> None:
-    """Bring the copy of a run into this workspace."""
-    plan = fetch_run(address, current_workspace(), terminal.say)
-    terminal.say(f"{plan.id} is in {plan.layout.root}")
-
-
-def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[RunPlan]:
-    """Plan the run again, and list the differences."""
-    settings, ctx = current_settings(), current_context()
+def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[RunPlan] | None:
+    """Plan the run again if the options ask for that, and list the differences; None if nothing changes."""
+    if not args.asks_for_changes:  # without a script, the run was copied here from another machine
+        return None if plan.layout.script.is_file() else ResumedPlan(plan)
+    settings, ctx = current_settings().settings, current_context()
     image = parse_image(settings.image, ctx.project) if settings.image else None
     changed = replan(plan, args, ctx, image)
     for warning in changed.warnings:
         terminal.warn(warning)
-    new = changed.plan.batch
+    new, processes = changed.plan.batch, plural(changed.plan.placement.world_size, "process")
     facts = [(change.key, f"{change.before} → {change.after}") for change in changed.changes]
-    batch = (
-        f"{new.micro_batch_size} × {plural(changed.plan.placement.world_size, 'process')} × {new.accumulation_steps}"
-    )
+    batch = f"{new.micro_batch_size} × {processes} × {new.accumulation_steps}"
     terminal.facts([*facts, ("global batch", f"{plural(new.global_batch_size, 'pack')} ({batch})")], is_data=False)
-    return changed
+    return renew_code(changed) if "code" in args.allowed else changed
 
 
 @click.command(
     "rerun",
     cls=ForwardedCommand,
-    examples=(
-        "ftkit rerun demo",
-        "ftkit rerun demo --dry-run",
-    ),
+    examples=("ftkit rerun demo", "ftkit rerun demo --dry-run"),
     help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
     should be equal, bit for bit; on other devices a difference of up to 1% passes. Each difference is listed;
     different data or a different image is refused. At the end, the losses are compared with the original's.
@@ -201,43 +164,23 @@ def _replan(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
     here is used, not the one in the manifest.
     """,
 )
-@click.argument("reference", metavar="RUN", shell_complete=complete_run)
+@run_argument
 @placement_options
+@name_option("the recipe's name with -rerun")
 @click.option(
-    "--name",
-    metavar="NAME",
-    callback=check_run_name,
-    help="Name of the new run; default: the recipe's name with -rerun.",
-)
-@click.option(
-    "--allow",
-    "allowed",
-    metavar="PART",
-    multiple=True,
-    help="Accept different data, a different image, or different code.",
+    "--allow", "allowed", metavar="PART", multiple=True, help="Accept different data, a different image, or code."
 )
 @require_signature_option("a bundle")
-@click.option("--import", "does_import", is_flag=True, help="Import the image first if it is missing.")
-@click.option("--dry-run", is_flag=True, help="List the differences and print the job script; submit nothing.")
+@import_option
+@dry_run_option("the differences and the job script")
 @hf_token_option
 @follow_option
 @click.pass_obj
 def rerun_command(  # noqa: PLR0913 - one for each option
-    typed: list[str],
-    /,
-    reference: str,
-    *,
-    num_nodes: int | None,
-    gpus_per_node: int | None,
-    cluster: str | None,
-    name: str | None,
-    allowed: tuple[str, ...],
-    public_key: Path | None,
-    does_import: bool,
-    dry_run: bool,
-    hf_token_file: Path | None,
-    follow: bool,
-) -> None:
+    typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None, cluster: str | None,
+    name: str | None, allowed: tuple[str, ...], public_key: Path | None, does_import: bool, dry_run: bool,
+    hf_token_file: Path | None, follow: bool,
+) -> None:  # fmt: skip
     """Repeat a run."""
     terminal, ctx, workspace = Terminal(), current_context(), current_workspace()
     path = Path(reference)
@@ -246,7 +189,7 @@ def rerun_command(  # noqa: PLR0913 - one for each option
         verify_beside(path, public_key, SIGNED_AS)
     original = read_original(str(get_run(reference).layout.root) if is_own else reference)
     args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
-    plan = plan_rerun(original, args, ctx, workspace, current_settings().image)
+    plan = plan_rerun(original, args, ctx, workspace, current_settings().settings.image)
     folder = get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
     copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
     (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
@@ -266,12 +209,18 @@ def rerun_command(  # noqa: PLR0913 - one for each option
     )
     run = submit(ready)
     report_submission(run, terminal, does_follow=follow)
-    if follow:
-        report_verdict(run.layout, terminal)
+    verdict = judge(run.layout) if follow else None
+    if verdict:
+        terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"))
+    if verdict and verdict.beyond_step is not None:
+        raise NotRepeatedError(
+            f"{run.id} did not reproduce {verdict.original}",
+            fix=f"compare them: ftkit compare {verdict.original} {run.id}",
+        )
 
 
 def _list_changes(
-    original: Original, plan: RunPlan, manifest: Mapping[str, Any], allowed: Sequence[str], terminal: Terminal
+    original: Original, plan: RunPlan, manifest: Mapping[str, object], allowed: Sequence[str], terminal: Terminal
 ) -> None:
     """List the differences between a planned run and its original.
 
@@ -285,20 +234,3 @@ def _list_changes(
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
     for text in changes_between_starts(original):
         terminal.warn(text)
-
-
-def report_verdict(layout: RunLayout, terminal: Terminal) -> None:
-    """Report whether a run reproduced the original.
-
-    Raises:
-        NotRepeatedError: it did not.
-    """
-    verdict = judge(layout)
-    if verdict is None:
-        return
-    terminal.text(Styled(str(verdict), "green" if verdict.is_repeated else "yellow"), is_data=True)
-    if verdict.beyond_step is not None:
-        raise NotRepeatedError(
-            f"{layout.root.name} did not reproduce {verdict.original}",
-            fix=f"compare them: ftkit compare {verdict.original} {layout.root.name}",
-        )

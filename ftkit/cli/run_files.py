@@ -6,7 +6,7 @@ import hashlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,16 +14,20 @@ from ftkit.cli.arguments import (
     RUN_HELP,
     complete_run,
     current_workspace,
+    dry_run_option,
     get_run,
     image_store,
     json_option,
+    output_option,
     run_argument,
     signing_key,
     signing_options,
+    usage_error,
+    yes_option,
 )
 from ftkit.cli.commands import ExamplesCommand
 from ftkit.cli.forwarded import ForwardedCommand
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Column, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib, short_path
 from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage, parse_image
@@ -32,22 +36,22 @@ from ftkit.errors import ConfigError, NotFoundError, PrerequisiteError, Training
 from ftkit.files import read_json_if_valid
 from ftkit.images.inventory import find_removable, remove_all
 from ftkit.launch.job_states import observe, observe_all
-from ftkit.launch.jobs import check_removable, remove_run
 from ftkit.launch.prune import find_prunable, folder_bytes, prune
+from ftkit.launch.submission import check_removable, remove_folder
 from ftkit.planning.plan import read_plan
 from ftkit.runs import checkpoints
 from ftkit.runs.bundle import SIGNED_AS, write_bundle
 from ftkit.runs.checkpoints import DamagedCheckpointError, find_best, read_marker
 from ftkit.runs.find import list_runs
+from ftkit.runs.job import read_submitted
 from ftkit.runs.listing import read_entry
 from ftkit.runs.signing import sign
+from ftkit.runs.sync import RunCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.launch.job_states import Overview
     from ftkit.planning.layout import RunLayout, Workspace
-    from ftkit.runs.listing import RunEntry
 
 
 _CHECKPOINT_COLUMNS = (
@@ -61,25 +65,26 @@ _CHECKPOINT_COLUMNS = (
 
 @dataclass(frozen=True)
 class _Listed:
+    """A checkpoint.
+
+    Attributes:
+        damage: None if its files were not read.
+        best: metric and value by which it is `RUN@best`; None for other checkpoints.
+    """
+
     step: int
     path: str
     size: int | None
     world_size: int | None
     written: float
     damage: list[str] | None
-    """None if its files were not read."""
     best: str | None
-    """Metric and value by which it is `RUN@best`; None for other checkpoints."""
 
 
 @click.command(
     "checkpoints",
     cls=ForwardedCommand,
-    examples=(
-        "ftkit runs checkpoints last",
-        "ftkit runs checkpoints last --verify",
-        "ftkit runs checkpoints last --json",
-    ),
+    examples=("ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json"),
     help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
     and exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
     evaluation.best of the recipe, or else by validation loss) is RUN@best in other commands.
@@ -166,15 +171,15 @@ def _checkpoint_cells(listed: _Listed) -> list[Cell]:
 @click.argument("references", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option("--unused", is_flag=True, help="Remove failed runs, and data and images that nothing uses.")
 @click.option("--with-checkpoints", is_flag=True, help="With --unused: also failed runs that could be resumed.")
-@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.option("--yes", is_flag=True, help="Remove without asking.")
+@dry_run_option("what would be removed")
+@yes_option
 @json_option
 def rm_command(
     references: tuple[str, ...], *, unused: bool, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Remove runs, or what nothing uses."""
     if bool(references) == unused:
-        raise click.UsageError("give the runs to remove, or --unused", click.get_current_context())
+        raise usage_error("give the runs to remove, or --unused")
     terminal = Terminal()
     found, remove = (
         _find_unused(terminal, with_checkpoints=with_checkpoints) if unused else _find_runs(references, terminal)
@@ -189,17 +194,12 @@ def rm_command(
     if not found:
         terminal.say("nothing to remove")
         return
-    if dry_run or (as_json and not yes):
-        return
     question = f"Remove {plural(len(found), 'item')}?" if len(found) > 1 else "Remove it?"
-    if not yes and not click.confirm(question, err=True):
-        terminal.say("removed nothing")
+    if dry_run or (as_json and not yes) or not terminal.confirm(question, yes=yes):
         return
-    freed = gib(remove() / 2**30)
-    # An upper bound: images of the docker engine share layers.
-    terminal.say(
-        f"removed; this frees up to {freed}" if unused else f"removed {', '.join(each.name for each in found)}"
-    )
+    freed = gib(remove() / 2**30)  # an upper bound: images of the docker engine share layers
+    names = ", ".join(each.name for each in found)
+    terminal.say(f"removed; this frees up to {freed}" if unused else f"removed {names}")
 
 
 @dataclass(frozen=True)
@@ -215,10 +215,8 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
     for folder in folders:
         check_removable(folder)
         layout, size = folder.layout, folder_bytes(folder.layout.root)
-        facts: list[tuple[str, Cell]] = [
-            ("run", folder.id),
-            ("run folder", f"{short_path(layout.root)}, {gib(size / 2**30)}"),
-        ]
+        place = f"{short_path(layout.root)}, {gib(size / 2**30)}"
+        facts: Facts = [("run", folder.id), ("run folder", place)]
         if layout.export.is_dir():
             facts.append(("export", f"{short_path(layout.export)} is also removed"))
         terminal.facts(facts, is_data=False)
@@ -226,7 +224,7 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
 
     def remove() -> int:
         for folder in folders:
-            remove_run(folder)
+            remove_folder(folder.layout.root)
         return sum(each.size for each in items)
 
     return items, remove
@@ -237,7 +235,7 @@ def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_I
     found = find_prunable(workspace, with_checkpoints=with_checkpoints)
     for warning in found.warnings:
         terminal.warn(warning)
-    images = find_removable(image_store(workspace), _image_files_in_use(workspace))
+    images = find_removable(image_store(), _image_files_in_use(workspace))
     items = [_Item(each.kind, each.path.name, each.size_bytes, each.reason) for each in found.items]
     items += [_Item("image", each.name, each.size, each.reason) for each in images]
     return items, lambda: remove_all(images) + prune(found.items)
@@ -247,12 +245,11 @@ def _image_files_in_use(workspace: Workspace) -> list[Path]:
     """Return the image files of runs that may still train, which includes damaged runs."""
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
-    active = [entry.plan for entry in entries if entry.damage or not _has_ended(entry, overview)]
-    return [plan.image_file for plan in active if plan and plan.image_file]
-
-
-def _has_ended(entry: RunEntry, overview: Overview) -> bool:
-    return entry.run is None or overview.state_of(entry).is_final
+    plans = [
+        entry.plan for entry in entries
+        if entry.damage or (entry.run is not None and not overview.state_of(entry).is_final)
+    ]  # fmt: skip
+    return [plan.image_file for plan in plans if plan and plan.image_file]
 
 
 @click.command(
@@ -272,13 +269,11 @@ def _has_ended(entry: RunEntry, overview: Overview) -> bool:
 @click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
 def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
     """Copy a run."""
-    from ftkit.runs.storage.sync import RunCopy
-
     terminal, run = Terminal(), get_run(reference)
     destination = destination or read_plan(run.layout).recipe.sync
     if destination is None:
-        raise click.UsageError(f"give DEST: the recipe of {run.id} has no 'sync'", click.get_current_context())
-    submitted = run.submitted
+        raise usage_error(f"give DEST: the recipe of {run.id} has no 'sync'")
+    submitted = read_submitted(run.layout)
     copy = RunCopy(run.layout, destination, terminal.say)
 
     def is_over() -> bool:
@@ -296,10 +291,7 @@ def sync_command(reference: str, destination: str | None, *, does_watch: bool) -
 @click.command(
     "bundle",
     cls=ForwardedCommand,
-    examples=(
-        "ftkit runs bundle demo",
-        "ftkit runs bundle demo -o demo.tar",
-    ),
+    examples=("ftkit runs bundle demo", "ftkit runs bundle demo -o demo.tar"),
     help=f"""Write one file from which a run can be repeated and compared, on any cluster: manifest, resolved
     recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.
     Image, weights and data are not included. The same run gives the same bytes. Prints the file's path.
@@ -308,7 +300,7 @@ def sync_command(reference: str, destination: str | None, *, does_watch: bool) -
     """,
 )
 @run_argument
-@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
+@output_option
 @signing_options("the signature is a file next to the bundle.")
 def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Path | None) -> None:
     """Bundle a run."""
@@ -321,13 +313,12 @@ def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Pat
         terminal.warn(f"the bundle has no report; to write one first: ftkit report {layout.root.name}")
     terminal.data(f"{short_path(path.absolute())}\n")
     if private_key:
-        signature = sign(path, private_key, SIGNED_AS)
-        terminal.say(f"signed: {short_path(signature.absolute())}")
+        terminal.say(f"signed: {short_path(sign(path, private_key, SIGNED_AS).absolute())}")
 
 
 def _find_lock(layout: RunLayout) -> Path | None:
     """Return the lock of a run's image if its definition is on this machine and matches that image."""
-    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+    manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
     ctx = Context.here()
     try:
         image = parse_image(str(manifest["image"]), ctx.project) if manifest.get("image") else None

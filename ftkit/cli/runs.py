@@ -1,168 +1,216 @@
-"""`ftkit runs`: list runs."""
+"""`ftkit runs`, `logs`, `cancel` and `runs top`: list runs; read and cancel their jobs; watch their GPUs."""
 
 from __future__ import annotations
 
-import math
+import shutil
+import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from ftkit.cli.arguments import current_workspace, json_option
+from ftkit.cli.arguments import (
+    RUN_HELP,
+    current_workspace,
+    get_run,
+    get_run_or_sweep,
+    get_submission,
+    get_sweep,
+    json_option,
+    number_option,
+    run_argument,
+)
+from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli.follow import poll_states
 from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.output import log_output
 from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
-from ftkit.errors import NotFoundError
+from ftkit.cli.terminal.run_table import show_runs
+from ftkit.cli.terminal.run_view import failed
+from ftkit.errors import FtkitError, NotFoundError
+from ftkit.files import copy_new, open_regular
+from ftkit.launch.submission import cancel
+from ftkit.runs.failure import explain_failure
+from ftkit.runs.find import list_runs
+from ftkit.runs.gpu_samples import read_last_samples
+from ftkit.runs.job import RunState
+from ftkit.runs.listing import read_entry
 
 if TYPE_CHECKING:
-    from ftkit.runs.job import Job  # noqa: TC004
-    from ftkit.runs.listing import RunEntry  # noqa: TC004 - no pydantic reads this dataclass
-    from ftkit.runs.records import StepRecord  # noqa: TC004
+    from pathlib import Path
 
-_TAIL_BYTES = 4_096
-"""Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
-_COLUMNS = (
-    Column("NAME", can_shrink=True),
-    Column("ID"),
-    Column("STATE"),
-    Column("STEP", is_number=True),
-    Column("LOSS", is_number=True),
-    Column("CLUSTER", can_shrink=True),
-    Column("JOB", is_number=True),
-    Column("AGE", is_number=True),
+    from ftkit.planning.layout import RunLayout
+    from ftkit.runs.find import RunFolder
+    from ftkit.runs.job import SubmittedRun
+
+_REFRESH_SECONDS: Final = 2.0
+_OLD_SECONDS: Final = 60.0
+_GPU_COLUMNS: Final = (
+    Column("NODE", can_shrink=True),
+    *(Column(title, is_number=True) for title in ("GPU", "BUSY", "MEMORY", "POWER", "TEMP", "CLOCK")),
+    Column("LIMITED BY", can_shrink=True),
 )
-
-
-@dataclass(frozen=True)
-class _Row:
-    entry: RunEntry
-    seen: Job
-    step: StepRecord | None
-    metrics_problem: str
-    """Which of the newest records can't be read, and why; empty if all can."""
-
-    @property
-    def num_steps(self) -> int | None:
-        if self.step:
-            return self.step.num_steps
-        return self.entry.plan.num_steps if self.entry.plan else None
-
-    @property
-    def values(self) -> dict[str, str]:
-        return self.entry.plan.sweep.values if self.entry.plan and self.entry.plan.sweep else {}
-
-    @property
-    def job_id(self) -> str | None:
-        return self.entry.run.job_id if self.entry.run else None
 
 
 @click.command(
     "list",
     cls=ForwardedCommand,
-    short_help="List runs, newest first.",
     examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
 )
 @click.argument("sweep", required=False, metavar="[SWEEP]")
 @json_option
-def command(sweep: str | None, *, as_json: bool) -> None:
+def list_command(sweep: str | None, *, as_json: bool) -> None:
     """List the runs of the workspace, newest first; or the runs of a sweep, with their values."""
-    from ftkit.runs.find import list_runs
-    from ftkit.runs.listing import read_entry
-
     terminal, workspace = Terminal(), current_workspace()
-    if sweep:
-        show_sweep(sweep, terminal, as_json=as_json)
-        return
-    rows = _rows([read_entry(folder) for folder in list_runs(workspace)], terminal)
-    if as_json:
-        terminal.json([_as_json(row) for row in rows])
-    elif rows:
-        terminal.table(_COLUMNS, [_cells(row, is_roomy=terminal.is_roomy) for row in rows])
+    entries = get_sweep(sweep) if sweep else [read_entry(folder) for folder in list_runs(workspace)]
+    if entries or (as_json and not sweep):
+        show_runs(entries, terminal, is_sweep=sweep is not None, as_json=as_json)
+    elif sweep:
+        raise NotFoundError(
+            f"sweep '{sweep}' not found",
+            meaning="'ftkit run' makes a sweep if a key has several values: training.learning_rate=1e-5,3e-5",
+            fix="list all runs with 'ftkit runs'",
+        )
     else:
         terminal.say(f"no runs yet in {short_path(workspace.root)}: start one with 'ftkit run demo'")
 
 
-def show_sweep(reference: str, terminal: Terminal, *, as_json: bool) -> None:
-    """List the runs of a sweep in the order of their values.
+@click.command(
+    "logs",
+    cls=ForwardedCommand,
+    examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
+    help=f"""Print the log of a run's job, or of one of its ranks.
 
-    Raises:
-        NotFoundError: there is no such sweep.
-    """
-    from ftkit.runs.listing import find_sweep
-
-    entries = find_sweep(reference, current_workspace())
-    if not entries:
-        raise NotFoundError(
-            f"sweep '{reference}' not found",
-            meaning="'ftkit run' makes a sweep if a key has several values: training.learning_rate=1e-5,3e-5",
-            fix="list all runs with 'ftkit runs'",
-        )
-    rows = _rows(entries, terminal)
-    if as_json:
-        terminal.json([_as_json(row) for row in rows])
+    {RUN_HELP} The id or the name of a sweep prints the logs of all of its runs.
+    """,
+)
+@run_argument
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
+@number_option("--rank", low=0, about="Print the log of this rank.")
+@click.option("--from-byte", type=click.IntRange(min=0), default=0, hidden=True)  # after a lost connection
+def logs_command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -> None:
+    """Print a log."""
+    if follow:
+        run = get_submission(get_run(reference))
+        _follow_log(run, _log_path(run.layout, rank), from_byte)
         return
-    keys = list(dict.fromkeys(key for row in rows for key in row.values if key != "cluster"))  # it has a column
-    own = [Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys]
-    cells = [[*row_cells[:2], *(row.values.get(key, "-") for key in keys), *row_cells[2:]]
-             for row in rows for row_cells in [_cells(row, is_roomy=False)]]  # fmt: skip
-    terminal.table((*_COLUMNS[:2], *own, *_COLUMNS[2:]), cells)
+    folders = get_run_or_sweep(reference)
+    if len(folders) == 1:
+        _print_log(folders[0].layout, rank)
+        return
+    for folder in folders:
+        sys.stdout.write(f"==> {folder.id} <==\n")
+        with suppress(NotFoundError):  # it may not have started yet
+            _print_log(folder.layout, rank)
 
 
-def _rows(entries: list[RunEntry], terminal: Terminal) -> list[_Row]:
-    """Read the states of runs, with one query per scheduler; warn about runs that can't be read."""
-    from ftkit.launch.job_states import observe_all
-    from ftkit.runs.metrics_file import find_damage, read_last_step
-
-    overview = observe_all([entry.run for entry in entries if entry.run])
-    damaged = [
-        f"{entry.folder.id} is {overview.state_of(entry).state}: {entry.damage}" for entry in entries if entry.damage
-    ]
-    rows = []
-    for entry in entries:
-        metrics = entry.folder.layout.metrics
-        problem = "" if entry.is_private else find_damage(metrics, tail_bytes=_TAIL_BYTES)
-        damaged += [f"{entry.folder.id}: {problem}"] if problem else []
-        rows.append(_Row(entry, overview.state_of(entry), read_last_step(metrics), problem))
-    for warning in (*overview.warnings, *damaged):
-        terminal.warn(warning)
-    return rows
+def _log_path(layout: RunLayout, rank: int | None) -> Path:
+    return layout.job_log if rank is None else layout.rank_log(rank)
 
 
-def _cells(row: _Row, *, is_roomy: bool) -> list[Cell]:
-    from ftkit.cli.terminal.report import STATE_STYLES
-
-    folder, plan = row.entry.folder, row.entry.plan
-    return [
-        folder.name,
-        folder.id if is_roomy else folder.suffix,
-        Styled(row.seen.state, STATE_STYLES[row.seen.state]),
-        f"{row.step.step if row.step else '?' if row.metrics_problem else 0}/{row.num_steps or '?'}",
-        f"{row.step.loss:.4f}" if row.step else "?" if row.metrics_problem else "-",
-        plan.cluster.name if plan else "?",
-        row.job_id or "-",
-        age(time.time() - folder.created.timestamp()),
-    ]
+def _print_log(layout: RunLayout, rank: int | None) -> None:
+    path = _log_path(layout, rank)
+    try:
+        with open_regular(path) as log:
+            shutil.copyfileobj(log, log_output())
+    except FileNotFoundError as error:
+        there = ", ".join(sorted(file.name for file in layout.logs.glob("*.log")))
+        raise NotFoundError(
+            f"log {short_path(path)} not found",
+            meaning=f"logs of this run: {there}" if there else "the run has not started yet",
+            fix=f"see its state: ftkit status {layout.root.name}",
+        ) from error
 
 
-def _as_json(row: _Row) -> dict[str, Any]:
-    step, folder, plan = row.step, row.entry.folder, row.entry.plan
-    return {
-        "name": folder.name,
-        "id": folder.id,
-        "state": row.seen.state,
-        "is_final": row.seen.is_final,
-        "reason": row.seen.reason,
-        "step": step.step if step else None if row.metrics_problem else 0,
-        "num_steps": row.num_steps,
-        "loss": step.loss if step and math.isfinite(step.loss) else None,
-        "metrics_problem": row.metrics_problem or None,
-        "cluster": plan.cluster.name if plan else None,
-        "scheduler": plan.cluster.scheduler if plan else None,
-        "job_id": row.job_id,
-        "sweep": plan.sweep.id if plan and plan.sweep else None,
-        "values": row.values,
-        "created": folder.created.isoformat(),
-        "age_seconds": round(time.time() - folder.created.timestamp()),
-        "folder": str(folder.layout.root),
-    }
+def _follow_log(run: SubmittedRun, path: Path, offset: int) -> None:
+    """Copy a log to stdout until the run ends; wait for a log that does not exist yet."""
+    terminal, output, shown = Terminal(), log_output(), ""
+    for seen in poll_states(run):
+        offset = copy_new(path, offset, output)
+        if seen and not offset and str(seen) != shown:
+            shown = str(seen)
+            terminal.say(shown)
+        if seen and seen.is_final and seen.state is not RunState.COMPLETED:
+            raise failed(run, seen, explain_failure(run, seen))
+
+
+@click.command(
+    "cancel",
+    cls=ForwardedCommand,
+    examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
+    help=f"""Cancel a run. Its files stay: 'ftkit resume' submits it again, to continue from its newest checkpoint.
+
+    {RUN_HELP} The id or the name of a sweep cancels all of its runs that have not ended.
+    """,
+)
+@run_argument
+def cancel_command(reference: str) -> None:
+    """Cancel runs. If one can't be canceled, cancel the others anyway."""
+    terminal = Terminal()
+    errors: list[FtkitError] = []
+    for folder in get_run_or_sweep(reference):
+        try:
+            ended = cancel(get_submission(folder))
+        except FtkitError as error:
+            errors.append(error)
+            continue
+        again = "continue" if folder.layout.metrics.exists() else "submit"
+        canceled = f"canceled {folder.id}; to {again} it: ftkit resume {folder.id}"
+        terminal.say(f"{folder.id} has already ended: {ended}" if ended else canceled)
+    for other in errors[1:]:
+        terminal.warn(str(other))
+    if errors:
+        raise errors[0]
+
+
+@click.command(
+    "top",
+    cls=ExamplesCommand,
+    examples=("ftkit runs top last --once", "ftkit runs top last --json"),
+    help=f"""Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
+
+    A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN_HELP}
+    """,
+)
+@run_argument
+@click.option("--once", is_flag=True, help="Print one snapshot.")
+@json_option
+def top_command(reference: str, *, once: bool, as_json: bool) -> None:
+    """Show the GPUs of a run."""
+    terminal, folder = Terminal(), get_run(reference)
+    if as_json:
+        terminal.json([asdict(sample) for sample in read_last_samples(folder.layout)])
+    elif once or not terminal.is_screen:
+        _show_gpus(folder, terminal)
+    else:
+        with terminal.full_screen() as clear:
+            while True:
+                clear()
+                _show_gpus(folder, terminal)
+                time.sleep(_REFRESH_SECONDS)
+
+
+def _show_gpus(folder: RunFolder, terminal: Terminal) -> None:
+    samples = read_last_samples(folder.layout)
+    if not samples:
+        terminal.say(f"{folder.id} has no GPU samples: it has not started, or trains on CPUs")
+        return
+    rows: list[list[Cell]] = []
+    for sample in samples:
+        since = time.time() - sample.time
+        old = (f"sampled {age(since)} ago",) if since > _OLD_SECONDS else ()
+        for gpu in sample.gpus:
+            busy = gpu.utilization if gpu.sm_activity is None else gpu.sm_activity
+            numbers = (
+                (busy, "%"),
+                (gpu.memory_gib, " GiB"),
+                (gpu.power, " W"),
+                (gpu.temperature, " °C"),
+                (gpu.clock, " MHz"),
+            )
+            cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in numbers]
+            rows.append([sample.host, str(gpu.index), *cells, Styled(", ".join((*old, *gpu.throttle)), "yellow")])
+    terminal.table(_GPU_COLUMNS, rows)

@@ -1,4 +1,7 @@
-"""`ftkit status`: show the state and results of a run."""
+"""`ftkit status`: show the state and results of a run.
+
+The shell completes runs with this module: it imports rich and pydantic only when the command runs.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,8 @@ from contextlib import suppress
 
 import click
 
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    current_workspace,
-    get_run,
-    get_submission,
-    get_submitted_run,
-    json_option,
-    run_argument,
-)
+from ftkit.cli.arguments import RUN_HELP, get_run, get_submission, get_sweep, json_option, run_argument
 from ftkit.cli.forwarded import ForwardedCommand
-from ftkit.cli.terminal.console import Terminal
 from ftkit.errors import FtkitError, NotFoundError
 
 
@@ -32,27 +26,25 @@ from ftkit.errors import FtkitError, NotFoundError
 @run_argument
 @click.option("--follow", "-f", is_flag=True, help="Follow the run until it ends.")
 @json_option
-def command(reference: str, *, follow: bool, as_json: bool) -> None:
+def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
     """Show a run."""
+    from ftkit.cli.follow import follow as follow_run
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.cli.terminal.run_table import show_runs
+    from ftkit.cli.terminal.run_view import read_run_status, run_status_as_json, show_run_status
+
     terminal = Terminal()
     if follow:
-        from ftkit.cli.follow import follow as follow_run
-
-        follow_run(get_submitted_run(reference), terminal)
+        follow_run(get_submission(get_run(reference)), terminal)
         return
     try:
         folder = get_run(reference)
     except NotFoundError:
-        from ftkit.runs.listing import find_sweep
-
-        if not find_sweep(reference, current_workspace()):
+        entries = get_sweep(reference)
+        if not entries:
             raise
-        from ftkit.cli.runs import show_sweep
-
-        show_sweep(reference, terminal, as_json=as_json)
+        show_runs(entries, terminal, is_sweep=True, as_json=as_json)
         return
-    from ftkit.cli.terminal.status_view import read_run_status, run_status_as_json, show_run_status
-
     with suppress(FtkitError, OSError):  # shown as damaged, or as never submitted
         get_submission(folder)
     status = read_run_status(folder)

@@ -7,24 +7,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftkit.cli.commands import current_context
+from ftkit.cli.follow import follow
+from ftkit.cli.image_check import check_image
 from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.cli.terminal.format import short_path
-from ftkit.cli.terminal.plan_view import code_facts, describe_placement, describe_runtime, show_findings
-from ftkit.errors import plural
+from ftkit.cli.terminal.plan_view import script_facts, show_findings
 from ftkit.launch.code import CodeCopy, copy_own_package, copy_packages, files_of, read_unpacked
-from ftkit.launch.jobs import NewJob, submit
+from ftkit.launch.inputs import needs_preparation, prepare_here
+from ftkit.launch.model import pin_revision
+from ftkit.launch.preflight import run_checks, run_script_checks
 from ftkit.launch.render import render_job, render_preparation
 from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
+from ftkit.launch.user_script import accelerate_json, resolve_script
+from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.cli.terminal.console import Cell
     from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.script import ScriptArgs
+    from ftkit.launch.user_script import ScriptArgs
     from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import ScriptPlan
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
 
@@ -54,18 +57,11 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
     Raises:
         FtkitError: the run would fail.
     """
-    from ftkit.cli.image_check import check_image
-    from ftkit.launch.inputs import needs_preparation, prepare_here
-    from ftkit.launch.model import pin_revision
-    from ftkit.launch.preflight import run_checks
-    from ftkit.runs.manifest import build_manifest, uncommitted_changes
-
-    environment, where = request.environment, request.where
+    environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
     image_facts = check_image(plan, terminal, does_import=request.does_import)
     plan = resolve_image_link(plan)  # again, for an image that was just imported
-    project = current_context().project
     parts = {OVERRIDDEN_PARTS: find_overrides(project)}
     manifest = build_manifest(plan, request.command, project) | image_facts | parts
     preparation = None
@@ -73,85 +69,11 @@ def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> New
         prepare_here(plan, environment, terminal.say)
     elif where == "job" and needs_preparation(plan, environment):
         preparation = render_preparation(plan, project)
-    changes = uncommitted_changes()
     files = files_of(request.copies)
-    if changes:
+    if changes := uncommitted_changes():
         files[plan.layout.code_changes.name] = changes
     script = render_job(plan, project, prepares=where == "with-training")
     return NewJob(plan, script, manifest, environment, preparation, files)
-
-
-def report_submission(
-    run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
-) -> None:
-    """Report the submitted job; then follow it, or print the run's id for a script to use."""
-    job = "process" if run.submission.scheduler == "local" else "job"
-    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.job_id}", "bold"))
-    if run.submission.preparation_job_id:
-        terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
-    if run.submission.messages:
-        terminal.say(run.submission.messages)
-    if does_follow:
-        from ftkit.cli.follow import follow
-
-        follow(run, terminal, tail)
-    else:
-        terminal.data(f"{run.id}\n")
-
-
-def copy_selected_code(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
-    """Copy the code that the options select. Raises as `ftkit.launch.code.copy_code` does."""
-    if not with_code and not is_dev and sent is None:
-        return []
-
-    if sent is not None:
-        return read_unpacked(sent)
-    return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]
-
-
-def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Separate the arguments of `ftkit run` from those of the script, which follow the first `--`."""
-    own = typed.index("--") if "--" in typed else len(typed)
-    args = tuple(typed[own + 1 :])
-    return words[: len(words) - len(args)], args
-
-
-def script_facts(plan: ScriptPlan) -> list[tuple[str, Cell]]:
-    """Return the rows of a script's plan, for the table."""
-    script = plan.script
-    facts: list[tuple[str, Cell]] = [
-        ("run", plan.id),
-        ("script", " ".join([script.path, *script.args])),
-        *code_facts(plan.code),
-        ("processes", describe_placement(plan)),
-        ("accelerate", _accelerate(plan)),
-        ("when stopped", _stop(plan)),
-        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {describe_runtime(plan)}"),
-        ("run folder", short_path(plan.layout.root)),
-    ]
-    return [*facts, ("image", plan.image)] if plan.image else facts
-
-
-def _accelerate(plan: ScriptPlan) -> str:
-    config = plan.script.accelerate
-    if config is None:
-        return "no configuration: accelerate and the Trainer replicate the model in every process"
-    source = f"from recipe {plan.script.recipe}" if plan.script.recipe else "as given"
-    return f"{config.get('distributed_type', 'NO')}, {config.get('mixed_precision', 'no')}, {source}: accelerate.json"
-
-
-def _stop(plan: ScriptPlan) -> str:
-    script = plan.script
-    signal = "nothing is sent" if script.stop_signal == "none" else f"SIG{script.stop_signal} is sent to the script"
-    again = "restarted, to continue from its checkpoint" if script.can_restart else "not restarted (--requeue)"
-    restarts = f"; up to {plural(script.resources.max_restarts, 'restart')} after a crash" * script.can_restart
-    return f"{signal}; it is {again}{restarts}"
-
-
-def say_overridden(terminal: Terminal, project: Path) -> None:
-    """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
-    for name in find_overrides(project):
-        terminal.say(f"sbatch/{name} of this project overrides the shipped part")
 
 
 def run_script(
@@ -159,21 +81,11 @@ def run_script(
 ) -> SubmittedRun | None:
     """Plan a run of a script, check its image, and submit it; None if only its job script was printed.
 
-    Args:
-        script: the script with its arguments.
-        run: its placement, and the recipe from whose plan accelerate's configuration is made.
-        request: how to submit it.
-        terminal: destination of messages.
-        dry_run: whether only to print the job script.
+    Accelerate's configuration is made from the plan of the recipe in `run`, if it has one.
 
     Raises:
         FtkitError: the run would fail.
     """
-    from ftkit.cli.image_check import check_image
-    from ftkit.launch.preflight import run_script_checks
-    from ftkit.launch.script import accelerate_json, resolve_script
-    from ftkit.runs.manifest import build_manifest, uncommitted_changes
-
     ctx = current_context()
     plan, copies = resolve_script(script, run, request.copies, ctx)
     terminal.facts(script_facts(plan), is_data=False)
@@ -192,3 +104,38 @@ def run_script(
     parts = {OVERRIDDEN_PARTS: find_overrides(ctx.project)}
     manifest = build_manifest(plan, request.command, ctx.project) | image_facts | parts
     return submit(NewJob(plan, render_job(plan, ctx.project), manifest, request.environment, files=files))
+
+
+def report_submission(
+    run: SubmittedRun, terminal: Terminal, *, does_follow: bool, tail: RecordTail | None = None
+) -> None:
+    """Report the submitted job; then follow it, or print the run's id for a script to use."""
+    job = "process" if run.submission.scheduler == "local" else "job"
+    terminal.say(Styled(f"\nsubmitted {run.id} as {job} {run.job_id}", "bold"))
+    if run.submission.preparation_job_id:
+        terminal.say(f"It starts after job {run.submission.preparation_job_id}, which prepares its data and weights.")
+    if run.submission.messages:
+        terminal.say(run.submission.messages)
+    if does_follow:
+        follow(run, terminal, tail)
+    else:
+        terminal.data(f"{run.id}\n")
+
+
+def copy_selected_code(with_code: Sequence[Path], *, is_dev: bool, sent: Path | None = None) -> list[CodeCopy]:
+    """Copy the code that the options select. Raises as `ftkit.launch.code.copy_code` does."""
+    if sent is not None:
+        return read_unpacked(sent)
+    return [*copy_packages(with_code), *([copy_own_package()] if is_dev else [])]
+
+
+def split_script_args(words: tuple[str, ...], typed: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Separate the arguments of `ftkit run` from those of the script, which follow the first `--`."""
+    args = tuple(typed[typed.index("--") + 1 :]) if "--" in typed else ()
+    return words[: len(words) - len(args)], args
+
+
+def say_overridden(terminal: Terminal, project: Path) -> None:
+    """Name the parts of job scripts that the project overrides, before a script is printed or submitted."""
+    for name in find_overrides(project):
+        terminal.say(f"sbatch/{name} of this project overrides the shipped part")

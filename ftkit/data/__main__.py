@@ -34,7 +34,7 @@ def main(plan_path: Path) -> int:
         home = Workspace(plan.workspace).hub_home
         export_weights(plan, report)
         warnings = [check_weights(plan.recipe.model, os.environ, home)]
-        if not plan.is_data_prepared:
+        if not plan.data.is_prepared:
             warnings += [check_data(source, os.environ, home) for source in plan.recipe.data.sources]
         for warning in filter(None, warnings):
             report(f"warning: {warning}")

@@ -28,7 +28,7 @@ from ftkit.data.readers import (
 )
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
 from ftkit.paths import is_address, is_pattern
-from ftkit.runs.storage.store import ADVICE, is_unreachable, open_driver
+from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

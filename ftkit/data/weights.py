@@ -17,15 +17,22 @@ from ftkit.planning.layout import RunLayout, Workspace
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ftkit.models.architecture import TrainedWeights
     from ftkit.planning.plan import RunPlan
 
 _EXPORT_SECONDS = 24 * 3600.0
 
 
+def weights_to_export(plan: RunPlan) -> TrainedWeights | None:
+    """Return the checkpoint of an earlier run that must be exported first; None if there is none."""
+    trained = plan.recipe.model.trained
+    return None if trained is None or Path(trained.folder).is_dir() else trained
+
+
 def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether all weights are present. The cluster profile's variables override the environment's."""
     variables = {**environment, **plan.cluster.environment}
-    return plan.weights_to_export is None and is_fetched(
+    return weights_to_export(plan) is None and is_fetched(
         plan.recipe.model, variables, Workspace(plan.workspace).hub_home
     )
 
@@ -50,7 +57,7 @@ def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
     Raises:
         NotFoundError: the checkpoint is missing, was replaced, or can't be exported.
     """
-    trained = plan.weights_to_export
+    trained = weights_to_export(plan)
     if trained is None:
         return
     from ftkit.runs.checkpoints import MARKER  # noqa: PLC0415 - few runs continue from one

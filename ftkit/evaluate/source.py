@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
@@ -27,11 +27,9 @@ _HUB_CACHE = Path("~/.cache/huggingface")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model or adapters in Hugging Face's layout.
+    """A model or adapters in Hugging Face's layout, with its name in output.
 
-    Attributes:
-        label: name in output.
-        hub_home: cache for the base model of adapters, unless HF_HOME is set.
+    `hub_home` is the cache for the base model of adapters, unless HF_HOME is set.
     """
 
     folder: Path
@@ -40,7 +38,6 @@ class ModelFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether these are adapters for another model."""
         return (self.folder / ADAPTER_CONFIG).is_file()
 
 
@@ -63,11 +60,7 @@ ModelSource = ModelFolder | TrainedStep
 
 @dataclass(frozen=True)
 class Target:
-    """A model to run, with its run if it has one.
-
-    Attributes:
-        before: the same model before training; None if that is unknown.
-    """
+    """A model to run, with its run if it has one; `before` is the same model before training, if that is known."""
 
     source: ModelSource
     plan: RunPlan | None = None
@@ -75,7 +68,6 @@ class Target:
 
     @property
     def data(self) -> DataSpec | None:
-        """The data section of the run's recipe."""
         return self.plan.recipe.data if self.plan else None
 
 
@@ -84,9 +76,6 @@ def find_target(reference: str, workspace: Workspace) -> Target:
 
     A run selects its best step by `evaluation.best`, else the newest step with an export or a checkpoint. The export of
     a step takes precedence over its checkpoint: it loads faster, and users share it.
-
-    Raises:
-        NotFoundError: there is no such run, step or model.
     """
     name, _, step = reference.rpartition("@")
     if not name or Path(reference).is_dir() or not (step.isdecimal() or step in ("best", "last")):
@@ -103,34 +92,32 @@ def find_target(reference: str, workspace: Workspace) -> Target:
     else:
         layout = find_run(name, workspace).layout
     plan = read_plan_to_use(layout)
-    return Target(_choose_source(layout, plan, step), plan, TrainedStep(layout, plan, 0))
+    untrained = TrainedStep(layout, plan, 0)
+    if step == "0":
+        return Target(untrained, plan, untrained)
+    exports, checkpoints = _exports(layout), [step for step, _ in layout.list_checkpoints()]
+    chosen = choose_step(layout, step, {*exports, *checkpoints})
+    trained = TrainedStep(layout, plan, chosen)
+    if chosen in exports:
+        export = ModelFolder(exports[chosen], trained.label, _hub_home(plan))
+        if not (export.is_adapter and plan.recipe.model.weights == "random"):
+            return Target(export, plan, untrained)
+    return Target(trained, plan, untrained)
 
 
-def _choose_source(layout: RunLayout, plan: RunPlan, typed: str) -> ModelSource:
-    if typed == "0":
-        return TrainedStep(layout, plan, 0)
-    exports = {step: ModelFolder(folder, f"{plan.id}@{step}", _hub_home(plan)) for step, folder in _exports(layout)}
-    checkpoints = [step for step, _ in layout.list_checkpoints()]
-    step = choose_step(layout, typed, {*exports, *checkpoints})
-    export = exports.get(step)
-    if export is not None and not (export.is_adapter and plan.recipe.model.weights == "random"):
-        return export
-    return TrainedStep(layout, plan, step)
-
-
-def _exports(layout: RunLayout) -> list[tuple[int, Path]]:
-    """Return the exports in a run's folder with their steps; for each step, the last one takes precedence."""
-    named = sorted((folder for folder in layout.exports.glob("step-*")), key=lambda folder: folder.name, reverse=True)
-    steps = []
+def _exports(layout: RunLayout) -> dict[int, Path]:
+    """Return the exports in a run's folder by their steps; for each step, the last one takes precedence."""
+    named = sorted(layout.exports.glob("step-*"), key=lambda folder: folder.name, reverse=True)
+    found = {}
     for folder in (*named, layout.export):
         if not (folder / CONFIG_FILE).is_file() and not (folder / ADAPTER_CONFIG).is_file():
             continue
-        step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
+        step = (read_json_if_valid(folder / EXPORT_RECORD, dict[str, object]) or {}).get("step")
         if isinstance(step, int):
-            steps.append((step, folder))
+            found[step] = folder
         elif folder == layout.export:  # another program wrote it: the last step
-            steps.append((max((step for step, _ in layout.list_checkpoints()), default=1), folder))
-    return steps
+            found[max((step for step, _ in layout.list_checkpoints()), default=1)] = folder
+    return found
 
 
 def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CACHE) -> ModelFolder:
@@ -141,16 +128,11 @@ def fetch_model(name: str, revision: str | None = None, hub_home: Path = _HUB_CA
     """
     if is_path(name) or Path(name).is_dir():
         return _model_folder(Path(name).expanduser(), name)
-    folder = download_weights(ModelSpec(weights=name, revision=revision), os.environ, hub_home)
-    return ModelFolder(folder, name)
+    return ModelFolder(download_weights(ModelSpec(weights=name, revision=revision), os.environ, hub_home), name)
 
 
 def find_base(plan: RunPlan) -> Path | None:
-    """Return the folder of a run's initial weights; None if they were random.
-
-    Raises:
-        NotFoundError: they don't exist, and can't be downloaded.
-    """
+    """Return the folder of a run's initial weights; None if they were random."""
     model = plan.recipe.model
     return None if model.weights == "random" else fetch_model(model.weights, model.revision, _hub_home(plan)).folder
 

@@ -5,36 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import tempfile
 import warnings
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.source import fetch_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import stored_dtypes, tensors_of_model
-from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.components.export import ExportRecord, Logits, sample_logits
 from ftkit.train.components.generation import render, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.hf_model import auto_class_of, load_pretrained
-from ftkit.train.model.weight_conversion import converts_layout
+from ftkit.train.model.hf_model import load_pretrained
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
 """Largest error of logits: the root-mean-square difference from the record's, relative to their standard deviation.
@@ -60,11 +56,7 @@ class Check:
 
 
 def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
-    """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage.
-
-    Raises:
-        NotFoundError: it is not an export, or has no record.
-    """
+    """Compare an export with its record; return every check, passed or not. `report` gets a line for each stage."""
     record = read_record(folder)
     report("reading the weight files")
     checks = [_check_files(folder, record)]
@@ -82,11 +74,7 @@ def verify_export(folder: Path, report: Callable[[str], None]) -> list[Check]:
 
 
 def require_passed(folder: Path, checks: list[Check]) -> None:
-    """Raise an error if any check failed.
-
-    Raises:
-        TrainingError: with all failed checks.
-    """
+    """Raise an error if any check failed."""
     failed = [check for check in checks if not check.passed]
     if failed:
         raise TrainingError(
@@ -98,11 +86,7 @@ def require_passed(folder: Path, checks: list[Check]) -> None:
 
 
 def read_record(folder: Path) -> ExportRecord:
-    """Read the record of an export.
-
-    Raises:
-        NotFoundError: there is no usable record.
-    """
+    """Read the record of an export."""
     missing = NotFoundError(
         f"{folder} has no {EXPORT_RECORD} with the trained model's logits",
         meaning="ftkit did not export it, another version did, or the logits could not be computed",
@@ -118,17 +102,10 @@ def read_record(folder: Path) -> ExportRecord:
 
 
 def _check_files(folder: Path, record: ExportRecord) -> Check:
-    wrong = []
-    for name, file in record.files.items():
-        try:
-            is_intact = SavedFile.of(folder / name) == file
-        except OSError:
-            is_intact = False
-        wrong += [] if is_intact else [name]
-    extra = {path.name for path in folder.glob("*.safetensors")} - record.files.keys()
-    if wrong or extra:
-        text = f"differ from what was written: {', '.join([*wrong, *sorted(extra)])}"
-        return Check("weight files", text, passed=False)
+    wrong = [name for name, file in record.files.items() if not file.is_content_of(folder / name)]
+    wrong += sorted({path.name for path in folder.glob("*.safetensors")} - record.files.keys())
+    if wrong:
+        return Check("weight files", f"differ from what was written: {', '.join(wrong)}", passed=False)
     floats = {"F16", "BF16", "F32", "F64"} & {dtype for name in record.files for dtype in stored_dtypes(folder / name)}
     if floats - {_DTYPES[record.precision]}:
         text = f"in {', '.join(sorted(floats))}, and it was exported in {_DTYPES[record.precision]}"
@@ -161,40 +138,34 @@ def _loaded(
     folder: Path, record: ExportRecord, report: Callable[[str], None]
 ) -> Iterator[tuple[PreTrainedModel, bool]]:
     """Load an export in fp32, and tell whether its weights stay in the files, for want of memory."""
-    base, adapters = (folder, None) if record.kind == "model" else (_find_base(record), folder)
+    base, adapters = folder, None
+    if record.kind == "adapters":
+        base, adapters = base_of(record), folder
     counts = [math.prod(tensor.kind[1]) for tensor in tensors_of_model(base).values()]
     free = available_bytes()
     num_bytes = 4 * sum(counts)
     is_streamed = 0 < free < num_bytes + _MEMORY_BESIDES_WEIGHTS
+    stage = "loading the model"
     if is_streamed:
-        _check_streamable(adapters, num_bytes, free)
-        check_memory(peak_bytes(max(counts)), free)
-    gib = f"in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
-    report(f"loading the model, one module at a time: {gib}" if is_streamed else "loading the model")
+        config = read_json_if_valid(adapters / ADAPTER_CONFIG, dict[str, object]) if adapters else None
+        # peft replaces the experts' parameters before their weights are read.
+        check_memory(num_bytes if config and config.get("target_parameters") else peak_bytes(max(counts)), free)
+        gib = f"in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+        stage += f", one module at a time: {gib}"
+    report(stage)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reasons for warnings, such as missing adapters, are checked later
+        loading: AbstractContextManager[PreTrainedModel]
         if is_streamed:
-            loading: AbstractContextManager[PreTrainedModel] = streamed_model(base, adapters, num_bytes)
+            loading = _streamed_model(base, adapters)
         else:
             loading = nullcontext(_with_adapters(load_pretrained(base, torch.float32), adapters))
         with loading as hf_model:
             yield hf_model.eval(), is_streamed
 
 
-def _check_streamable(adapters: Path | None, num_bytes: int, free: int) -> None:
-    """Refuse adapters of experts: peft replaces the experts' parameters before their weights are read."""
-    config = None if adapters is None else read_json_if_valid(adapters / ADAPTER_CONFIG, dict[str, Any])
-    if config and config.get("target_parameters"):
-        raise PrerequisiteError(
-            f"verifying adapters of experts takes {num_bytes / 2**30:.1f} GiB of memory for the model in fp32, and "
-            f"{free / 2**30:.1f} GiB are free",
-            meaning="peft changes the weights of experts, so they can't be read module by module",
-            fix="verify on a machine with more memory, or export the merged model: --merge; "
-            "ftkit export can leave the check out: --no-verify",
-        )
-
-
-def _find_base(record: ExportRecord) -> Path:
+def base_of(record: ExportRecord) -> Path:
+    """Return the folder of the full model that an export's adapters are for."""
     try:
         return fetch_model(str(record.base), record.revision).folder
     except NotFoundError as error:
@@ -245,25 +216,18 @@ def distance(one: Logits, other: Logits, scale: Logits | None = None) -> float:
 
 
 def _check_reply_end(logits: Logits, record: ExportRecord) -> list[Check]:
-    """Compare the probability of the end token where a reply of the prompts ends."""
-    expected, found = (_end_probability(rows, record) for rows in (record.exported or record.trained or [], logits))
-    if expected is None or found is None:
-        return []
-    text = f"token {record.end_tokens[0]} has probability {found:.2g} there, as trained: {expected:.2g}"
-    return [Check("end of a reply", text, passed=abs(found - expected) <= _MAX_ERROR_OF_PROBABILITY)]
-
-
-def _end_probability(logits: Logits, record: ExportRecord) -> float | None:
-    """Return the trained end token's probability at the end of the last reply; None if the prompts have no such end."""
+    """Compare the probability of the end token where a reply of the prompts ends, if one ends."""
     end = next(iter(record.end_tokens), None)
-    if end is None or end not in record.columns:
-        return None
-    for prompt, rows in zip(reversed(record.prompts), reversed(logits), strict=True):
+    trained = record.exported or record.trained or []
+    for prompt, rows, expected_rows in reversed(list(zip(record.prompts, logits, trained, strict=True))):
         places = [number for number, token in enumerate(prompt.tokens) if token == end]
-        if prompt.turns and not prompt.asks and places and places[-1]:
-            row = rows[places[-1] - 1]
-            return math.exp(row[record.columns.index(end)] - row[-1])
-    return None
+        if end not in record.columns or not prompt.turns or prompt.asks or not places or not places[-1]:
+            continue
+        column, row = record.columns.index(end), places[-1] - 1
+        found, expected = (math.exp(each[row][column] - each[row][-1]) for each in (rows, expected_rows))
+        text = f"token {end} has probability {found:.2g} there, as trained: {expected:.2g}"
+        return [Check("end of a reply", text, passed=abs(found - expected) <= _MAX_ERROR_OF_PROBABILITY)]
+    return []
 
 
 def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is_streamed: bool) -> Check:
@@ -283,9 +247,12 @@ def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is
     other = next(token for token in range(len(record.end_tokens) + 1) if token not in record.end_tokens)
     written = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
     missed = [str(end) for end in record.end_tokens if end not in written]
-    generating = _small_model(model.config) if is_streamed else model
+    if is_streamed:
+        size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        small = LlamaConfig(vocab_size=model.config.get_text_config().vocab_size, **size)
+        model = LlamaForCausalLM(small).eval()
     for end in () if missed else record.end_tokens:
-        done = generating.generate(
+        done = model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=settings,
@@ -301,12 +268,6 @@ def _check_end(folder: Path, model: PreTrainedModel, record: ExportRecord, *, is
     return Check("end of turn", text, passed=True)
 
 
-def _small_model(config: PretrainedConfig) -> LlamaForCausalLM:
-    """Return a model with the same vocabulary."""
-    vocab_size, tiny = config.get_text_config().vocab_size, {"num_hidden_layers": 1, "num_attention_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, hidden_size=8, intermediate_size=8, **tiny)).eval()
-
-
 # --- Models larger than memory -------------------------------------------------------------------
 
 
@@ -317,85 +278,54 @@ _PROCESS_BYTES = 2**29
 
 
 def peak_bytes(largest: int) -> int:
-    """Return the memory of a process with a `streamed_model` whose largest tensor has `largest` values."""
+    """Return the memory to verify a model module by module whose largest tensor has `largest` values."""
     return _BYTES_PER_VALUE * largest + _PROCESS_BYTES
 
 
 def check_memory(needed: int, free: int) -> None:
-    """Check the memory to verify an export with a part of its weights at a time, in bytes; 0 if `free` is unknown.
-
-    Raises:
-        PrerequisiteError: there is too little.
-    """
+    """Check the memory to verify an export with a part of its weights at a time, in bytes; 0 if `free` is unknown."""
     if 0 < free < needed:
         raise PrerequisiteError(
             f"verifying this export takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free",
-            meaning="logits are computed in fp32, with one decoder layer or module at a time in memory",
-            fix="use a machine with more memory; ftkit export can leave the check out: --no-verify",
+            meaning="logits are computed in fp32, with one decoder layer or module at a time in memory; a model with "
+            "adapters of experts is in memory as a whole",
+            fix="use a machine with more memory, or export the merged model: --merge; ftkit export can leave the check "
+            "out: --no-verify",
         )
 
 
 @contextmanager
-def streamed_model(folder: Path, adapters: Path | None, num_bytes: int) -> Iterator[PreTrainedModel]:
+def _streamed_model(folder: Path, adapters: Path | None) -> Iterator[PreTrainedModel]:
     """Load a model in fp32 with transformers, and adapters with peft; the model's weights stay in the files.
 
     accelerate loads those of one module at a time. Tensors that transformers converts, such as stacked experts, are
-    written to the disk first. The adapters, a folder in peft's layout, stay in memory. `num_bytes` are those of
-    the weights in fp32.
-
-    Raises:
-        PrerequisiteError: the disk has no room for converted tensors.
+    written to the disk first. The adapters, a folder in peft's layout, stay in memory.
     """
     place = (adapters or folder).parent
     with tempfile.TemporaryDirectory(prefix=".ftkit-", dir=place if os.access(place, os.W_OK) else None) as scratch:
-        _check_disk(folder, Path(scratch), num_bytes)
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns that weights are on the disk
         model = load_pretrained(folder, torch.float32, device_map={"": "disk"}, offload_folder=scratch)
         if adapters is not None:
-            _fill_with_zeros(model)
+            # Zeros, of which memory has a single value, until accelerate loads the weights: peft moves adapters to the
+            # meta device if their layer is there, and then computes nonsense.
+            for module in model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+            del model.hf_device_map  # with it, peft would dispatch the model again, and fail
         adapted = _with_adapters(model, adapters)
         for module in adapted.modules():
             for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
                 # DoRA computes with the base layer's weight after that layer has run.
-                magnitude.register_forward_pre_hook(_load_base_layer, with_kwargs=True)
-                magnitude.register_forward_hook(_free_base_layer, with_kwargs=True)
+                magnitude.register_forward_pre_hook(
+                    lambda _module, _args, kwargs: load_offloaded(kwargs["base_layer"]), with_kwargs=True
+                )
+                magnitude.register_forward_hook(
+                    lambda _module, _args, kwargs, _output: free_offloaded(kwargs["base_layer"]), with_kwargs=True
+                )
         yield adapted
-
-
-def _check_disk(folder: Path, scratch: Path, num_bytes: int) -> None:
-    config = AutoConfig.from_pretrained(folder)
-    with init_empty_weights():
-        model = auto_class_of(config).from_config(config)
-    free = shutil.disk_usage(scratch).free
-    if converts_layout(model) and free < num_bytes:
-        raise PrerequisiteError(
-            f"verifying this export takes {num_bytes / 2**30:.0f} GiB on the disk of {scratch.parent}, and "
-            f"{free / 2**30:.0f} GiB are free",
-            meaning="it is larger than memory, and transformers stacks the experts of such a model in new files",
-            fix="free disk space, or verify it on a machine with more memory; ftkit export has --no-verify",
-        )
-
-
-def _fill_with_zeros(model: PreTrainedModel) -> None:
-    """Replace weights by zeros until accelerate loads them: tensors of which memory has a single value.
-
-    peft moves adapters to the meta device if their layer is there, and then computes nonsense.
-    """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
-    del model.hf_device_map  # with it, peft would dispatch the model again, and fail
 
 
 def _with_adapters(model: PreTrainedModel, folder: Path | None) -> PreTrainedModel:
     # peft's models have the attributes and methods of the model.
     return model if folder is None else cast("PreTrainedModel", import_peft().PeftModel.from_pretrained(model, folder))
-
-
-def _load_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module]) -> None:
-    load_offloaded(kwargs["base_layer"])
-
-
-def _free_base_layer(_module: nn.Module, _args: object, kwargs: dict[str, nn.Module], _output: object) -> None:
-    free_offloaded(kwargs["base_layer"])

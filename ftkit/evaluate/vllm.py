@@ -14,9 +14,10 @@ import tempfile
 import weakref
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import IO, TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -24,10 +25,10 @@ from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
 from ftkit.data.encoding import IGNORED
-from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line, plural
-from ftkit.evaluate.load import GeneratingModel, find_generation, tokenizer_of
-from ftkit.evaluate.source import ModelFolder, fetch_model, find_base
-from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, distance
+from ftkit.errors import PrerequisiteError, TrainingError, one_line, plural
+from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
+from ftkit.evaluate.source import ModelFolder, find_base
+from ftkit.evaluate.verify_export import CLOSER_THAN_BASE, Check, base_of, distance
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.train.components.generation import Generation
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from transformers import GenerationConfig, TextStreamer
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
@@ -45,12 +48,11 @@ EngineName = Literal["auto", "transformers", "vllm"]
 
 
 def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
-    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed.
-
-    Raises:
-        PrerequisiteError: vLLM was requested, and is missing here or can't load a checkpoint.
-    """
-    is_installed, has_files = find_spec("vllm") is not None, _has_files(source)
+    """Return whether vLLM runs a model: on request, or with `auto` on GPUs if it is installed."""
+    is_installed, has_files = find_spec("vllm") is not None, isinstance(source, ModelFolder)
+    if not isinstance(source, ModelFolder) and source.step == 0:
+        model = source.plan.recipe.model
+        has_files = model.weights != "random" and model.adapter is None and model.vocab_size_of_weights is None
     if engine == "vllm" and not is_installed:
         raise PrerequisiteError(
             "--engine vllm: vLLM is not installed here",
@@ -64,14 +66,6 @@ def takes_vllm(source: ModelSource, engine: EngineName) -> bool:
             fix="export it first (ftkit export), or omit --engine; with ftkit eval, --no-before leaves out RUN@0",
         )
     return engine == "vllm" or (engine == "auto" and is_installed and has_files and torch.cuda.is_available())
-
-
-def _has_files(source: ModelSource) -> bool:
-    if isinstance(source, ModelFolder):
-        return True
-    model = source.plan.recipe.model
-    is_unchanged = model.weights != "random" and model.adapter is None and model.vocab_size_of_weights is None
-    return source.step == 0 and is_unchanged
 
 
 @dataclass(frozen=True)
@@ -96,8 +90,7 @@ class VllmModel(GeneratingModel):
             seed=torch.initial_seed() % 2**31 if config.do_sample else None,
             stop_token_ids=list(self.generation.end_tokens),
         )
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.engine.generate(given, params)
+        outputs = self.engine.generate(prompts, params)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         if streamer is not None:
             streamer.put(torch.tensor(prompts[0]))
@@ -109,7 +102,7 @@ class VllmModel(GeneratingModel):
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
         """Compute them from the log-probability and the rank that the engine returns for each token of a prompt."""
         params = _sampling(max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
-        given = [{"prompt_token_ids": document.tokens.tolist()} for document in documents]
+        given = [document.tokens.tolist() for document in documents]
         # With adapters, vLLM 0.32 mistakes the tokens of several prompts for those of one, and fails.
         batches = [[each] for each in given] if self.engine.adapter else [given]
         outputs = [output for batch in batches for output in self.engine.generate(batch, params)]
@@ -127,12 +120,7 @@ class VllmModel(GeneratingModel):
 
 
 def load_with_vllm(source: ModelSource) -> VllmModel:
-    """Load what `takes_vllm` accepts into vLLM's engine, sharded over the GPUs of this machine.
-
-    Raises:
-        NotFoundError: files are missing.
-        TrainingError: vLLM can't load it.
-    """
+    """Load what `takes_vllm` accepts into vLLM's engine, sharded over the GPUs of this machine."""
     if isinstance(source, ModelFolder):
         base, tokenizer, generation = find_generation(source)
         folder, weights = source.folder, base.folder
@@ -172,28 +160,20 @@ class VllmError(TrainingError):
         super().__init__(what, meaning=meaning, fix="\n".join([fix, *below]))
 
 
-@dataclass(frozen=True)
 class VllmEngine:
-    """vLLM's engine with a model.
+    """vLLM's engine, with the adapters that it applies, and what its processes write to stderr."""
 
-    Attributes:
-        llm: vLLM's `LLM`.
-        adapter: vLLM's `LoRARequest` for adapters; None for a full model.
-        stderr: what the engine's processes write to stderr.
-    """
+    def __init__(self, llm: LLM, adapter: LoRARequest | None, stderr: IO[bytes]) -> None:
+        self.llm = llm
+        self.adapter = adapter
+        self.stderr = stderr
+        weakref.finalize(self, stderr.close)  # commands that use it to their end don't close it
 
-    llm: Any
-    adapter: Any
-    stderr: IO[bytes]
-
-    def generate(self, prompts: Sequence[Any], params: Any) -> list[Any]:
-        """Return vLLM's output for each prompt.
-
-        Raises:
-            VllmError: the engine ended, or refuses a prompt.
-        """
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
+        """Return vLLM's output for each prompt."""
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         try:
-            outputs: list[Any] = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
+            outputs: list[RequestOutput] = self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
         except Exception as error:
             is_dead = type(error).__name__ == _DEAD
             raise VllmError(
@@ -213,13 +193,10 @@ class VllmEngine:
         self.stderr.close()
 
 
-def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
-    """Start vLLM's engine, sharded over the GPUs of this machine.
+def start_engine(folder: Path, base: Path, **options: object) -> VllmEngine:
+    """Start vLLM's engine, sharded over the GPUs of this machine, with further `options` of `LLM`.
 
-    Args:
-        folder: a full model, or adapters in peft's layout.
-        base: the folder of the full weights; the same one for a full model.
-        options: further arguments of `LLM`.
+    `folder` is a full model, or adapters in peft's layout; `base` is the folder of the full weights.
 
     Raises:
         VllmError: vLLM can't load the model.
@@ -228,9 +205,26 @@ def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
     os.environ.setdefault(_LOGGING_LEVEL, "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # by default it logs to stdout
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the engine's processes write to it as long as they live
+    adapter = None
     try:
         with _stderr_to(stderr) if is_quiet else nullcontext():
-            llm, adapter = _load(folder, base, options)
+            if folder != base:
+                rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
+                max_rank = next((each for each in VLLM_LORA_RANKS if each >= rank), rank)
+                options |= {"enable_lora": True, "max_lora_rank": max_rank}
+                adapter = import_module("vllm.lora.request").LoRARequest("trained", 1, str(folder))
+            has_tokenizer = (folder / "tokenizer_config.json").is_file()
+            config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
+            heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
+            num_gpus = max(1, torch.cuda.device_count())
+            llm = import_module("vllm").LLM(
+                model=str(base),
+                tokenizer=str(folder if has_tokenizer else base),
+                # vLLM requires a number that divides the attention heads.
+                tensor_parallel_size=next(each for each in range(num_gpus, 0, -1) if heads % each == 0),
+                enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
+                **options,
+            )
     except Exception as error:  # vLLM and its workers may raise any exception
         raise VllmError(
             f"vLLM can't load {folder}: {one_line(error)}",
@@ -238,46 +232,12 @@ def start_engine(folder: Path, base: Path, **options: Any) -> VllmEngine:
             fix="leave --engine out, or try --engine transformers",
             stderr=stderr,
         ) from error
-    engine = VllmEngine(llm, adapter, stderr)
-    weakref.finalize(engine, stderr.close)  # commands that use it to their end don't close it
-    return engine
+    return VllmEngine(llm, adapter, stderr)
 
 
-def _sampling(**settings: Any) -> Any:
+def _sampling(**settings: object) -> SamplingParams:
     """Return vLLM's settings of a request, greedy by default, for completions as tokens."""
-    from vllm import SamplingParams  # noqa: PLC0415 - only installed where vLLM runs the model
-
-    return SamplingParams(**{"temperature": 0.0, "detokenize": False} | settings)
-
-
-def _load(folder: Path, base: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    from vllm import LLM  # noqa: PLC0415 - only installed where vLLM runs the model
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415
-
-    adapter = None
-    if folder != base:
-        rank = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"]
-        options |= {
-            "enable_lora": True,
-            "max_lora_rank": next((each for each in VLLM_LORA_RANKS if each >= rank), rank),
-        }
-        adapter = LoRARequest("trained", 1, str(folder))
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    llm = LLM(
-        model=str(base),
-        tokenizer=str(folder if has_tokenizer else base),
-        tensor_parallel_size=_num_shards(base),
-        enforce_eager=not torch.cuda.is_available(),  # compiling takes a CPU minutes
-        **options,
-    )
-    return llm, adapter
-
-
-def _num_shards(base: Path) -> int:
-    """Return the largest number of GPUs here that divides the attention heads, as vLLM requires."""
-    config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
-    heads = int((config.get("text_config") or config).get("num_attention_heads", 1))
-    return next(each for each in range(max(1, torch.cuda.device_count()), 0, -1) if heads % each == 0)
+    return import_module("vllm").SamplingParams(**{"temperature": 0.0, "detokenize": False} | settings)
 
 
 @contextmanager
@@ -311,9 +271,9 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
     vLLM silently drops tensors of an adapter that it does not know, and then serves the base model. So the
     log-probabilities must be the trained model's, and not the base's.
     """
+    base = folder if record.kind == "model" else base_of(record)
+    longest = max(len(prompt.tokens) for prompt in record.prompts)
     try:
-        base = folder if record.kind == "model" else fetch_model(str(record.base), record.revision).folder
-        longest = max(len(prompt.tokens) for prompt in record.prompts)
         engine = start_engine(
             folder,
             base,
@@ -324,8 +284,6 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
         )
         with closing(engine):
             return [*_check_logprobs(engine, record), _check_end(engine, record), _check_template(engine, record)]
-    except NotFoundError:
-        raise
     except VllmError as error:
         return [Check("vLLM: loads", ": ".join((error.what, *error.last_lines[-1:])), passed=False)]
     except Exception as error:  # noqa: BLE001 - vLLM and its workers raise anything
@@ -333,8 +291,16 @@ def verify_with_vllm(folder: Path, record: ExportRecord) -> list[Check]:
 
 
 def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
+    params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)
+    found = []
+    for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
+        flat = engine.generate([prompt.tokens], params)[0].prompt_logprobs
+        rows = []
+        for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
+            values = dict(zip(flat.token_ids[first:last], flat.logprobs[first:last], strict=True))
+            rows.append([values[column] for column in record.columns])
+        found.append(rows)
     trained = _logprobs(record.exported or record.trained or [])
-    found = _engine_logprobs(engine, record)
     error, tolerance = distance(found, trained), _ROUNDED_TOLERANCE if torch.cuda.is_available() else _TOLERANCE
     checks = []
     if record.untrained is not None:
@@ -347,35 +313,18 @@ def _check_logprobs(engine: VllmEngine, record: ExportRecord) -> list[Check]:
     return [*checks, Check("vLLM: and the trained model's", text, passed=error <= tolerance)]
 
 
-def _logprobs(logits: Sequence[Sequence[Sequence[float]]]) -> Logits:
+def _logprobs(logits: Logits) -> Logits:
     """Return log-probabilities, from logits with their log-sum-exp last, of all tokens but each prompt's last."""
     return [[[value - row[-1] for value in row[:-1]] for row in rows[:-1]] for rows in logits]
 
 
-def _engine_logprobs(engine: VllmEngine, record: ExportRecord) -> Logits:
-    """Return the engine's log-probabilities after each token of the prompts, in the columns of the record."""
-    columns = record.columns
-    params = _sampling(max_tokens=1, prompt_logprobs=-1, flat_logprobs=True)
-    found = []
-    for prompt in record.prompts:  # one by one: each has the whole vocabulary for each token
-        given = {"prompt_token_ids": list(prompt.tokens)}
-        (output,) = engine.generate([given], params)
-        flat = output.prompt_logprobs
-        rows = []
-        for first, last in list(zip(flat.start_indices, flat.end_indices, strict=True))[1:]:  # none for the first token
-            values = dict(zip(flat.token_ids[first:last], flat.logprobs[first:last], strict=True))
-            rows.append([values[column] for column in columns])
-        found.append(rows)
-    return found
-
-
 def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
     """Have the engine generate nothing but an end token: it must stop at the first one."""
-    prompt, missed = {"prompt_token_ids": list(record.prompts[0].tokens)}, []
+    missed = []
     for end in record.end_tokens:
         params = _sampling(max_tokens=_NUM_TOKENS, allowed_token_ids=[end])
-        (output,) = engine.generate([prompt], params)
-        if output.outputs[0].finish_reason != "stop" or len(output.outputs[0].token_ids) != 1:
+        completion = engine.generate([record.prompts[0].tokens], params)[0].outputs[0]
+        if completion.finish_reason != "stop" or len(completion.token_ids) != 1:
             missed.append(str(end))
     if missed:
         return Check("vLLM: end of turn", f"does not stop at token {', '.join(missed)}", passed=False)
@@ -384,13 +333,10 @@ def _check_end(engine: VllmEngine, record: ExportRecord) -> Check:
 
 def _check_template(engine: VllmEngine, record: ExportRecord) -> Check:
     """Have the engine render the record's conversations as its server does."""
-    open_prompts = [prompt for prompt in record.prompts if prompt.asks]
-    params = _sampling(max_tokens=1)
-    messages = [prompt.messages for prompt in open_prompts]
+    prompts = [prompt for prompt in record.prompts if prompt.asks]
+    messages, params = [prompt.messages for prompt in prompts], _sampling(max_tokens=1)
     outputs = engine.llm.chat(messages, params, use_tqdm=False, lora_request=engine.adapter) if messages else []
-    wrong = sum(
-        tuple(output.prompt_token_ids) != prompt.tokens for output, prompt in zip(outputs, open_prompts, strict=True)
-    )
+    wrong = sum(tuple(out.prompt_token_ids) != prompt.tokens for out, prompt in zip(outputs, prompts, strict=True))
     text = f"renders {plural(len(messages), 'prompt')} as in training"
     if wrong:
         text = f"{wrong} of {len(messages)} prompts rendered differently than in training"

@@ -33,9 +33,7 @@ from ftkit.health.rates import (
     MeasureError,
     NodeNumbers,
     compare_with_others,
-    least_bus_bandwidth,
     least_matmul,
-    least_memory_bandwidth,
     pair_rounds,
 )
 from ftkit.planning.training_setup import GPUS
@@ -55,16 +53,10 @@ WARNING_PREFIX = "ftkit-warning "
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of one node.
+    """Results of one node, which can't be used if a finding failed.
 
-    Attributes:
-        host: its name.
-        findings: findings of all checks; the node can't be used if one failed.
-        devices: rates of each device.
-        within: collectives among the devices of the node.
-        between: collectives among all healthy nodes.
-        pairs: bus bandwidth in GB/s of all-reduces with another node, by its name.
-        seconds: duration of the checks.
+    Collectives are `within` the node, and `between` all healthy nodes; `pairs` has the bus bandwidth in GB/s with each
+    partner.
     """
 
     host: str
@@ -161,7 +153,7 @@ class NodeCheck:
             if self.gpu and each.matmul < (least := least_matmul(self.gpu)):
                 value = f"{each.matmul:,.0f} TFLOP/s, at least {least:,.0f} expected"
                 yield Finding("matrix products", self._below_peak, value, SLOW_GPU, index)
-            if self.gpu and each.memory < (least := least_memory_bandwidth(self.gpu)):
+            if self.gpu and each.memory < (least := 0.7 * GPUS[self.gpu].memory_bandwidth / 1e9):
                 value = f"{each.memory:,.0f} GB/s, at least {least:,.0f} expected"
                 yield Finding("GPU memory", self._below_peak, value, "have the GPU replaced", index)
 
@@ -169,8 +161,9 @@ class NodeCheck:
         """Compare measured collectives `within node` or `between nodes` with the least expected rate."""
         value = f"all-reduce {rates.all_reduce:,.3g}, all-gather {rates.all_gather:,.3g} GB/s"
         value += f" by {rates.transport}" if rates.transport else ""
-        within, between = least_bus_bandwidth(self.gpu, self.network_gbps)
-        least = within if name == "within node" else between
+        least = self.gpu and 0.5 * GPUS[self.gpu].link_bandwidth / 1e9
+        if name == "between nodes":
+            least = self.network_gbps and 0.5 * self.network_gbps / 8
         if least is None or rates.all_reduce >= least:
             return Finding(name, "ok", value)
         fix = "compare the pairs; check the network's links and NCCL's plug-in"

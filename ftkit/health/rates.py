@@ -247,16 +247,6 @@ def least_matmul(gpu: GpuModel) -> float:
     return _MATMUL_SHARES.get(gpu, 0.5) * GPUS[gpu].bf16_flops / 1e12
 
 
-def least_memory_bandwidth(gpu: GpuModel) -> float:
-    """Return the minimum GB/s that a copy within a healthy GPU's memory reads and writes."""
-    return 0.7 * GPUS[gpu].memory_bandwidth / 1e9
-
-
-def least_bus_bandwidth(gpu: GpuModel | None, network_gbps: float | None) -> tuple[float | None, float | None]:
-    """Return the minimum bus bandwidths in GB/s of collectives within a node, and between nodes; None if unknown."""
-    return gpu and 0.5 * GPUS[gpu].link_bandwidth / 1e9, network_gbps and 0.5 * network_gbps / 8
-
-
 class NodeNumbers(TypedDict):
     """What nodes compare: TFLOP/s of each device, GB/s with the best partner, and the time of their clocks."""
 

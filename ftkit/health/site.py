@@ -1,4 +1,4 @@
-"""Detect the site: Slurm and its partitions, container programs, file systems, networks.
+"""Detect the site: Slurm and its partitions, container programs, file systems.
 
 All information comes from programs and files that any user may read. It stays unknown if a program is missing or does
 not respond within two seconds. Programs run concurrently, so that `ftkit init` takes seconds.
@@ -56,21 +56,11 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """The detected site. Empty text or 0 means absent.
+    """The detected site. Empty text or 0 means absent; of programs, the text is the version.
 
-    Attributes:
-        slurm_version: version of Slurm's programs, if they respond.
-        cluster_name: Slurm's name of the cluster.
-        partitions: partitions that jobs can be submitted to.
-        accounts: Slurm accounts of this user.
-        has_pyxis: whether srun has `--container-image`.
-        enroot, apptainer, docker: version of enroot, of Apptainer or Singularity, of a docker engine that responds.
-        networks: network devices that NCCL could use: InfiniBand or RoCE adapters, else network interfaces.
-        shared_folders: mount points of network file systems.
-        local_folder: a folder that is probably on each node's own disk.
-        num_gpus: GPUs of this machine.
-        unknown: undetected properties, with the reason.
-        is_slurm_silent: whether Slurm is installed, and its controller does not respond.
+    `accounts` are the user's Slurm accounts, `shared_folders` mount points of network file systems, `local_folder` is
+    probably on each node's own disk, and `unknown` are undetected properties, with the reason. If `is_slurm_silent`,
+    Slurm is installed, and its controller does not respond.
     """
 
     slurm_version: str
@@ -81,7 +71,6 @@ class Site:
     enroot: str
     apptainer: str
     docker: str
-    networks: tuple[str, ...]
     shared_folders: tuple[str, ...]
     local_folder: str
     num_gpus: int
@@ -139,7 +128,6 @@ def detect_site(environment: Mapping[str, str], root: Path) -> Site:
         enroot=_version(outputs["enroot"]),
         apptainer=_version(outputs["apptainer"] or outputs["singularity"]),
         docker=_version(outputs["docker"]),
-        networks=find_networks(root),
         shared_folders=parse_mounts(mounts),
         local_folder=local or (slurm_tmp if re.match("/(?!tmp$).", slurm_tmp) else ""),
         num_gpus=len(list(root.glob("dev/nvidia[0-9]*"))),
@@ -242,14 +230,6 @@ def parse_mounts(text: str) -> tuple[str, ...]:
     shared = [each[1] for each in fields if len(each) > len("dp") and _SHARED_TYPES.fullmatch(each[2])]
     # proc(5): white space is octal
     return tuple(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in shared)
-
-
-def find_networks(root: Path) -> tuple[str, ...]:
-    """Return the adapters under /sys/class/infiniband; if there are none, the physical network interfaces."""
-    virtual = re.compile(r"lo|docker.*|veth.*|br-.*|virbr.*|cni.*|flannel.*|cali.*|bonding_masters")
-    adapters, interfaces = (sorted(path.name for path in root.glob(f"sys/class/{kind}/*"))
-                            for kind in ("infiniband", "net"))  # fmt: skip
-    return tuple(adapters or (name for name in interfaces if not virtual.fullmatch(name)))
 
 
 def _version(text: str) -> str:

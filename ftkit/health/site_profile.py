@@ -25,14 +25,9 @@ Value = str | int | float
 
 @dataclass(frozen=True)
 class ProposedCluster:
-    """The proposed profile of a site.
+    """The proposed profile of a site: a known one, or a new one with `values` that `extends` a known one.
 
-    Attributes:
-        name: name of the profile.
-        extends: the profile that a new one extends; empty if `name` is a known profile that matches.
-        values: the keys of the new profile, except `name` and `extends`.
-        reason: why it was chosen.
-        unknown: values that could not be detected, which the user must set.
+    `unknown` are values that could not be detected, which the user must set.
     """
 
     name: str

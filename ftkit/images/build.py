@@ -12,12 +12,12 @@ from ftkit import assets
 from ftkit.config.image import base_lock_text, read_base_lock
 from ftkit.config.image_reference import Digest, NamedImage, RegistryImage, parse_name, parse_reference
 from ftkit.errors import ConfigError, FtkitError, ImageError, NotFoundError, Problem
+from ftkit.files import write_file
 from ftkit.images import docker_engine
 from ftkit.images.build_context import assemble
 from ftkit.images.docker_engine import DockerImage
 from ftkit.images.events import ProgressEvent, Report, ignore_progress
 from ftkit.images.inside import PASSED
-from ftkit.images.lock import write_lock_file
 from ftkit.images.oci.credentials import find_credentials
 from ftkit.images.oci.registry import Registry
 from ftkit.images.transfer import pull
@@ -75,15 +75,7 @@ class BuildResult:
 def build(
     definition: ImageDefinition, request: BaseRequest, *, no_cache: bool = False, report: Report = ignore_progress
 ) -> BuildResult:
-    """Build an image, unless its inputs are unchanged since the last build.
-
-    Raises:
-        ConfigError: the name is not valid, or the base's digest is fixed and can't be resolved again.
-        ImageError: the base's digest can't be resolved, the lock is stale, a step failed, or the image fails its
-            self-check.
-        NotFoundError: there is no such base.
-        PrerequisiteError: no docker engine responds.
-    """
+    """Build an image, unless its inputs are unchanged since the last build."""
     spec = definition.spec
     name = parse_name(spec.reference).docker_name
     context = assemble(definition)
@@ -120,13 +112,7 @@ def build(
 
 
 def select_base(definition: ImageDefinition, request: BaseRequest, report: Report) -> SelectedBase:
-    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry.
-
-    Raises:
-        ConfigError: the definition sets the digest, so it can't be resolved again.
-        NotFoundError: the registry has no such base.
-        ImageError: the registry does not return its digest.
-    """
+    """Return the base with its digest: from the definition, from a lock, or of the tag in the registry."""
     spec = definition.spec
     written = parse_reference(request.name or spec.base.reference)
     digest, is_recorded = spec.base.digest, definition.is_base_recorded
@@ -181,9 +167,6 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
     """Record the base's digest in the lock next to the definition, or in the user's own lock if that is read-only.
 
     ftkit never changes the locks that it ships, even in a checkout.
-
-    Raises:
-        ImageError: neither can be written.
     """
     if base.digest is None:
         raise AssertionError("a base without a digest can't be recorded")
@@ -200,7 +183,8 @@ def record(definition: ImageDefinition, base: RegistryImage) -> Path:
                 f"{lock} records another digest of {base.tagged}, and you may not change it",
                 fix="ask its owner to pin the base again, or define your own image with 'extends:'",
             )
-    write_lock_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, base_lock_text({**read_base_lock(path), base.tagged: base.digest}).encode())
     return path
 
 
@@ -267,11 +251,7 @@ class BuildFollower:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_SHOWN_LINES))
 
     def follow(self, events: Iterable[Mapping[str, object]]) -> Digest:
-        """Follow a build to its end, and return the image's id.
-
-        Raises:
-            ImageError: a step failed; the message has its last lines.
-        """
+        """Follow a build to its end, and return the image's id."""
         image_id = None
         for event in events:
             if "error" in event:

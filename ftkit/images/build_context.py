@@ -60,11 +60,7 @@ class BuildContext:
 
 
 def assemble(definition: ImageDefinition) -> BuildContext:
-    """Assemble the context of an image.
-
-    Raises:
-        ImageError: its lock is missing or stale, or a package index needs a password.
-    """
+    """Assemble the context of an image."""
     lock = read_lock(definition).encode()
     keys = {"name", "tag", "description", "families", "default_recipe", "provided", "imports"}
     image = definition.spec.model_dump(mode="json", include=keys)
@@ -106,9 +102,6 @@ def definition_file(definition: ImageDefinition, files: Path | None = None) -> s
     """Return the Singularity definition of an image; its steps are those of the Dockerfile.
 
     `files` is the folder to copy the build's files from; if None, the folder in which the definition is built.
-
-    Raises:
-        ConfigError: the base is not a valid reference.
     """
     spec, context = definition.spec, assemble(definition)
     base = replace(parse_reference(spec.base.reference), digest=spec.base.digest)

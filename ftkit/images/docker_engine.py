@@ -148,11 +148,7 @@ def inspect(client: APIClient, name: str) -> DockerImage | None:
 
 
 def inspect_required(client: APIClient, name: str, fix: str) -> DockerImage:
-    """Return an image that has to exist; `fix` is the advice if it does not.
-
-    Raises:
-        NotFoundError: the engine does not have it.
-    """
+    """Return an image that has to exist; `fix` is the advice if it does not."""
     image = inspect(client, name)
     if image is None:
         raise NotFoundError(f"docker has no image {name}", meaning="it was not built on this machine", fix=fix)
@@ -212,26 +208,7 @@ def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
         with client.get(address, stream=True, timeout=client.timeout) as response:
             if response.status_code != 200:  # noqa: PLR2004
                 raise ImageError(f"docker can't export {image}: {response.text.strip()}", fix="see 'docker info'")
-            yield io.BufferedReader(_Body(response.raw.stream(_CHUNK, decode_content=False)), _CHUNK)
-
-
-class _Body(io.RawIOBase):
-    """The body of a response, as a file to read."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # BufferedReader passes one
-        if not self._left:
-            self._left = memoryview(next(self._chunks, b""))
-        size = min(len(buffer), len(self._left))
-        buffer[:size] = self._left[:size]
-        self._left = self._left[size:]
-        return size
+            yield io.BufferedReader(response.raw, _CHUNK)
 
 
 def run_inside(client: APIClient, image: str, command: list[str]) -> tuple[int, str]:

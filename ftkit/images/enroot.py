@@ -17,7 +17,8 @@ from ftkit.config.image_reference import Digest
 from ftkit.errors import ImageError
 from ftkit.images import squashfs
 from ftkit.images.events import ProgressEvent
-from ftkit.images.squashfs import SBOM_PATH, Contents, MadeFile
+from ftkit.images.oci.documents import untrusted
+from ftkit.images.squashfs import SBOM_PATH, MadeFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,13 +94,9 @@ next import on that node removes what a killed one left.
 class Address:
     """The address of exactly one image for enroot: by digest, or by the engine's id.
 
-    Attributes:
-        uri: the address.
-        by_tag: the same for enroot before 4.0, which does not support digests in registries.
-        config: digest of the configuration that the imported image must have; None if `by_tag` is exact too.
-        layers: for each layer, the digest of its blob in the registry, and of its uncompressed content.
-        host: the registry; empty for the docker engine.
-        is_http: whether the registry is on this machine, without TLS.
+    `by_tag` is for enroot before 4.0, which does not support digests in registries; `config` the digest of the
+    configuration that the imported image must have, None if `by_tag` is exact too; `layers` has the digests of each
+    layer's blob in the registry, and of its uncompressed content.
     """
 
     uri: str
@@ -116,12 +113,6 @@ class ComputeNode:
 
     options: tuple[str, ...]
     local_folder: str
-
-
-def address_in_docker(image_id: Digest) -> Address:
-    """Return the address of an image in the docker engine: its id, because its name can move."""
-    uri = f"dockerd://{image_id}"
-    return Address(uri, uri)
 
 
 def address_in_registry(
@@ -171,16 +162,11 @@ class EnrootSource:
         """Write the file with enroot."""
         report(ProgressEvent(f"enroot imports {self._address.uri}"))
         import_to(partial, self._address, self._node)
-        return MadeFile(Contents(sbom=squashfs.read_file(partial, SBOM_PATH)), f"enroot, {squashfs.ENROOT_OPTIONS}")
+        return MadeFile(f"enroot, {squashfs.ENROOT_OPTIONS}", sbom=squashfs.read_file(partial, SBOM_PATH))
 
 
 def import_to(output: Path, address: Address, node: ComputeNode | None = None) -> None:
-    """Import an image into a file that does not exist yet.
-
-    Raises:
-        PrerequisiteError: enroot or sbatch is missing.
-        ImageError: the import failed, or the file would have another image, or one that only root can unpack.
-    """
+    """Import an image into a file that does not exist yet."""
     layers = " ".join(f"{blob.hex}:{content.hex}" for blob, content in address.layers)
     config = address.config.hex if address.config else ""
     words = [_IMPORT, "ftkit", str(output), address.uri, address.by_tag, config, layers]
@@ -249,10 +235,8 @@ def _explain(address: Address, done: process.ProgramOutput, output: Path) -> Ima
     last = lines[-1] if lines else ""
     meaning = ""
     if done.returncode == _WRONG_LAYERS:
-        what = f"the layers of {address.uri} are not those that its configuration lists"
-        meaning = "other content was pushed under this image's name"
-        fix = "push the image again from the machine that it was built on"
-    elif done.returncode == _WRONG_IMAGE:
+        return untrusted(f"the layers of {address.uri} are not those that its configuration lists")
+    if done.returncode == _WRONG_IMAGE:
         what = f"enroot imported another image than {address.uri}"
         meaning = f"this enroot does not support digests (4.0 does), and {address.by_tag} is another image now"
         fix = "import with --with ftkit and without --on-node, which imports by digest"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import secrets
 import time
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from ftkit.config.image_reference import Digest, ImageFormat, NamedImage
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import file_lock, mode_of_new_files, publish, read_json_if_valid, remove, sync, write_file, write_json
+from ftkit.images.squashfs import disk_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,11 +77,9 @@ class ImageStore:
         Raises:
             PrerequisiteError: it can't be created or written to.
         """
-        probe = self.root / f".probe-{os.getpid()}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
+            mode_of_new_files(self.root)  # creates one
         except OSError as error:
             raise PrerequisiteError(
                 f"can't write images to {self.root}: {one_line(error)}",
@@ -101,6 +100,10 @@ class ImageStore:
                 remove(left)
             try:
                 yield path
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise disk_full(self.root) from error
+                raise
             finally:
                 remove(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import subprocess
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from ftkit.config.image_reference import Digest
     from ftkit.images.docker_engine import DockerImage
-    from ftkit.images.enroot import Address
     from ftkit.images.image_store import ImageStore
     from ftkit.images.oci.credentials import Credentials
     from ftkit.images.oci.tar import Entry
@@ -49,12 +47,9 @@ _SIF_MAGIC_END: Final = 32 + len(b"SIF_MAGIC")
 class ImageSource(Protocol):
     """An image that can be imported into a file of a format.
 
-    Attributes:
-        image_id: digest of its configuration, which lists the layers, and so identifies it everywhere.
-        registry_digest: digest of its manifest in a registry; None if it is in none.
-        is_vouched_for: whether the docker engine has compared the layers with the configuration already.
-        config: how it is run.
-        origin: where it comes from.
+    `image_id` is the digest of its configuration, which lists the layers, and so identifies it everywhere;
+    `registry_digest` that of its manifest in a registry, None if it is in none. With `is_vouched_for`, the docker
+    engine has compared the layers with the configuration already.
     """
 
     format: ImageFormat
@@ -83,9 +78,10 @@ class DockerSource:
         self.registry_digest = next((digest for _, digest in image.repo_digests), None)
         self.origin = f"docker engine, {name}"
 
-    def enroot_address(self) -> Address:
+    def enroot_address(self) -> enroot.Address:
         """Return enroot's address of exactly this image."""
-        return enroot.address_in_docker(self.image_id)
+        uri = f"dockerd://{self.image_id}"  # its name can move
+        return enroot.Address(uri, uri)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
         """Export the image, and build the file from the stream."""
@@ -117,17 +113,13 @@ class RegistrySource:
         self.config = docker_engine.image_config(configuration.config or RunConfig(), configuration.created)
         self.origin = f"registry, {self._reference}"
 
-    def enroot_address(self) -> Address:
+    def enroot_address(self) -> enroot.Address:
         """Return enroot's address of exactly this image."""
         layers = ((layer.digest, diff_id) for layer, diff_id in self._layers)
         return enroot.address_in_registry(self._reference, self.registry_digest, self.image_id, layers)
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Download the compressed layers, and build the file from their flattened content.
-
-        Raises:
-            ImageError: a layer differs from the manifest or the configuration.
-        """
+        """Download the compressed layers, and build the file from their flattened content."""
         folder = partial.with_name(f"{partial.name}.layers")
         folder.mkdir(mode=0o700)
         try:
@@ -183,12 +175,7 @@ class SifSource:
         self.origin = known.origin
 
     def make_file(self, partial: Path, report: Report) -> MadeFile:
-        """Run the program, and report its output, all of which is on stderr.
-
-        Raises:
-            PrerequisiteError: the program or spython is missing.
-            ImageError: the program failed.
-        """
+        """Run the program, and report its output, all of which is on stderr."""
         program = shutil.which("apptainer") or shutil.which("singularity")
         if program is None:
             raise PrerequisiteError(
@@ -217,7 +204,7 @@ class SifSource:
         with partial.open("rb") as file:
             if not file.read(_SIF_MAGIC_END).endswith(b"SIF_MAGIC"):
                 raise ImageError(f"{program} wrote no SIF file", fix=f"see its output: apptainer build x.sif {address}")
-        return MadeFile(squashfs.Contents(), name)
+        return MadeFile(name)
 
 
 @contextmanager
@@ -268,13 +255,7 @@ class ImportRequest:
 
 
 def select_source(request: ImportRequest, report: Report) -> ImageSource:
-    """Return the source to import from.
-
-    Raises:
-        ConfigError: the options don't go together.
-        NotFoundError: neither engine nor registry has the image.
-        PrerequisiteError: a program or service that the request needs is missing.
-    """
+    """Return the source to import from."""
     if request.on_node:
         where, message, fix = "", "", "Leave --on-node out."
         if request.format == "sif":
@@ -349,10 +330,6 @@ def import_image(
 
     That the layers of a registry's image match its configuration is known only once they were read. Until then, an
     earlier import counts as the same image only if it came from the same manifest.
-
-    Raises:
-        PrerequisiteError: the folder can't be written to, or a program is missing.
-        ImageError: the source's data is truncated, or the disk is full.
     """
     final = store.file(source.image_id, source.format)
     link = store.link(reference, source.format)
@@ -377,7 +354,7 @@ def import_image(
         return found
     store.prepare()
     waiting = partial(report, ProgressEvent("waiting for another import of this image"))
-    with store.partial(final, waiting) as temporary, _explain_full_disk(store.root):
+    with store.partial(final, waiting) as temporary:
         if found := existing():
             return found
         made = source.make_file(temporary, report)
@@ -385,19 +362,8 @@ def import_image(
         if source.format == "sqsh" and (found := existing(layers_were_compared=True)):
             return found
         manifest = _make_manifest(reference, source, temporary, final.name, made, report)
-        store.publish(temporary, manifest, made.contents.sbom)
+        store.publish(temporary, manifest, made.sbom)
     return ImportResult(final, link, manifest, is_new=True)
-
-
-@contextmanager
-def _explain_full_disk(folder: Path) -> Iterator[None]:
-    """Convert the system's error for a full disk to an `ImageError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(folder) from error
-        raise
 
 
 def _make_manifest(
@@ -416,11 +382,11 @@ def _make_manifest(
         sha256=digests.sha256,
         block_size=BLOCK_SIZE,
         blocks=digests.blocks,
-        root_bytes=made.contents.num_bytes,
-        num_entries=made.contents.num_entries,
+        root_bytes=made.num_bytes,
+        num_entries=made.num_entries,
         labels=source.config.labels,
-        sbom=sbom_file(Path(file)).name if made.contents.sbom else "",
+        sbom=sbom_file(Path(file)).name if made.sbom else "",
         imported=time.time(),
         ftkit_version=__version__,
-        left_out=tuple(made.contents.left_out),
+        left_out=tuple(made.left_out),
     )

@@ -13,7 +13,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 import ftkit
@@ -22,10 +22,11 @@ from ftkit import process
 _DPKG = Path("/var/lib/dpkg/status")
 _OS_RELEASE = Path("/etc/os-release")
 _PYPI = "pkg:pypi/"
+Component = dict[str, object]
 _PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", re.MULTILINE)
 
 
-def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> dict[str, Any]:
+def make_sbom(dpkg: Path = _DPKG, os_release: Path = _OS_RELEASE) -> Component:
     """Return the SBOM of this Python and this system, without a timestamp: the same packages give the same bytes."""
     components = [*_python_packages(), *_debian_packages(dpkg, os_release)]
     return {
@@ -46,7 +47,7 @@ def python_packages(document: Path) -> frozenset[str] | None:
     return frozenset(url.removeprefix(_PYPI).partition("@")[0] for url in urls if url.startswith(_PYPI)) or None
 
 
-def _python_packages() -> list[dict[str, Any]]:
+def _python_packages() -> list[Component]:
     found = {}
     for package in metadata.distributions():
         fields = package.metadata  # parsed at each access
@@ -58,35 +59,26 @@ def _python_packages() -> list[dict[str, Any]]:
     ]
 
 
-def _debian_packages(status: Path, os_release: Path) -> list[dict[str, Any]]:
+def _debian_packages(status: Path, os_release: Path) -> list[Component]:
     if not status.is_file():
         return []
-    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', _read(os_release), re.MULTILINE))
+    release = os_release.read_text(encoding="utf-8", errors="replace") if os_release.is_file() else ""
+    system = re.search(r'^ID="?([^"\n]*)"?$', release, re.MULTILINE)
     found = []
-    for block in _read(status).split("\n\n"):
+    for block in status.read_text(encoding="utf-8", errors="replace").split("\n\n"):
         fields = dict(re.findall(r"^([A-Za-z-]+): (.*)$", block, re.MULTILINE))
         if fields.get("Status", "").endswith(" installed") and "Version" in fields:
             name, version = fields["Package"], fields["Version"]
-            url = (
-                f"pkg:deb/{release.get('ID', 'debian')}/{name}@{quote(version, safe='')}"
-                f"?arch={fields.get('Architecture', 'all')}"
-            )
-            found.append(_component(url, name, version, None))
+            package = f"pkg:deb/{system[1] if system else 'debian'}/{name}@{quote(version, safe='')}"
+            found.append(_component(f"{package}?arch={fields.get('Architecture', 'all')}", name, version, None))
     return found
 
 
-def _component(url: str, name: str, version: str, license_expression: object) -> dict[str, Any]:
-    component: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
+def _component(url: str, name: str, version: str, license_expression: object) -> Component:
+    component: Component = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
     if isinstance(license_expression, str) and license_expression:
         component["licenses"] = [{"expression": license_expression}]
     return component
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def parse_pins(text: str) -> dict[str, str]:
@@ -112,53 +104,28 @@ def find_issues(folder: Path = _INPUT_FOLDER) -> list[str]:
     """Return everything that differs from the definition."""
     image = json.loads((folder / "image.json").read_text(encoding="utf-8"))
     base = parse_pins((folder / "base-packages.txt").read_text(encoding="utf-8"))
-    return [
-        *_lock_issues((folder / "requirements.lock").read_text(encoding="utf-8")),
-        *_base_issues(image["provided"], base),
-        *_import_issues(image["imports"]),
-        *(_training_issues() if TRAINER in image["imports"] else []),
-    ]
-
-
-def _lock_issues(lock: str) -> list[str]:
     issues = []
-    for name, expected in parse_pins(lock).items():
+    for name, expected in parse_pins((folder / "requirements.lock").read_text(encoding="utf-8")).items():
         found = _version(name)
         if found != expected:
             issues.append(f"{name} is {found or 'missing'}, the lock says {expected}")
-    return issues
-
-
-def _base_issues(provided: dict[str, str], base: dict[str, str]) -> list[str]:
-    """Compare with the base's packages. The definition's version is a prefix: NVIDIA's end in the name of a build."""
-    issues = []
-    for name, expected in provided.items():
-        before, now = base.get(normalize_name(name)), _version(name)
+    for name, expected in image["provided"].items():
+        before, now = base.get(normalize_name(name)) or "missing", _version(name) or "missing"
         if before != now:
-            issues.append(
-                f"{name} of the base was replaced: it was {before or 'missing'}, now it is {now or 'missing'}"
-            )
-        elif expected and not (now or "").startswith(expected):
-            issues.append(f"{name} of the base is {now or 'missing'}, the definition says {expected}")
-    return issues
-
-
-def _import_issues(modules: list[str]) -> list[str]:
-    issues = []
-    for module in modules:
+            issues.append(f"{name} of the base was replaced: it was {before}, now it is {now}")
+        elif not now.startswith(expected):  # NVIDIA's versions end in the name of a build
+            issues.append(f"{name} of the base is {now}, the definition says {expected}")
+    for module in image["imports"]:
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - any exception of an import is an issue of the image
             issues.append(f"import {module}: {type(error).__name__}: {error}")
+    if TRAINER in image["imports"]:  # a training step with each family
+        done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            issues.append(f"ftkit.train --self-check ended with exit status {done.returncode}: {last}")
     return issues
-
-
-def _training_issues() -> list[str]:
-    """Take a training step with each family."""
-    done = process.run([sys.executable, "-m", "ftkit.train", "--self-check"], timeout_seconds=600)
-    last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    issue = f"ftkit.train --self-check ended with exit status {done.returncode}: {last}"
-    return [issue] if done.returncode else []
 
 
 def _version(name: str) -> str | None:

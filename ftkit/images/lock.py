@@ -33,13 +33,16 @@ _PLATFORM: Final = "x86_64-manylinux_2_28"
 
 
 def write_lock(definition: ImageDefinition) -> dict[str, str]:
-    """Resolve the packages of an image and write its lock; return the pinned versions.
-
-    Raises:
-        PrerequisiteError: uv is not installed.
-        ImageError: the packages can't be resolved.
-    """
+    """Resolve the packages of an image and write its lock; return the pinned versions."""
     spec = definition.spec
+    own = Path(sys.executable).with_name("uv")
+    uv = str(own) if own.is_file() else shutil.which("uv")
+    if not uv:
+        raise PrerequisiteError(
+            "the program 'uv' was not found",
+            meaning="locks are made with uv, because it can resolve for another version of Python than this one",
+            fix="pip install 'ftkit[images]'",
+        )
     with tempfile.TemporaryDirectory() as folder:
         requirements, overrides = Path(folder, "packages.in"), Path(folder, "overrides.txt")
         requirements.write_text("".join(f"{line}\n" for line in _requirements(spec)), encoding="utf-8")
@@ -48,7 +51,7 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
                     else f"{name}; {_EXCLUDED}" for name, version in sorted(spec.provided.items()))  # fmt: skip
         overrides.write_text("".join(f"{line}\n" for line in provided), encoding="utf-8")
         command = [
-            *_uv(), "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
+            uv, "pip", "compile", str(requirements), "--override", str(overrides), "--generate-hashes", "--quiet",
             "--python-version", spec.python, "--python-platform", _PLATFORM,
             "--no-header", "--no-annotate", "--no-emit-index-url",
         ]  # fmt: skip
@@ -68,32 +71,12 @@ def write_lock(definition: ImageDefinition) -> dict[str, str]:
         f"# Packages that ftkit adds to {spec.base.reference}; written by 'ftkit images lock {spec.reference}'.\n"
         f"{_INPUTS}{inputs_digest(spec)}\n"
     )
-    write_lock_file(definition.lock_file, head + done.stdout)
+    write_file(definition.lock_file, (head + done.stdout).encode())
     return parse_pins(done.stdout)
 
 
-def write_lock_file(path: Path, text: str) -> None:
-    """Write a lock, of packages or of bases.
-
-    Raises:
-        ImageError: the file can't be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text.encode())
-    except OSError as error:
-        raise ImageError(
-            f"can't write {path}: {one_line(error)}", fix="free space, or check the folder's permissions"
-        ) from error
-
-
 def read_lock(definition: ImageDefinition) -> str:
-    """Read the lock of an image.
-
-    Raises:
-        ImageError: there is none, it does not match the definition, it would replace a package of the base, or it lacks
-            a hash.
-    """
+    """Read the lock of an image."""
     spec, path = definition.spec, definition.lock_file
     fix = f"write it: ftkit images lock {spec.reference}"
     try:
@@ -130,15 +113,3 @@ def _requirements(spec: ImageSpec) -> list[str]:
     """Return the packages of the image, and the dependencies of ftkit."""
     own = [line for line in metadata.requires("ftkit") or () if "extra ==" not in line]
     return sorted({*spec.packages, *own})
-
-
-def _uv() -> list[str]:
-    in_environment = Path(sys.executable).with_name("uv")
-    found = str(in_environment) if in_environment.is_file() else shutil.which("uv")
-    if not found:
-        raise PrerequisiteError(
-            "the program 'uv' was not found",
-            meaning="locks are made with uv, because it can resolve for another version of Python than this one",
-            fix="pip install 'ftkit[images]'",
-        )
-    return [found]

@@ -56,10 +56,6 @@ def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key:
     """Sign an image in a registry, and return the digest of the artifact with the signature.
 
     `image` is the name that it was pushed under, `digest` that of its manifest or index, `key` the private key.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or refused the key.
-        ImageError: the registry refuses the signature.
     """
     statement = Statement(image=image.reference, digest=digest).to_bytes()
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
@@ -73,10 +69,7 @@ def sign_in_registry(registry: Registry, image: NamedImage, digest: Digest, key:
         "mediaType": MANIFEST_TYPE,
         "artifactType": _ARTIFACT_TYPE,
         "config": _upload(registry, _EMPTY_TYPE, b"{}"),
-        "layers": [
-            _upload(registry, _STATEMENT_TYPE, statement),
-            _upload(registry, _SIGNATURE_TYPE, signature),
-        ],
+        "layers": [_upload(registry, _STATEMENT_TYPE, statement), _upload(registry, _SIGNATURE_TYPE, signature)],
         "subject": _describe(media_type, subject),
     }
     content = json.dumps(manifest, separators=(",", ":")).encode()
@@ -105,10 +98,6 @@ def require_in_registry(registry: Registry, name: NamedImage | None, digests: Se
         name: the required name; None if the image was requested by digest, so that its name does not matter.
         digests: digest of its manifest, and of the index that refers to it: a signature of either is enough.
         key: the public key, or the file of allowed signers.
-
-    Raises:
-        ImageError: no signature matches; the message has the reason for each.
-        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
     """
     refused = list[str]()
     for digest in digests:
@@ -166,11 +155,7 @@ def _reason_to_refuse(
 
 
 def sign_file(file: Path, key: Path) -> Path:
-    """Sign the manifest of an imported file, which has the file's digest; return the path of the signature.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or refused the key.
-    """
+    """Sign the manifest of an imported file, which has the file's digest; return the path of the signature."""
     return sign(manifest_file(file.resolve()), key, SIGNED_AS)
 
 
@@ -178,10 +163,6 @@ def require_beside(file: Path, key: Path) -> None:
     """Refuse an imported file whose manifest is not signed.
 
     `ftkit.images.verify` checks that the file matches its manifest.
-
-    Raises:
-        ImageError: there is no signature, or it does not match.
-        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
     """
     try:
         verify_beside(manifest_file(file.resolve()), key, SIGNED_AS)

@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Final
 
 from ftkit import process
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.images.events import Report
-    from ftkit.images.oci.tar import Entry, Writable
+    from ftkit.images.oci.tar import Entry
 
 
 ENROOT_OPTIONS: Final = "-comp zstd -Xcompression-level 3 -b 1M -exit-on-error"
@@ -107,11 +107,7 @@ def disk_full(folder: Path) -> ImageError:
 
 
 def check_squashfs(path: Path) -> None:
-    """Check that a file has a squashfs superblock, and is not shorter than its superblock says.
-
-    Raises:
-        ImageError: the file is something else, or truncated.
-    """
+    """Check that a file has a squashfs superblock, and is not shorter than its superblock says."""
     size = path.stat().st_size
     with open_regular(path) as file:
         head = file.read(_SUPERBLOCK.size)
@@ -131,10 +127,16 @@ _WRITE_BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class MadeFile:
-    """An image file: its contents, and the program and options that made it."""
+    """An image file: the program and options that made it, and its contents, if they are known.
 
-    contents: Contents
-    made_by: str
+    `left_out` has the paths of devices and pipes, which are not in it.
+    """
+
+    made_by: str = ""
+    num_entries: int = 0
+    num_bytes: int = 0
+    sbom: bytes = b""
+    left_out: tuple[str, ...] = ()
 
 
 def build_squashfs(
@@ -143,10 +145,6 @@ def build_squashfs(
     """Build a squashfs file from the members of an image.
 
     The same members give the same bytes.
-
-    Raises:
-        PrerequisiteError: no program that builds squashfs is on PATH.
-        ImageError: the source's data is truncated, the program failed, or the disk is full.
     """
     tool = find_tool()
     if tool is None:
@@ -156,14 +154,14 @@ def build_squashfs(
             fix="apt-get install squashfs-tools-ng, or dnf install squashfs-tools-ng",
         )
     counter = ByteCounter(report, "building squashfs", root_bytes)
-    contents: list[Contents] = []
+    made: list[MadeFile] = []
 
     def feed(stdin: IO[bytes]) -> None:
         import fcntl  # noqa: PLC0415 - not on every system that can show a plan
 
         fcntl.fcntl(stdin.fileno(), _F_SETPIPE_SZ, _PIPE_BUFFER)
         with io.FileIO(stdin.fileno(), "w", closefd=False) as raw, io.BufferedWriter(raw, _WRITE_BUFFER) as sink:
-            contents.append(write_root(entries, config, sink, counter.advance))
+            made.append(write_root(entries, config, sink, counter.advance))
 
     environment = os.environ | {"SOURCE_DATE_EPOCH": str(config.created)} if tool.clamps_times else None
     done = process.run_with_input([*tool.before, str(partial), *tool.after], feed, environment)
@@ -171,9 +169,9 @@ def build_squashfs(
     if done.returncode != 0:
         raise explain_failure(program, done.stderr, partial, counter.done)
     check_squashfs(partial)
-    if not contents:
+    if not made:
         raise ImageError(f"{program} ended before it had read all of the image", fix="try again")
-    return MadeFile(contents[0], " ".join((*tool.before, *tool.after)))
+    return replace(made[0], made_by=" ".join((*tool.before, *tool.after)))
 
 
 SBOM_PATH: Final = "opt/ftkit/sbom.cdx.json"
@@ -200,19 +198,12 @@ class ImageConfig:
     created: int = 0
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of the stream; `left_out` has the paths of devices and pipes, which are not in it."""
-
-    num_entries: int = 0
-    num_bytes: int = 0
-    sbom: bytes = b""
-    left_out: tuple[str, ...] = ()
-
-
 def write_root(
-    entries: Iterable[Entry], config: ImageConfig, sink: Writable, advance: Callable[[int], None] = lambda _: None
-) -> Contents:
+    entries: Iterable[Entry],
+    config: ImageConfig,
+    sink: io.BufferedIOBase,
+    advance: Callable[[int], None] = lambda _: None,
+) -> MadeFile:
     """Write the root file system of an image; `advance` is called with the size of each chunk of content."""
     root = _RootWriter(sink, config, advance)
     for member, chunks in entries:
@@ -229,7 +220,7 @@ def _parts(folder: str) -> list[bytes]:
 class _RootWriter:
     """Writes members; none is newer than the image, because docker creates newer ones for the export."""
 
-    def __init__(self, sink: Writable, config: ImageConfig, advance: Callable[[int], None]) -> None:
+    def __init__(self, sink: io.BufferedIOBase, config: ImageConfig, advance: Callable[[int], None]) -> None:
         self._sink = sink
         self._config = config
         self._advance = advance
@@ -256,7 +247,7 @@ class _RootWriter:
             self._kinds[path] = member.kind
         self._write(member, chunks)
 
-    def finish(self) -> Contents:
+    def finish(self) -> MadeFile:
         """Write missing folders, except below a link or a file, and the files that enroot reads."""
         for parts in self._folders:
             for end in range(1, len(parts) + 1):
@@ -272,7 +263,7 @@ class _RootWriter:
             data = text.encode()
             self._write(Member(path, FILE, 0o644, config.created, len(data)), iter((data,)))
         write_end(self._sink)
-        return Contents(self._num_entries, self._num_bytes, bytes(self._sbom), tuple(self._left_out))
+        return MadeFile("", self._num_entries, self._num_bytes, bytes(self._sbom), tuple(self._left_out))
 
     def _write(self, member: Member, chunks: Iterator[bytes]) -> None:
         mode = member.mode  # with the permissions that the owner needs: in the container the user is not root

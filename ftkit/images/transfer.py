@@ -35,13 +35,7 @@ class PushResult:
 def push(
     image: NamedImage, registry: str, *, given: Credentials | None = None, report: Report = ignore_progress
 ) -> PushResult:
-    """Push an image to `HOST/PATH/NAME:TAG`, with the given credentials, or those of docker's configuration.
-
-    Raises:
-        NotFoundError: the image was not built here.
-        ImageError: the registry refused the credentials, or could not be reached after several attempts.
-        PrerequisiteError: no docker engine responds, or the credential helper fails.
-    """
+    """Push an image to `HOST/PATH/NAME:TAG`, with the given credentials, or those of docker's configuration."""
     wanted = image.in_registry(registry)
     known = given or find_credentials(wanted.host)
     login = {"username": known.username, "password": known.password} if known else None
@@ -56,12 +50,7 @@ def push(
 
 
 def pull(client: APIClient, wanted: RegistryImage, report: Report) -> None:
-    """Pull an image from its registry into the docker engine.
-
-    Raises:
-        ImageError: the registry refused the credentials, or could not be reached after several attempts.
-        NotFoundError: it has no such image.
-    """
+    """Pull an image from its registry into the docker engine."""
     start = partial(client.pull, wanted.repository, tag=wanted.digest or wanted.tag)
     _transfer(start, f"pulling {wanted}", report, wanted, find_credentials(wanted.host))
 
@@ -85,12 +74,7 @@ def _transfer(
 
 
 def sign_pushed(image: NamedImage, pushed: PushResult, key: Path, given: Credentials | None = None) -> Digest:
-    """Sign an image that was pushed; return the digest of the signature in the registry.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or refused the key.
-        ImageError: the registry refuses the signature.
-    """
+    """Sign an image that was pushed; return the digest of the signature in the registry."""
     known = given or find_credentials(pushed.reference.host)
     with Registry(pushed.reference, known, ignore_progress) as registry:
         return sign_in_registry(registry, image, pushed.digest, key)

@@ -51,12 +51,7 @@ def manifest_if_intact(file: Path) -> ImportManifest | None:
 
 
 def verify(file: Path, report: Report = ignore_progress, *, name: str = "NAME:TAG") -> VerifyResult:
-    """Recompute the digests of a file, imported as `name`, and compare them with its manifest.
-
-    Raises:
-        NotFoundError: there is no file.
-        ImageError: there is no manifest.
-    """
+    """Recompute the digests of a file, imported as `name`, and compare them with its manifest."""
     if not file.exists():
         raise NotFoundError(f"there is no file {file}", fix=f"import it: ftkit import {name}")
     path = file.resolve()
@@ -147,12 +142,7 @@ exec chroot "$0" /usr/bin/env -i "$@"
 
 
 def verify_inside(file: Path, manifest: ImportManifest, report: Report) -> str:
-    """Run the self-check inside the imported file; return a message about a container to remove manually, if any.
-
-    Raises:
-        PrerequisiteError: no program on this machine can run the file.
-        ImageError: the check failed; the message lists every difference.
-    """
+    """Run the self-check inside the imported file; return a message about a container to remove manually, if any."""
     report(ProgressEvent(f"checking {file.name} from inside"))
     path, left = file.resolve(), ""
     apptainer = shutil.which("apptainer") or shutil.which("singularity")

@@ -39,7 +39,7 @@ DEV_CODE: Final = "ftkit"
 
 @dataclass(frozen=True)
 class CodeCopy:
-    """A copy of a folder, still in memory: its plan, and the content of each file by its path within the folder."""
+    """A copy of a folder, in memory: its plan, and the content of each file by its path within the folder."""
 
     plan: CodePlan
     files: Mapping[str, bytes]
@@ -50,42 +50,31 @@ def copy_code(
 ) -> CodeCopy:
     """Copy the code in a folder: in a git checkout, all files that git does not ignore; elsewhere, all but hidden ones.
 
-    Args:
-        folder: the folder to copy.
-        name: name of the copy.
-        option: command-line option that sets the folder, for messages.
-        is_package: whether the folder is itself a package, so that its parent must be on PYTHONPATH.
-        needs: a file that the copy must contain, even if git ignores it.
-        exclude: folders to leave out.
-
-    Raises:
-        NotFoundError: there is no such folder.
-        PrerequisiteError: a file can't be read.
-        ConfigError: it has too many files or bytes to be code.
+    `option` sets the folder, for messages. A folder that is itself a package needs its parent on PYTHONPATH. `needs` is
+    a file that the copy must contain, even if git ignores it.
     """
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 - without '..', and links stay links
     if not folder.is_dir():
         raise NotFoundError(f"{option}: {folder} is not a folder", fix=f"give the folder of the code: {option} DIR")
     prefix = f"{folder.name}/" if is_package else ""
+    excluded = [each.absolute() for each in exclude]
+    contents: dict[str, bytes] = {}
+    num_bytes = 0
     try:
-        excluded = [each.absolute() for each in exclude]
-        paths = [
-            path
-            for path in _list_files(folder, needs)
-            if not any((folder / path).is_relative_to(each) for each in excluded)
-        ]
-        contents = {f"{prefix}{path}": data for path, data in _read(folder, paths, option)}
+        for path in _list_files(folder, needs):
+            if any((folder / path).is_relative_to(each) for each in excluded):
+                continue
+            num_bytes += (folder / path).stat().st_size
+            if num_bytes > _LIMIT_BYTES or len(contents) >= _MAX_FILES:
+                limits = f"{_LIMIT_BYTES >> 20} MiB or {_MAX_FILES:,} files, too many for code."
+                fix = "Put the code into a separate folder; or list other files in .gitignore."
+                raise ConfigError([Problem("command line", option, f"{folder} holds more than {limits}", fix)])
+            contents[f"{prefix}{path.as_posix()}"] = (folder / path).read_bytes()
     except OSError as error:
         raise PrerequisiteError(f"{option}: can't read {error.filename}: {error.strerror}") from error
     commit = read_commit(folder)
-    plan = CodePlan(
-        name=name,
-        source=str(folder),
-        import_from=".",
-        sha256=digest_of(contents),
-        commit=commit.id if commit else None,
-        has_uncommitted_changes=bool(commit and commit.has_changes),
-    )
+    has_changes = bool(commit and commit.has_changes)
+    plan = CodePlan(name, str(folder), ".", digest_of(contents), commit.id if commit else None, has_changes)
     return CodeCopy(plan, contents)
 
 
@@ -97,15 +86,13 @@ def copy_own_package() -> CodeCopy:
 def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
     """Copy the folders of --with-code. A folder with an `__init__.py` is a package; another contains modules.
 
-    Raises:
-        ConfigError: two have the same name; or as `copy_code` does.
+    Raises `ConfigError` if two have the same name; or as `copy_code` does.
     """
     absolute = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - '..' must be resolved
     for first, second in pairwise(sorted(absolute, key=lambda folder: folder.name)):
         if first.name == second.name:
-            raise ConfigError(
-                [Problem("command line", "--with-code", f"{first} and {second} have the same name.", "Rename one.")]
-            )
+            what = f"{first} and {second} have the same name."
+            raise ConfigError([Problem("command line", "--with-code", what, "Rename one.")])
     return [
         copy_code(folder, f"with-{folder.name}", "--with-code", is_package=(folder / "__init__.py").is_file())
         for folder in absolute
@@ -113,15 +100,9 @@ def copy_packages(folders: Sequence[Path]) -> list[CodeCopy]:
 
 
 def copies_of_run(manifest: Mapping[str, Any], folder: Path, *, allows_changes: bool) -> list[CodeCopy]:
-    """Read the copies of another run, for a run that repeats it.
+    """Read the copies of another run from `folder`, for a run that repeats it.
 
-    Args:
-        manifest: that run's manifest.
-        folder: folder of its copies.
-        allows_changes: accept changed copies, and skip missing ones.
-
-    Raises:
-        ConfigError: a copy is missing or was changed.
+    `allows_changes` accepts changed copies, and skips missing ones. Otherwise, they raise `ConfigError`.
     """
     copies, problems = [], []
     for name, values in manifest.get("code", {}).items():
@@ -183,19 +164,6 @@ def read_copy(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-
-
-def _read(folder: Path, paths: Iterable[Path], option: str) -> Iterable[tuple[str, bytes]]:
-    num_bytes = 0
-    for number, path in enumerate(paths):
-        num_bytes += (folder / path).stat().st_size
-        if num_bytes > _LIMIT_BYTES or number >= _MAX_FILES:
-            raise ConfigError(
-                [Problem("command line", option, f"{folder} holds more than {_LIMIT_BYTES >> 20} MiB or "
-                         f"{_MAX_FILES:,} files, too many for code.",
-                         "Put the code into a separate folder; or list other files in .gitignore.")]
-            )  # fmt: skip
-        yield path.as_posix(), (folder / path).read_bytes()
 
 
 def _list_files(folder: Path, needs: str) -> list[Path]:

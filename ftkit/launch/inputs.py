@@ -10,20 +10,21 @@ from importlib.util import find_spec
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.data_sources import HubSource
 from ftkit.data.files import find_files, stamp, walk
 from ftkit.data.formats import DETECTION_ROWS, resolve_format
 from ftkit.data.sources import first_rows, peek_rows
+from ftkit.data.weights import are_weights_here, export_weights, fetch_weights
 from ftkit.errors import DataError, FtkitError, NotFoundError, PrerequisiteError, UnreachableError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer
 from ftkit.models.folder import read_end_tokens
 from ftkit.models.weight_files import CONFIG_FILE
 from ftkit.paths import fixed_folder, is_address, is_path, is_pattern
-from ftkit.planning.layout import DataLayout, Workspace
+from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import DocumentFit
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def needs_preparation(plan: RunPlan, environment: Mapping[str, str]) -> bool:
     """Return whether a run on Slurm has to prepare data or weights; a local run's own script does that."""
     if plan.cluster.scheduler != "slurm":
         return False
-    from ftkit.data.weights import are_weights_here  # noqa: PLC0415 - the hub's client
-
-    return not plan.is_data_prepared or not are_weights_here(plan, environment)
+    return not plan.data.is_prepared or not are_weights_here(plan, environment)
 
 
 def prepare_here(
@@ -50,10 +49,7 @@ def prepare_here(
 ) -> None:
     """Prepare data, and download or export weights, on this machine.
 
-    Raises:
-        PrerequisiteError: a required package is missing.
-        DataError: the data can't be used with the recipe's settings.
-        NotFoundError: the weights can't be downloaded or exported.
+    Raises `PrerequisiteError` if a required package is missing; or as `prepare`, `export_weights` and `fetch_weights`.
     """
     missing = [name for name in ("datasets", "numpy", "tokenizers", "transformers") if find_spec(name) is None]
     if missing:
@@ -63,7 +59,6 @@ def prepare_here(
             fix="pip install 'ftkit[train]'; or let a job do it: --prepare job",
         )
     from ftkit.data.prepare import prepare  # noqa: PLC0415 - seconds of imports
-    from ftkit.data.weights import export_weights, fetch_weights  # noqa: PLC0415 - the hub's client
 
     export_weights(plan, report)
     prepare(plan, report, num_workers)
@@ -80,12 +75,14 @@ def data_stamp(recipe: RecipeSpec) -> str:
     """Return a value that changes when files that the prepared data depends on change.
 
     It is never the same if a store can't be reached from here, so that no data of earlier files is taken for these.
-
-    Raises:
-        NotFoundError: a file can't be read or does not exist, or a folder is too large for a dataset.
-        PrerequisiteError: a package or credentials for an address are missing.
     """
-    stamps = [_stamp(place, key) for key, place in recipe.data.files if is_address(place)]
+    stamps = []
+    for key, place in recipe.data.files:
+        if is_address(place):
+            try:
+                stamps.append(stamp(place, key))
+            except UnreachableError:  # the checks warn
+                stamps.append(f"{place} {secrets.token_hex(8)}")
     keys = {key for key, _ in recipe.data.files}
     paths = [(key, path) for key, path in local_paths(recipe) if key not in keys]
     files = {file: key for key, path in paths for file in _files_of(key, path)}
@@ -119,13 +116,6 @@ def data_files(recipe: RecipeSpec) -> Iterator[tuple[str, Path]]:
             yield from ((key, Path(file)) for file in find_files(place, key))
 
 
-def _stamp(place: str, key: str) -> str:
-    try:
-        return stamp(place, key)
-    except UnreachableError:  # the checks warn
-        return f"{place} {secrets.token_hex(8)}"
-
-
 def _files_of(key: str, path: Path) -> list[Path]:
     """Return the files that the prepared data depends on: of a model, the tokenizer's; of a dataset, all."""
     about = stat_path(key, path)
@@ -137,11 +127,7 @@ def _files_of(key: str, path: Path) -> list[Path]:
 
 
 def stat_path(key: str, path: Path) -> os.stat_result | None:
-    """Return the status of the file at a path; None if there is none.
-
-    Raises:
-        NotFoundError: the path can't be read.
-    """
+    """Return the status of the file at a path; None if there is none. Raises `NotFoundError` if it can't be read."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -192,14 +178,12 @@ MAX_CHARACTERS = 4 << 20
 def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) -> list[RunPlan]:
     """Return plans with the numbers of documents that fit their packs, where the data or its tokenizer is here.
 
-    Args:
-        plans: the plans; rows that several of them read are tokenized once.
-        environment: the variables that the hub's libraries read.
+    Rows that several plans read are tokenized once.
     """
     lengths: dict[str, list[int]] = {}
     counted = []
     for plan in plans:
-        if plan.is_data_prepared:
+        if plan.data.is_prepared:
             counted.append(replace(plan, documents=_count_prepared(plan)))
             continue
         key = plan.recipe.model_dump_json(include={"data", "model"})
@@ -212,10 +196,10 @@ def count_documents(plans: Sequence[RunPlan], environment: Mapping[str, str]) ->
 
 
 def _count_prepared(plan: RunPlan) -> DocumentFit | None:
-    prepared = read_json_if_valid(DataLayout(plan.data_directory).manifest, dict[str, Any]) or {}
+    prepared = read_json_if_valid(plan.data.manifest, dict[str, object]) or {}
     total, num_too_long, longest = (prepared.get(name) for name in ("num_documents", "num_too_long", "max_seqlen"))
     if not (isinstance(total, int) and isinstance(num_too_long, int) and isinstance(longest, int) and total):
-        return None  # an earlier version prepared it
+        return None
     return DocumentFit(total, total - num_too_long, longest, is_complete=True)
 
 

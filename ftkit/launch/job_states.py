@@ -7,6 +7,7 @@ and after the scheduler has forgotten it.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.job import SchedulerName, SubmittedRun
-    from ftkit.runs.lease import Holder
     from ftkit.runs.listing import RunEntry
 
 
@@ -63,8 +63,7 @@ def observe_all(runs: Sequence[SubmittedRun]) -> Overview:
     states: dict[str, Job] = {}
     warnings = []
     for run in runs:
-        known = _read_final(run) or _completed_from_files(run)
-        if known:
+        if known := _read_final(run) or _completed_from_files(run):
             states[run.id] = known
     for name in ("local", "slurm"):
         open_runs = [run for run in runs if run.submission.scheduler == name and run.id not in states]
@@ -99,18 +98,25 @@ def _judge_alone(run: SubmittedRun, error: FtkitError) -> Job:
 def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
     """Derive the state from all sources; `seen` is the scheduler's answer, None if it does not know the job."""
     end = _end(run.layout)
-    stopped_at = _describe_stop(end) if end and end.outcome == "stopped" else ""
+    stopped_at = ""
+    if end and end.outcome == "stopped":
+        stopped_at = "checkpoint of step {} written" if end.has_checkpoint else "asked to stop at step {}"
+        stopped_at = stopped_at.format(end.step)
     if seen and not seen.is_final:
         if seen.state is RunState.PENDING and stopped_at:
             waits = f"{stopped_at}; waits to continue" + (f" ({seen.reason})" if seen.reason else "")
             return replace(seen, state=RunState.STOPPED, reason=waits)
         return seen
     last = seen or _state_from_files(run, stopped_at)
-    if holder := _find_trainer(run, seen):
+    holder = current_holder(run.layout)
+    # When Slurm reports the end of a job, it has also ended the processes, unless it lost a node with them.
+    has_ended = seen is not None and seen.state is not RunState.NODE_FAILURE
+    if holder and not (has_ended and holder.job_id == run.job_id):
         reason = f"its job has ended, but a process still trains in its folder: {holder}"
         return Job(run.job_id, RunState.RUNNING, nodes=holder.host, started=holder.since, reason=reason)
     was_canceled = run.layout.canceled.exists()
-    if last.is_final and (was_canceled or last.state is RunState.CANCELED) and _has_completed(run, end):
+    has_completed = end is not None and end.outcome == "completed" and end.time > run.submission.submitted
+    if last.is_final and (was_canceled or last.state is RunState.CANCELED) and has_completed:
         last = replace(last, state=RunState.COMPLETED, reason="", exit_code=0)  # just before it was canceled
     elif last.is_final and was_canceled:
         return replace(last, state=RunState.CANCELED, reason="")
@@ -127,38 +133,18 @@ def _conclude(run: SubmittedRun, seen: Job | None) -> Job:
     return last if last.exit_code is not None else replace(last, exit_code=_exit_code(run))
 
 
-def _has_completed(run: SubmittedRun, end: EndRecord | None) -> bool:
-    """Return whether training reached its end since the run was last submitted."""
-    return end is not None and end.outcome == "completed" and end.time > run.submission.submitted
-
-
-def _describe_stop(end: EndRecord) -> str:
-    return f"checkpoint of step {end.step} written" if end.has_checkpoint else f"asked to stop at step {end.step}"
-
-
 def _failed_preparation(run: SubmittedRun, last: Job) -> Job | None:
     """Return how a run ended if its preparation failed: Slurm then cancels the training job that depends on it."""
     job_id = run.submission.preparation_job_id
     if job_id is None or last.state not in (RunState.CANCELED, RunState.UNKNOWN) or _exit_code(run) is not None:
         return None
-    code = _exit_code(replace(run, submission=replace(run.submission, job_id=job_id)))
+    code = _exit_code(run, job_id)
     if code == 0 or (code is None and last.state is RunState.UNKNOWN):
         return None
     reason = f"its data and weights could not be prepared (job {job_id})"
     if run.layout.disk_full.exists():
         code = DiskFullError.exit_code
     return Job(run.job_id, RunState.FAILED, is_final=True, reason=reason, exit_code=code, ended=last.ended)
-
-
-def _find_trainer(run: SubmittedRun, seen: Job | None) -> Holder | None:
-    """Return the process that trains in the run's folder although its job has ended; None if there is none.
-
-    When Slurm reports that a job has ended, it has also ended the processes, unless it lost a node with them.
-    """
-    holder = current_holder(run.layout)
-    if holder and seen and seen.state is not RunState.NODE_FAILURE and holder.job_id == run.job_id:
-        return None
-    return holder
 
 
 def _state_from_files(run: SubmittedRun, stopped_at: str) -> Job:
@@ -205,10 +191,10 @@ def _end(layout: RunLayout) -> EndRecord | None:
     return last if isinstance(last, EndRecord) else None
 
 
-def _exit_code(run: SubmittedRun) -> int | None:
-    """Return the exit code that the run's job left; None if it left none."""
+def _exit_code(run: SubmittedRun, job_id: str | None = None) -> int | None:
+    """Return the exit code that the run's job, or another one of it, left; None if it left none."""
     try:
-        code = int(read_small(run.layout.job_exit_code(run.job_id)))
+        code = int(read_small(run.layout.job_exit_code(job_id or run.job_id)))
     except (OSError, ValueError):
         return None
     return code if code in range(256) else None
@@ -232,10 +218,8 @@ def _read_final(run: SubmittedRun, *, even_if_old: bool = False) -> Job | None:
 def _write_final(run: SubmittedRun, seen: Job) -> None:
     """Record a final state; do nothing in another user's folder that is not writable."""
     values = {"observed": max(time.time(), _last_change(run.layout)), **asdict(seen)}
-    try:
+    with suppress(OSError):
         write_json(run.layout.state, values)
-    except OSError:
-        return
 
 
 def _last_change(layout: RunLayout) -> float:

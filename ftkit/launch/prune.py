@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.launch.job_states import observe_all
-from ftkit.launch.jobs import check_removable, remove_folder, remove_run
+from ftkit.launch.submission import check_removable, remove_folder
+from ftkit.runs.checkpoints import list_checkpoints
 from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.job import FAILURES, RunState
 from ftkit.runs.lease import current_holder
 from ftkit.runs.listing import read_entry
-from ftkit.runs.progress import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ftkit.planning.layout import Workspace
-    from ftkit.runs.listing import RunEntry
 
 _YOUNG_SECONDS = 24 * 3600
 """Data that was prepared since then may be waiting for its run."""
@@ -29,12 +29,7 @@ _YOUNG_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Prunable:
-    """A folder that is no longer needed.
-
-    Attributes:
-        folder: the run; None for prepared data.
-        reason: why it can be removed.
-    """
+    """A folder that is no longer needed, and why; `folder` is the run, None for prepared data."""
 
     kind: Literal["run", "data"]
     path: Path
@@ -54,70 +49,51 @@ class Findings:
 def find_prunable(workspace: Workspace, *, with_checkpoints: bool = False, now: float | None = None) -> Findings:
     """Find the folders that can be removed, without removing them.
 
-    Args:
-        workspace: the workspace.
-        with_checkpoints: include failed runs that could be resumed.
-        now: seconds since the epoch; the current time if null.
-
-    Raises:
-        PrerequisiteError: the workspace can't be used.
+    `with_checkpoints` includes failed runs that could be resumed. Raises `PrerequisiteError` if the workspace can't be
+    used.
     """
     entries = [read_entry(folder) for folder in list_runs(workspace)]
     overview = observe_all([entry.run for entry in entries if entry.run])
-    items, warnings = [], list(overview.warnings)
+    items, warnings, used, unreadable = [], list(overview.warnings), set(), []
     for entry in entries:
-        seen = overview.state_of(entry)
+        seen, root = overview.state_of(entry), entry.folder.layout.root
         checkpoints = list_checkpoints(entry.folder.layout)
         has_ended_badly = seen.is_final and (seen.state in FAILURES or seen.state is RunState.CANCELED)
+        plan = read_json_if_valid(entry.folder.layout.plan, dict[str, object]) or {}
         if has_ended_badly and (with_checkpoints or not checkpoints) and not current_holder(entry.folder.layout):
-            root = entry.folder.layout.root
-            left = f", {plural(len(checkpoints), 'checkpoint')}" if checkpoints else ", no checkpoint"
-            items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}{left}", entry.folder))
-    removed = {item.path.name for item in items}
-    kept = [entry for entry in entries if entry.folder.id not in removed]
-    unreadable = [entry.folder.id for entry in kept if _fingerprint(entry) is None]
+            left = plural(len(checkpoints), "checkpoint") if checkpoints else "no checkpoint"
+            items.append(Prunable("run", root, folder_bytes(root), f"{seen.state}, {left}", entry.folder))
+        elif isinstance(fingerprint := plan.get("fingerprint"), str):
+            used.add(fingerprint)
+        else:
+            unreadable.append(entry.folder.id)
     if unreadable:
         warnings.append(f"no prepared data is removed: can't read which data {', '.join(unreadable)} uses")
     else:
-        used = {_fingerprint(entry) for entry in kept}
         items += _unused_data(workspace, used, time.time() if now is None else now)
     return Findings(items, warnings)
 
 
-def _fingerprint(entry: RunEntry) -> str | None:
-    plan = read_json_if_valid(entry.folder.layout.plan, dict[str, Any]) or {}
-    value = plan.get("fingerprint")
-    return value if isinstance(value, str) else None
-
-
-def _unused_data(workspace: Workspace, used: set[str | None], now: float) -> Iterator[Prunable]:
-    try:
-        folders = sorted(path for path in workspace.data.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:
-        return
-    for folder in folders:
-        try:
-            age = now - folder.stat().st_mtime
-        except OSError:
-            continue
-        if folder.name not in used and age > _YOUNG_SECONDS and not folder.name.startswith("."):
-            yield Prunable("data", folder, folder_bytes(folder), "no run uses it")
+def _unused_data(workspace: Workspace, used: set[str], now: float) -> Iterator[Prunable]:
+    with suppress(OSError):
+        for folder in sorted(workspace.data.iterdir()):
+            is_unused = folder.is_dir() and not folder.is_symlink() and folder.name not in used
+            age = now - folder.stat().st_mtime if is_unused else 0.0
+            if age > _YOUNG_SECONDS and not folder.name.startswith("."):
+                yield Prunable("data", folder, folder_bytes(folder), "no run uses it")
 
 
 def prune(items: Sequence[Prunable]) -> int:
     """Remove the folders, and return the freed bytes. A run that was resumed in the meantime is kept.
 
-    Raises:
-        ExceptionGroup: some could not be removed.
+    Raises an `ExceptionGroup` if some could not be removed.
     """
     freed, errors = 0, []
     for item in items:
         try:
             if item.folder:
                 check_removable(item.folder)
-                remove_run(item.folder)
-            else:
-                remove_folder(item.path)
+            remove_folder(item.path)
             freed += item.size_bytes
         except FtkitError as error:
             errors.append(error)
@@ -130,8 +106,6 @@ def folder_bytes(folder: Path) -> int:
     """Return the size of all readable files of a folder, in bytes."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(OSError):
             total += path.lstat().st_size
-        except OSError:
-            continue
     return total

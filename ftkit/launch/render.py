@@ -1,7 +1,8 @@
-"""Render the job script of a plan.
+"""Render the scripts of jobs. Rendering is pure, apart from reading templates.
 
-`render_job` is pure, apart from reading templates and caching their compiled code. A file in a project's `sbatch/`
-folder replaces the shipped template of the same name (`ftkit.launch.templates`).
+A file in a project's `sbatch/` folder replaces the shipped template of the same name (`ftkit.launch.templates`); with
+`project=None`, only shipped ones are used. All functions raise `ConfigError` if a value can't be expressed for Slurm,
+pyxis or bash.
 """
 
 from __future__ import annotations
@@ -12,39 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
+from ftkit.data.weights import weights_to_export
 from ftkit.launch.templates import as_bash, fill
-from ftkit.planning.layout import DataLayout
 from ftkit.planning.plan import PlacementPlan, RunPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from ftkit.config.cluster import NcclSpec
-    from ftkit.planning.script import ScriptPlan
-
-_TEMPLATES = {"local": "local.sh.j2", "slurm": "slurm.sbatch.j2"}
-
-
-@dataclass(frozen=True)
-class SideJobOptions:
-    """Slurm options of a job that accompanies a run.
-
-    Attributes:
-        name: suffix of the job's name, after the run's name.
-        num_gpus: GPUs of one node; on CPUs, processes.
-        log: file of its output.
-        time_limit: Slurm's time limit; the profile's if null.
-        mounts: folders to mount in addition to those of the run.
-        environment: variables of the submitting shell to pass into the container, if they are set.
-    """
-
-    name: str
-    num_gpus: int
-    log: Path
-    time_limit: str | None = None
-    mounts: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-
+    from ftkit.planning.plan import ScriptPlan
 
 _SET_BY_SCRIPT = (
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
@@ -60,119 +36,80 @@ _SET_BY_SCRIPT = (
 
 _PASSED_BY_PREFIX = ("FTKIT_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "WANDB_")
 """Prefixes of variables that the script looks up at run time, because a site's script or the user may set them."""
-
-
 _PREFLIGHT_SECONDS: Final = 600
 """Starting a container of a large image takes minutes on a slow disk."""
 _CHECK_SECONDS: Final = 300
 
 
 def render_job(plan: RunPlan | ScriptPlan, project: Path | None = None, *, prepares: bool = True) -> str:
-    """Render the script of a run.
-
-    Args:
-        plan: plan of the run.
-        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
-        prepares: whether a Slurm job prepares missing data when it starts, while its GPUs are idle.
-
-    Raises:
-        ConfigError: a value can't be expressed for Slurm, pyxis or bash.
-    """
-    template, checks = _TEMPLATES[plan.cluster.scheduler], plan.has_preflight
-    values: dict[str, object] = {"prepares": prepares, "preflight": checks, "check_seconds": _PREFLIGHT_SECONDS}
-    values |= _image_to_start(is_staged=plan.cluster.stage == "local" and plan.image_file is not None)
-    return _render(template, plan, project, _script_folders(plan), **values)
+    """Render the script of a run; with `prepares`, a Slurm job prepares missing data while its GPUs are idle."""
+    values: dict[str, object] = {"prepares": prepares, "check_seconds": _PREFLIGHT_SECONDS}
+    values["preflight"] = plan.has_preflight
+    if plan.cluster.stage == "local" and plan.image_file is not None:
+        values |= {"stages_image": True, "image_variable": "$staged_image"}
+    template = "local.sh.j2" if plan.cluster.scheduler == "local" else "slurm.sbatch.j2"
+    return _render(template, plan, project, values, () if isinstance(plan, RunPlan) else (plan.script.folder,))
 
 
-def _render(
-    template: str, plan: RunPlan | ScriptPlan, project: Path | None, mounted: Sequence[str] = (), **values: object
-) -> str:
-    nccl = nccl_for(plan.cluster, plan.placement.num_nodes)
-    num_nodes = plan.placement.num_nodes
-    named = (
-        mounted_folders(plan.recipe, plan.cluster, plan.workspace, num_nodes)
-        if isinstance(plan, RunPlan)
-        else site_folders(plan.cluster, plan.workspace, num_nodes)
-    )
-    return fill(
-        template,
-        project,
-        plan=plan,
-        profile=plan.cluster,
-        placement=plan.placement,
-        layout=plan.layout,
-        runtime=plan.cluster.runtime,
-        in_container=_in_container(plan.cluster),
-        spare_nodes=plan.resources.spare_nodes,
-        excludes_stragglers=plan.resources.exclude_stragglers and plan.placement.num_nodes > 1,
-        payload=_payload(plan),
-        python_path=[str(folder) for folder in plan.python_path],
-        nccl=nccl,
-        mounts=_mounts(plan.cluster, (*(folder for _, folder in named), *mounted)),
-        image_is_file=plan.image_file is not None,
-        **{
-            "time_limit": plan.cluster.limit_time(plan.resources.time_limit),
-            "container_environment": _container_environment(plan.cluster, nccl, has_code=bool(plan.code)),
-            "preflight": False,
-            **_image_to_start(is_staged=False),
-        }
-        | values,
-    )  # fmt: skip
+def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
+    """Render the script of the job that prepares a run on Slurm, without GPUs."""
+    cpus = plan.cluster.preparation.cpus
+    placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
+    return _render("prepare.sbatch.j2", replace(plan, placement=placement), project, {})
 
 
 @dataclass(frozen=True)
-class _Payload:
-    """The program that a run's job starts: ftkit's trainer, or a script.
+class SideJob:
+    """A job that accompanies a run, on GPUs of one node: it serves its model, or evaluates its checkpoints."""
 
-    Attributes:
-        module: the module of ftkit that each process runs.
-        data_manifest: file that exists once the data is prepared; None if there is no data to prepare.
-        weights: folder of weights to export first; None if there are none.
-        can_restart: whether it continues from a checkpoint when it is restarted.
-        max_restarts: maximum restarts of the processes within a job.
-    """
+    kind: str
+    """`serve` or `evaluate`: the template, and the suffix of the job's name."""
+    plan: RunPlan
+    """Plan of the run, on the job's cluster and in its image."""
+    num_gpus: int
+    """On CPUs, processes."""
+    path: Path
+    """Where the script is written."""
+    log: Path
+    time_limit: str | None = None
+    """Slurm's time limit; the profile's if null."""
+    mounts: tuple[str, ...] = ()
+    """Folders to mount in addition to those of the run."""
+    environment: tuple[str, ...] = ()
+    """Variables of the submitting shell to pass into the container, if they are set."""
+    training_job: str | None = None
+    """The Slurm job that it ends after; None if it depends on none."""
+    script: str = ""
+    """Its script, once it is rendered."""
 
-    module: str
-    data_manifest: Path | None
-    weights: Path | None
-    can_restart: bool
-    max_restarts: int
-
-
-def _payload(plan: RunPlan | ScriptPlan) -> _Payload:
-    restarts = plan.resources.max_restarts
-    if isinstance(plan, RunPlan):
-        exported = plan.weights_to_export
-        manifest = DataLayout(plan.data_directory).manifest
-        weights = Path(exported.folder) if exported else None
-        return _Payload("ftkit.train", manifest, weights, can_restart=True, max_restarts=restarts)
-    can_restart = plan.script.can_restart
-    restarts = restarts if can_restart else 0
-    return _Payload("ftkit.train.script", None, None, can_restart=can_restart, max_restarts=restarts)
-
-
-def _image_to_start(*, is_staged: bool) -> dict[str, object]:
-    """Return the templates' values for the image: whether nodes get a copy, and the bash variable of its path."""
-    return {"stages_image": is_staged, "image_variable": "$staged_image" if is_staged else "$CONTAINER_IMAGE"}
+    @property
+    def address_file(self) -> Path:
+        """Prefix of the file to which a serving job writes its address once it answers; `-JOB_ID` follows."""
+        return self.plan.layout.root / "serving"
 
 
-def _script_folders(plan: RunPlan | ScriptPlan) -> Sequence[str]:
-    return () if isinstance(plan, RunPlan) else (plan.script.folder,)
+def render_side_job(job: SideJob, project: Path | None = None, **values: object) -> SideJob:
+    """Return the job with its script; `values` are those of its template."""
+    plan, cluster, cpus = job.plan, job.plan.cluster, job.plan.cluster.cpus_per_node
+    threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
+    place = replace(plan.placement, num_nodes=1, processes_per_node=job.num_gpus, threads_per_process=threads)
+    values |= {
+        "job_name": f"{plan.name}-{job.kind}",
+        "job_log": job.log,
+        "num_cpus": cpus and max(1, cpus * job.num_gpus // cluster.gpus_per_node),
+        "takes_node": cluster.exclusive and job.num_gpus == cluster.gpus_per_node,
+        "time_limit": cluster.limit_time(job.time_limit),
+        "training_job": job.training_job,
+        "address_file": job.address_file,
+    }
+    placed = replace(plan, placement=place)
+    script = _render(f"{job.kind}.sbatch.j2", placed, project, values, job.mounts, job.environment)
+    return replace(job, script=script)
 
 
 @dataclass(frozen=True)
 class NodeChecks:
-    """The checks of `ftkit doctor` on some nodes of a Slurm cluster.
-
-    Attributes:
-        cluster: the profile.
-        placement: nodes, and the processes on each.
-        workspace: the shared folder.
-        python: Python interpreter: this one on a cluster without containers, else the image's.
-        container_image: image in the runtime's notation; None without containers.
-        folder: folder for the results.
-        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
-    """
+    """The checks of `ftkit doctor` on some nodes of a Slurm cluster; `folder` is for the results."""
 
     cluster: ClusterProfile
     placement: PlacementPlan
@@ -180,86 +117,80 @@ class NodeChecks:
     python: str
     container_image: str | None
     folder: Path
-    project: Path | None = None
 
 
-def render_checks(checks: NodeChecks) -> str:
-    """Render the script that salloc runs on the machine where `ftkit doctor` was typed. Raises as `render_job`."""
-    cluster, num_nodes = checks.cluster, checks.placement.num_nodes
-    nccl = nccl_for(cluster, num_nodes)
+def render_checks(checks: NodeChecks, project: Path | None = None) -> str:
+    """Render the script that salloc runs on the machine where `ftkit doctor` was typed."""
+    place, folders = checks.placement, site_folders(checks.cluster, checks.workspace, checks.placement.num_nodes)
     return fill(
         "doctor.sh.j2",
-        checks.project,
-        plan=checks,
-        profile=cluster,
-        placement=checks.placement,
-        runtime=cluster.runtime,
-        in_container=_in_container(cluster),
-        nccl=nccl,
-        mounts=_mounts(cluster, (folder for _, folder in site_folders(cluster, checks.workspace, num_nodes))),
-        container_environment=_container_environment(cluster, nccl),
-        image_is_file=image_file(checks.container_image) is not None,
-        python_path=[],
-        **_image_to_start(is_staged=False),
-        check_seconds=_CHECK_SECONDS,
-    )  # fmt: skip
-
-
-def render_preparation(plan: RunPlan, project: Path | None = None) -> str:
-    """Render the script of the job that prepares a run on Slurm, without GPUs. As `render_job` does."""
-    cpus = plan.cluster.preparation.cpus
-    placement = replace(plan.placement, num_nodes=1, processes_per_node=1, device="cpu", threads_per_process=cpus)
-    return _render("prepare.sbatch.j2", replace(plan, placement=placement), project)
-
-
-def render_side_job(
-    template: str, plan: RunPlan, options: SideJobOptions, project: Path | None = None, **values: object
-) -> str:
-    """Render the script of a job that accompanies a run, on GPUs of one node. Raises as `render_job` does.
-
-    Args:
-        template: name of the template.
-        plan: plan of the run.
-        options: Slurm options of the job.
-        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
-        values: additional values of the template.
-    """
-    cluster, num_gpus = plan.cluster, options.num_gpus
-    cpus = cluster.cpus_per_node
-    threads = max(1, cpus // cluster.gpus_per_node) if cpus else plan.placement.threads_per_process
-    placement = replace(plan.placement, num_nodes=1, processes_per_node=num_gpus, threads_per_process=threads)
-    return _render(
-        template,
-        replace(plan, placement=placement),
         project,
-        options.mounts,
-        container_environment=sorted(
-            {*_container_environment(cluster, nccl_for(cluster, 1), has_code=bool(plan.code)), *options.environment}
-        ),
-        job_name=f"{plan.name}-{options.name}",
-        job_log=options.log,
-        num_cpus=cpus and max(1, cpus * num_gpus // cluster.gpus_per_node),
-        takes_node=cluster.exclusive and num_gpus == cluster.gpus_per_node,
-        time_limit=cluster.limit_time(options.time_limit),
-        **values,
+        plan=checks,
+        placement=place,
+        python_path=[],
+        image_is_file=image_file(checks.container_image) is not None,
+        check_seconds=_CHECK_SECONDS,
+        **_site_values(checks.cluster, place, (folder for _, folder in folders)),
     )
 
 
-def _in_container(cluster: ClusterProfile) -> str:
-    return as_bash('"${container_start[@]}" ' if cluster.runtime in ("docker", "apptainer") else "")
-
-
-def _container_environment(cluster: ClusterProfile, nccl: NcclSpec | None, *, has_code: bool = False) -> list[str]:
-    names = {
-        *_SET_BY_SCRIPT,
-        *(["PYTHONPATH"] if has_code else []),
-        *cluster.environment,
-        *(nccl.environment if nccl else ()),
+def _render(
+    template: str,
+    plan: RunPlan | ScriptPlan,
+    project: Path | None,
+    values: Mapping[str, object],
+    mounted: Sequence[str] = (),
+    environment: Sequence[str] = (),
+) -> str:
+    cluster, num_nodes, resources = plan.cluster, plan.placement.num_nodes, plan.resources
+    if isinstance(plan, RunPlan):
+        folders = mounted_folders(plan.recipe, cluster, plan.workspace, num_nodes)
+        exported = weights_to_export(plan)
+        manifest, weights = plan.data.manifest, exported and Path(exported.folder)
+        payload: dict[str, object] = {"module": "ftkit.train", "data_manifest": manifest, "weights": weights}
+        can_restart = True
+    else:
+        folders = site_folders(cluster, plan.workspace, num_nodes)
+        payload = {"module": "ftkit.train.script", "data_manifest": None, "weights": None}
+        can_restart = plan.script.can_restart
+    variables = (*environment, "PYTHONPATH") if plan.code else environment
+    all_values = {
+        "plan": plan,
+        "placement": plan.placement,
+        "layout": plan.layout,
+        "spare_nodes": resources.spare_nodes,
+        "excludes_stragglers": resources.exclude_stragglers and num_nodes > 1,
+        "payload": payload | {"can_restart": can_restart, "max_restarts": resources.max_restarts * can_restart},
+        "python_path": [str(folder) for folder in plan.python_path],
+        "image_is_file": plan.image_file is not None,
+        "time_limit": cluster.limit_time(resources.time_limit),
+        "preflight": False,
+        **_site_values(cluster, plan.placement, (*(each for _, each in folders), *mounted), variables),
+        **values,
     }
-    return sorted(name for name in names if not name.startswith(_PASSED_BY_PREFIX))
+    return fill(template, project, **all_values)
 
 
-# --- Mounts --------------------------------------------------------------------------------------
+def _site_values(
+    cluster: ClusterProfile,
+    place: PlacementPlan,
+    folders: Iterable[str],
+    variables: Sequence[str] = (),
+) -> dict[str, object]:
+    """Return the values about cluster and container, into which `variables` are passed besides the site's."""
+    nccl = nccl_for(cluster, place.num_nodes)
+    names = {*_SET_BY_SCRIPT, *variables, *cluster.environment, *(nccl.environment if nccl else ())}
+    starts = cluster.runtime in ("docker", "apptainer")
+    return {
+        "profile": cluster,
+        "runtime": cluster.runtime,
+        "nccl": nccl,
+        "in_container": as_bash('"${container_start[@]}" ' if starts else ""),
+        "container_environment": sorted(name for name in names if not name.startswith(_PASSED_BY_PREFIX)),
+        "mounts": _mounts(cluster, folders),
+        "stages_image": False,
+        "image_variable": "$CONTAINER_IMAGE",
+    }
 
 
 def _mounts(cluster: ClusterProfile, folders: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile
@@ -17,7 +17,7 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import Origins
 from ftkit.errors import ConfigError, Problem
 from ftkit.files import InvalidJsonError, parse_json
-from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, resolve_image_link
+from ftkit.launch.resolve import RunArgs, build_request, detect_hardware, new_request, resolve_image_link
 from ftkit.launch.resume import Change, changes_losses, image_definition, open_values
 from ftkit.planning.plan import PlanError, plan_to_json
 from ftkit.planning.planner import plan_run
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.config.context import Context
-    from ftkit.config.image_reference import AnyImage
     from ftkit.planning.layout import Workspace
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.repeat import Original
+
+SpecT = TypeVar("SpecT", RecipePlan, ClusterProfile)
 
 _SAME = {
     "data": ("train sha256", "validation sha256", "tokenizer sha256"),
@@ -45,42 +46,22 @@ _EXPECTED = ("ftkit has uncommitted changes", "fingerprint", "image_sha256", "im
 
 @dataclass(frozen=True)
 class RerunArgs:
-    """Arguments of `ftkit rerun RUN`.
-
-    Args:
-        is_own: whether the original is a run of this workspace. For a manifest from elsewhere, the local profile of the
-            same name is used instead of the manifest's, whose setup lines would run here.
-    """
+    """Arguments of `ftkit rerun RUN`."""
 
     cluster: str | None = None
     num_nodes: int | None = None
     gpus_per_node: int | None = None
     name: str | None = None
     is_own: bool = True
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the run is repeated on other nodes or another cluster than the original's."""
-        return any((self.cluster, self.num_nodes, self.gpus_per_node))
+    """Whether the original is a run of this workspace. For a manifest from elsewhere, the local profile of that
+    name is used instead of the manifest's, whose setup lines would run here."""
 
 
 def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Workspace, default: str | None) -> RunPlan:
-    """Plan a run that repeats `original`.
+    """Plan a run that repeats `original`; `default` is the image from the settings, for a run that had no container.
 
     On the original's nodes, the resolved values of `auto` stay, so that losses can be equal bit for bit. Elsewhere they
     are resolved again; the global batch stays.
-
-    Args:
-        original: the run.
-        args: where to repeat it.
-        ctx: where cluster profiles are searched for.
-        workspace: workspace of the new run.
-        default: image from the settings, for a run that had no container.
-
-    Raises:
-        PlanError: the manifest is incomplete.
-        ConfigError: the plan is impossible on that cluster.
-        NotFoundError: the cluster, or a file of the recipe, does not exist.
     """
     manifest = original.manifest
     if "script" in manifest:
@@ -90,10 +71,16 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         )
     recipe = _read(manifest.get("resolved_recipe"), RecipePlan, "resolved_recipe")
     place, execution = _mapping(manifest.get("placement")), _mapping(manifest.get("execution"))
-    profile, origins = _profile(manifest, args, ctx)
-    chosen = execution.get("chosen", []) if args.is_elsewhere else []
+    if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
+        site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
+        profile, layers = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
+    else:
+        profile, layers = _read(manifest["cluster_profile"], ClusterProfile, "cluster_profile"), Layers()
+    is_elsewhere = any((args.cluster, args.num_nodes, args.gpus_per_node))
+    chosen = execution.get("chosen", []) if is_elsewhere else []
     loaded = override_recipe(open_values(recipe, chosen, str(manifest.get("engine", "auto"))), ())
-    image = _image(manifest, profile, ctx, default)
+    name = manifest.get("image") or default
+    image = parse_image(str(name), ctx.project) if name and profile.runtime != "none" else None
     stays = args.cluster in (None, manifest.get("cluster"))
     run_args = RunArgs(
         cluster=args.cluster,
@@ -101,9 +88,8 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
         num_nodes=args.num_nodes or (1 if profile.scheduler == "local" else place.get("num_nodes")),
         gpus_per_node=args.gpus_per_node or (place.get("processes_per_node") if stays else None),
     )
-    request = build_request(
-        run_args, loaded.spec, recipe.model, image, workspace, Origins(recipe=loaded.layers, cluster=origins)
-    )
+    origins = Origins(recipe=loaded.layers, cluster=layers)
+    request = build_request(loaded.spec, recipe.model, new_request(run_args, image, workspace, origins))
     plan = plan_run(loaded.spec, profile, image_definition(image, ctx), request, ftkit_version=__version__)
     file = Path(str(manifest.get("container_image")))
     is_same = plan.image_file and plan.image_file.suffix == file.suffix and plan.image == manifest.get("image")
@@ -113,13 +99,7 @@ def plan_rerun(original: Original, args: RerunArgs, ctx: Context, workspace: Wor
 
 
 def changed_inputs(original: Original, plan: RunPlan, manifest: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between a planned run and its original that are known before it starts.
-
-    Args:
-        original: the run.
-        plan: plan of the new run.
-        manifest: manifest of the new run.
-    """
+    """Return the differences between a planned run, with its manifest, and its original before it starts."""
     inputs = describe_inputs(plan.layout, json.loads(plan_to_json(plan)), manifest, None)
     found = find_differences([original.run, ComparedRun(plan.id, inputs, original.run.results, ())])
     return [
@@ -153,40 +133,26 @@ def repetition_record(original: Original, allowed: Sequence[str]) -> dict[str, A
 
 
 def check_inputs(differences: Sequence[Difference], allowed: Sequence[str]) -> None:
-    """Refuse a repetition with other data, or in another image.
+    """Refuse a repetition with other data, or in another image, unless that section is allowed to differ.
 
-    Args:
-        differences: differences of the inputs.
-        allowed: sections that may differ.
-
-    Raises:
-        ConfigError: with each difference that is not allowed, and each unknown section.
+    Raises `ConfigError` with each difference that is not allowed, and each unknown section.
     """
-    unknown = [Problem("", f"--allow {name}", "is not an input that can differ.", f"Choose from {', '.join(_SAME)}.")
-               for name in allowed if name not in _SAME]  # fmt: skip
-    refused = [
-        Problem("", f"{each.section}: {each.key}", f"is {each.values[1]}, was {each.values[0]}.",
-                f"A run with other inputs is not a repetition; to run it anyway: --allow {each.section}")
-        for each in differences
-        if each.key in _SAME.get(each.section, ()) and each.section not in allowed
-    ]  # fmt: skip
-    if unknown or refused:
-        raise ConfigError([*unknown, *refused])
+    choices = f"Choose from {', '.join(_SAME)}."
+    problems = [
+        Problem("", f"--allow {name}", "is not an input that can differ.", choices)
+        for name in allowed
+        if name not in _SAME
+    ]
+    for each in differences:
+        if each.key in _SAME.get(each.section, ()) and each.section not in allowed:
+            fix = f"A run with other inputs is not a repetition; to run it anyway: --allow {each.section}"
+            what = f"is {each.values[1]}, was {each.values[0]}."
+            problems.append(Problem("", f"{each.section}: {each.key}", what, fix))
+    if problems:
+        raise ConfigError(problems)
 
 
-def _profile(manifest: Mapping[str, Any], args: RerunArgs, ctx: Context) -> tuple[ClusterProfile, Layers]:
-    if args.cluster or not args.is_own or not manifest.get("cluster_profile"):
-        site = read_cluster(args.cluster or str(manifest.get("cluster")), ctx)
-        return detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
-    return _read(manifest["cluster_profile"], ClusterProfile, "cluster_profile"), Layers()
-
-
-def _image(manifest: Mapping[str, Any], profile: ClusterProfile, ctx: Context, default: str | None) -> AnyImage | None:
-    name = manifest.get("image") or default
-    return parse_image(str(name), ctx.project) if name and profile.runtime != "none" else None
-
-
-def _read(value: Any, kind: type[Any], key: str) -> Any:
+def _read(value: object, kind: type[SpecT], key: str) -> SpecT:
     try:
         return parse_json(json.dumps(value), kind)
     except InvalidJsonError as error:
@@ -197,5 +163,5 @@ def _read(value: Any, kind: type[Any], key: str) -> Any:
         ) from error
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

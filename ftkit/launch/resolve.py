@@ -7,7 +7,7 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from ftkit import __version__
 from ftkit.config.cluster import ClusterProfile, recognize_gpu
@@ -18,10 +18,11 @@ from ftkit.config.recipe import RecipePlan
 from ftkit.config.request import LoadedSettings, Origins, RunRequest, load_settings
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem, plural
 from ftkit.files import read_json_if_valid
+from ftkit.health.site import list_partitions
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.model import resolve_model
-from ftkit.planning.checks import find_data_problems
 from ftkit.planning.choices import least_memory
+from ftkit.planning.compatibility import find_data_problems
 from ftkit.planning.layout import DataLayout, Workspace
 from ftkit.planning.plan import CodePlan, JobPlan
 from ftkit.planning.planner import fingerprint, plan_run
@@ -73,15 +74,12 @@ class _Problems:
     def raise_if_any(self) -> None:
         if len(self._errors) == 1:
             raise self._errors[0]
-        if self._errors:
-            raise ConfigError([problem for error in self._errors for problem in _as_problems(error)])
-
-
-def _as_problems(error: FtkitError) -> list[Problem]:
-    if isinstance(error, ConfigError):
-        return error.problems
-    what = "; ".join(part for part in (error.what, error.meaning) if part)
-    return [Problem("", "", f"{what};", error.fix)]
+        problems = []
+        for error in self._errors:
+            what = "; ".join(part for part in (error.what, error.meaning) if part)
+            problems += error.problems if isinstance(error, ConfigError) else [Problem("", "", f"{what};", error.fix)]
+        if problems:
+            raise ConfigError(problems)
 
 
 def read_settings(args: RunArgs, ctx: Context) -> LoadedSettings:
@@ -107,25 +105,19 @@ def load_place(args: RunArgs, ctx: Context) -> Place:
 
 
 def _check_cluster_is_chosen(loaded: LoadedSettings, ctx: Context) -> None:
-    """Refuse to train on a cluster's login node by accident.
-
-    Raises:
-        ConfigError: no cluster is chosen, and this machine has Slurm, even if its controller does not respond now.
-    """
+    """Refuse to train on a cluster's login node by accident: it has Slurm, even if the controller does not respond."""
     if loaded.has_cluster:
         return
-    from ftkit.health.site import list_partitions  # noqa: PLC0415 - programs of Slurm, for a run without a cluster
-
     partitions = list_partitions(ctx.environment)
     if partitions != ():
         found = "its controller does not respond now"
         if partitions is not None:
             found = f"partitions {', '.join(dict.fromkeys(each.name for each in partitions))}"
-        raise ConfigError(
-            [Problem("", "cluster", f"none is set, and this machine has Slurm ({found}).",
-                     "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit cluster list'); "
-                     "--cluster local trains on this machine.")]
-        )  # fmt: skip
+        fix = (
+            "Detect it with 'ftkit init', or choose one with --cluster NAME ('ftkit cluster list'); --cluster local "
+            "trains on this machine."
+        )
+        raise ConfigError([Problem("", "cluster", f"none is set, and this machine has Slurm ({found}).", fix)])
 
 
 def resolve(args: RunArgs, ctx: Context) -> RunPlan:
@@ -137,11 +129,12 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     """
     loaded = read_settings(args, ctx)
     _check_cluster_is_chosen(loaded, ctx)
-    assumed = _assumed_cluster(args, loaded)
+    # The default profile has no containers: with --image, a plan without a cluster is for any Slurm cluster.
+    is_assumed = args.image is not None and not loaded.has_cluster
     problems = _Problems()
-    site = problems.collect(lambda: _load_cluster(assumed or loaded.settings.cluster, loaded, ctx))
-    cluster = site.spec if site else None
-    uses_image = args.image is not None or cluster is None or cluster.runtime != "none"
+    cluster_name = _ANY_SLURM if is_assumed else loaded.settings.cluster
+    site = problems.collect(lambda: _load_cluster(cluster_name, loaded, ctx))
+    uses_image = args.image is not None or site is None or site.spec.runtime != "none"
     wanted = problems.collect(lambda: _image_of(loaded)) if uses_image else None
     image = problems.collect(lambda: _load_defined(wanted, ctx))
     name = args.recipe or (image.default_recipe if image else None)
@@ -149,9 +142,8 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
         problems.raise_if_any()
         raise _no_recipe(wanted)
     read = problems.collect(lambda: read_recipe(name, ctx, args.overrides))
-    recipe = read.spec if read else None
-    if recipe and recipe.image and wanted is None and cluster and cluster.runtime != "none":
-        wanted = parse_image(recipe.image, ctx.project)
+    if read and read.spec.image and wanted is None and site and site.spec.runtime != "none":
+        wanted = parse_image(read.spec.image, ctx.project)
         image = problems.collect(lambda: _load_defined(wanted, ctx))
     problems.raise_if_any()
     if read is None or site is None:
@@ -159,21 +151,24 @@ def resolve(args: RunArgs, ctx: Context) -> RunPlan:
     workspace = Workspace(loaded.workspace_folder(ctx))
     origins = Origins(recipe=read.layers, cluster=site.layers, settings=loaded.layers)
     model = _resolve_model(read.spec, ctx, workspace, origins)
-    request = build_request(args, read.spec, model, wanted, workspace, origins)
+    request = build_request(read.spec, model, new_request(args, wanted, workspace, origins))
     here = detect_hardware(site.spec, ctx.environment, ctx.root)
     plan = resolve_image_link(plan_run(read.spec, here, image, request, ftkit_version=__version__))
-    plan = replace(plan, code=args.code)
-    return replace(plan, notes=(_assumption(here), *plan.notes)) if assumed else plan
+    notes = plan.notes
+    if is_assumed:
+        note = (
+            f"no cluster is set: this plan is for profile '{here.name}', with {plural(here.gpus_per_node, 'GPU')} of "
+            "unknown model per node; set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
+        )
+        notes = (note, *notes)
+    return replace(plan, code=args.code, notes=notes)
 
 
 def resolve_recipe(args: RunArgs, ctx: Context) -> RecipePlan:
     """Resolve the recipe without a cluster, for commands that only read its data.
 
-    Its `auto` values are those with the least memory, which do not change the data.
-
-    Raises:
-        NotFoundError: the selected recipe, its model, a file or the cluster of `--cluster` does not exist.
-        ConfigError: there is no recipe, or it has problems that do not depend on where it runs.
+    Its `auto` values are those with the least memory, which do not change the data. Raises as `resolve` does, for
+    problems that do not depend on where it runs.
     """
     loaded = read_settings(args, ctx)
     if args.cluster:
@@ -215,24 +210,12 @@ def resolve_image_link(plan: PlanT) -> PlanT:
     return replace(plan, container_image=str(file))
 
 
-def _assumed_cluster(args: RunArgs, loaded: LoadedSettings) -> str | None:
-    """Return the profile to use with `--image` if no cluster is set, since the default profile has no containers."""
-    return _ANY_SLURM if args.image and not loaded.has_cluster else None
-
-
-def _assumption(cluster: ClusterProfile) -> str:
-    return (
-        f"no cluster is set: this plan is for profile '{cluster.name}', with {plural(cluster.gpus_per_node, 'GPU')} of "
-        "unknown model per node; set one of 'ftkit cluster list' with --cluster or 'cluster:' in ftkit.yaml"
-    )
-
-
 def _load_cluster(name: str, loaded: LoadedSettings, ctx: Context) -> Loaded[ClusterProfile]:
     """Read a profile; if it does not exist, the error reports where its name comes from."""
-    where = loaded.layers.origins.get(("cluster",), "settings")
     try:
         return read_cluster(name, ctx)
     except NotFoundError as error:
+        where = loaded.layers.origins.get(("cluster",), "settings")
         key = "--cluster" if where == COMMAND_LINE else f"{where}: cluster"
         raise NotFoundError(f"{key}: {error.what}", meaning=error.meaning, fix=error.fix) from error
 
@@ -247,33 +230,19 @@ def _image_of(loaded: LoadedSettings) -> AnyImage | None:
 
 
 def _load_defined(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
-    """Read the definition of a `NAME:TAG`; None for a file or an address.
-
-    Raises:
-        ConfigError: the image is for serving; or as `load_image` does.
-    """
+    """Read the definition of a `NAME:TAG`, which must not be for serving; None for a file or an address."""
     if not isinstance(image, NamedImage):
         return None
     spec = load_image(image.reference, ctx)
     if spec.purpose == "serving":
-        raise ConfigError(
-            [Problem("", "image", f"{spec.reference} serves models, and can't train them.",
-                     f"Use a training image ('ftkit images'); serve with: ftkit serve RUN --image {spec.reference}.")]
-        )  # fmt: skip
+        what = f"{spec.reference} serves models, and can't train them."
+        fix = f"Use a training image ('ftkit images'); serve with: ftkit serve RUN --image {spec.reference}."
+        raise ConfigError([Problem("", "image", what, fix, name="serving-image")])
     return spec
 
 
-def build_request(
-    args: RunArgs,
-    recipe: RecipeSpec,
-    model: ModelPlan,
-    image: AnyImage | None,
-    workspace: Workspace,
-    origins: Origins,
-) -> RunRequest:
-    """Collect the inputs of a run besides recipe and profile. Raises as `data_stamp` does."""
-    stamp = data_stamp(recipe)
-    data = DataLayout(workspace.data / fingerprint(recipe, model, stamp))
+def new_request(args: RunArgs, image: AnyImage | None, workspace: Workspace, origins: Origins) -> RunRequest:
+    """Return the inputs of a new run that are the same for recipes and scripts."""
     return RunRequest(
         name=args.name,
         num_nodes=args.num_nodes,
@@ -284,60 +253,59 @@ def build_request(
         python=sys.executable,
         created=datetime.now(UTC),
         suffix=secrets.token_hex(2),
-        model=model,
-        data_stamp=stamp,
-        **read_packs(data),
         origins=origins,
     )
 
 
-def read_packs(data: DataLayout) -> dict[str, Any]:
+def build_request(recipe: RecipeSpec, model: ModelPlan, request: RunRequest) -> RunRequest:
+    """Add the recipe's model and data to a request. Raises as `data_stamp` does."""
+    stamp = data_stamp(recipe)
+    data = DataLayout(Workspace(request.workspace).data / fingerprint(recipe, model, stamp))
+    return replace(request, model=model, data_stamp=stamp, **read_packs(data))
+
+
+class Packs(TypedDict, total=False):
+    """The fields of a `RunRequest` about packs."""
+
+    num_packs: int
+    num_tokens: int | None
+    padding: float | None
+
+
+def read_packs(data: DataLayout) -> Packs:
     """Return the request's fields about packs, from the data's manifest; none if the data is not prepared."""
-    prepared = read_json_if_valid(data.manifest, dict[str, Any]) or {}
+    prepared = read_json_if_valid(data.manifest, dict[str, object]) or {}
     names = ("num_train_packs", "num_train_tokens", "sequence_length", "num_row_tokens")
-    num_packs, num_tokens, length, num_row_tokens = (prepared.get(name, 0) for name in names)
-    if not all(isinstance(value, int) for value in (num_packs, num_tokens, length, num_row_tokens)):
+    values = [value for value in (prepared.get(name, 0) for name in names) if isinstance(value, int)]
+    if len(values) < len(names) or "num_train_packs" not in prepared:
         return {}
-    if "num_train_packs" not in prepared:
-        return {}
+    num_packs, num_tokens, length, num_row_tokens = values
     padding = num_row_tokens / (num_packs * length) if num_packs * length and num_row_tokens else None
     return {"num_packs": num_packs, "num_tokens": num_tokens or None, "padding": padding}
 
 
 def _no_recipe(image: AnyImage | None) -> FtkitError:
+    what = "no recipe is given."
+    fix = "Try 'ftkit run demo'; 'ftkit config recipes' lists all, and --image NAME:TAG has a default one."
     if image:
-        return ConfigError(
-            [Problem(COMMAND_LINE, "RECIPE", f"'{image}' is a file or an address, which has no default recipe.",
-                     "Give one; 'ftkit config recipes' lists them.")]
-        )  # fmt: skip
-    return ConfigError(
-        [Problem(COMMAND_LINE, "RECIPE", "no recipe is given.",
-                 "Try 'ftkit run demo'; 'ftkit config recipes' lists all, and --image NAME:TAG has a default one.")]
-    )  # fmt: skip
+        what = f"'{image}' is a file or an address, which has no default recipe."
+        fix = "Give one; 'ftkit config recipes' lists them."
+    return ConfigError([Problem(COMMAND_LINE, "RECIPE", what, fix)])
 
 
 def detect_hardware(profile: ClusterProfile, environment: Mapping[str, str], root: Path) -> ClusterProfile:
     """Replace `device: auto` with the hardware of this machine; `root` holds its /dev and /proc."""
     if profile.device != "auto":
         return profile
-    found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or num_usable_cpus()}
-    num_gpus = _count_gpus(environment, root)
+    num_gpus = len(list(root.glob("dev/nvidia[0-9]*")))
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        allowed = [device.strip() for device in visible.split(",")]
+        stop = next((i for i, device in enumerate(allowed) if device in ("", "-1")), len(allowed))  # as CUDA reads it
+        num_gpus = min(num_gpus, stop)
+    found: dict[str, object] = {"cpus_per_node": profile.cpus_per_node or num_usable_cpus(), "device": "cpu"}
     if num_gpus:
         found |= {"device": "cuda", "gpus_per_node": num_gpus, "gpu": profile.gpu or _gpu_model(root)}
-    else:
-        found |= {"device": "cpu"}
     return profile.model_copy(update=found)
-
-
-def _count_gpus(environment: Mapping[str, str], root: Path) -> int:
-    """Count the GPUs that are visible to a process started here."""
-    present = len(list(root.glob("dev/nvidia[0-9]*")))
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    allowed = [device.strip() for device in visible.split(",")]
-    stop = next((i for i, device in enumerate(allowed) if device in ("", "-1")), len(allowed))  # as CUDA reads it
-    return min(present, stop)
 
 
 def _gpu_model(root: Path) -> str | None:

@@ -22,16 +22,14 @@ from ftkit.config.yaml_files import parse_override
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
 from ftkit.launch.resolve import detect_hardware, read_packs, resolve_image_link
-from ftkit.launch.script import copy_script
-from ftkit.planning.layout import SCRIPT_CODE, DataLayout, Workspace
-from ftkit.planning.plan import RunPlan
+from ftkit.launch.user_script import copy_script
+from ftkit.planning.layout import SCRIPT_CODE, Workspace
+from ftkit.planning.plan import RunPlan, ScriptPlan
 from ftkit.planning.planner import plan_run
-from ftkit.planning.script import ScriptPlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image import ImageSpec
     from ftkit.config.image_reference import AnyImage
@@ -47,56 +45,44 @@ _SEED, _DATA_SEED = "training.seed", "training.data_seed"
 _CODE = "code"
 """What `--allow` accepts besides keys of the recipe: other code than the run's copies."""
 _LENGTHS = ("training.max_steps", "training.num_epochs")
+_HARMLESS_TRAINING = (
+    "activation_checkpointing", "activation_offload", "checkpoint_every_steps", "checkpointed_layers", "collectives",
+    "context_parallel", "keep_checkpoints", "keep_every_steps", "log_every_steps", "max_failed_checkpoints",
+    "micro_batch_size", "offloaded_layers", "on_nonfinite", "reshard_after_forward", "shard_degree", "sync_gradients",
+    "tensor_parallel",
+)  # fmt: skip
 _HARMLESS = (
     "evaluation.*",
     "profile.*",
     "resources.*",
     "tracking.*",
-    *(
-        f"training.{key}"
-        for key in (
-            "activation_checkpointing",
-            "activation_offload",
-            "checkpoint_every_steps",
-            "checkpointed_layers",
-            "collectives",
-            "context_parallel",
-            "keep_checkpoints",
-            "keep_every_steps",
-            "log_every_steps",
-            "max_failed_checkpoints",
-            "micro_batch_size",
-            "offloaded_layers",
-            "on_nonfinite",
-            "reshard_after_forward",
-            "shard_degree",
-            "sync_gradients",
-            "tensor_parallel",
-        )
-    ),
+    *(f"training.{key}" for key in _HARMLESS_TRAINING),
 )
 """Keys that change logging, speed or memory, but not the optimizer's inputs."""
 
 
 @dataclass(frozen=True)
 class ResumeArgs:
-    """Arguments of `ftkit resume RUN`.
-
-    Args:
-        overrides: `key.path=value`, the time limit among them.
-        allowed: keys that may change although they affect the result.
-    """
+    """Arguments of `ftkit resume RUN`."""
 
     num_nodes: int | None = None
     gpus_per_node: int | None = None
     cluster: str | None = None
     overrides: tuple[str, ...] = ()
+    """`key.path=value`, the time limit among them."""
     allowed: tuple[str, ...] = ()
+    """Keys that may change although they affect the result."""
 
     @property
     def asks_for_changes(self) -> bool:
         """Whether the run continues with another plan."""
         return self != ResumeArgs()
+
+    @property
+    def typed_keys(self) -> list[str]:
+        """The keys of the overrides, each once, down to single values."""
+        keys = [key for override in self.overrides for key in _leaves(parse_override(override).values)]
+        return list(dict.fromkeys(keys))
 
 
 @dataclass(frozen=True)
@@ -104,8 +90,15 @@ class Change:
     """A value that differs from the run's earlier plan."""
 
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether the optimizer's inputs stay."""
+        if self.key in _LENGTHS:
+            return isinstance(self.before, int) and isinstance(self.after, int) and self.after > self.before
+        return any(fnmatchcase(self.key, pattern) for pattern in _HARMLESS)
 
 
 PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
@@ -125,20 +118,17 @@ class ResumedPlan(Generic[PlanT]):
 def renew_code(resumed: ResumedPlan[PlanT]) -> ResumedPlan[PlanT]:
     """Copy the code of a run again, as it is now in the folders that it was copied from.
 
-    Raises:
-        ConfigError: the run has no code of the user's.
-        NotFoundError: a folder is not here; or as `copy_code` does.
+    Raises `ConfigError` if the run has no code of the user's; or as `copy_code` does.
     """
     plan = resumed.plan
     if not plan.code:
-        raise ConfigError(
-            [Problem(COMMAND_LINE, "--allow code", "the run has no copy of your code.", "Omit the option.")]
-        )
+        problem = Problem(COMMAND_LINE, "--allow code", "the run has no copy of your code.", "Omit the option.")
+        raise ConfigError([problem])
     copies = tuple(_copy_again(each, plan) for each in plan.code)
-    changed: tuple[Change, ...] = tuple(
+    changed = [
         Change(f"code: {new.plan.name}", old.sha256[:12], new.plan.sha256[:12])
         for old, new in zip(plan.code, copies, strict=True)
-    )
+    ]
     new_plan = replace(plan, code=tuple(each.plan for each in copies))
     return ResumedPlan(new_plan, (*resumed.changes, *changed), resumed.warnings, copies)
 
@@ -153,31 +143,24 @@ def _copy_again(code: CodePlan, plan: RunPlan | ScriptPlan) -> CodeCopy:
 def replan(
     plan: RunPlan, args: ResumeArgs, ctx: Context, default_image: AnyImage | None = None
 ) -> ResumedPlan[RunPlan]:
-    """Plan a run again with the same id, model, and data.
-
-    Args:
-        plan: plan of the run.
-        args: the changes.
-        ctx: where cluster profiles are searched for.
-        default_image: image from the settings, for a run that had no container so far.
-
-    Raises:
-        ConfigError: with all changes that are refused, or all reasons why the new plan is impossible.
-        NotFoundError: there is no such cluster.
-    """
+    """Plan a run again with the same id, model, and data; `default_image` is for a run that had no container so far."""
     _check_sections(args)
-    known = _known_values(plan, args)
+    known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
+    if {_SEED, _DATA_SEED} & {*args.typed_keys}:  # a changed seed keeps the order of the data, which has its own seed
+        known["training"]["data_seed"] = plan.recipe.training.order_seed
     loaded = override_recipe(known, args.overrides)
     recipe = loaded.spec
-    changes = [
-        Change(key, _value(known, key), _value(recipe.model_dump(mode="json", include=set(_CHANGEABLE)), key))
-        for key in _typed_keys(args)
-    ]
-    cluster, origins = plan.cluster, Layers()
+    before, after = Layers(known), Layers(recipe.model_dump(mode="json", include=set(_CHANGEABLE)))
+    paths = {key: tuple(key.split(".")) for key in args.typed_keys}
+    changes = [Change(key, before.value(path), after.value(path)) for key, path in paths.items()]
+    cluster, layers = plan.cluster, Layers()
     if args.cluster:
         site = read_cluster(args.cluster, ctx)
-        cluster, origins = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
-    image = _image(plan, cluster, ctx, default_image)
+        cluster, layers = detect_hardware(site.spec, ctx.environment, ctx.root), site.layers
+    image = None
+    if cluster.runtime != "none":  # the run's own image, else the recipe's, else the default one
+        name = plan.image or plan.recipe.image
+        image = parse_image(name, ctx.project) if name else default_image
     if str(image or "") != (plan.image or ""):
         changes.append(Change("image", plan.image, None if image is None else str(image)))
     _check_changes([change for change in changes if change.before != change.after], args)
@@ -193,42 +176,36 @@ def replan(
         python=plan.python,
         created=plan.created,
         suffix=plan.id.rpartition("-")[2],
-        **read_packs(DataLayout(plan.data_directory)),
+        **read_packs(plan.data),
         model=plan.recipe.model,
-        origins=Origins(recipe=loaded.layers, cluster=origins),
+        origins=Origins(recipe=loaded.layers, cluster=layers),
     )
     try:
         new = plan_run(recipe, cluster, image_definition(image, ctx), request, ftkit_version=__version__)
     except ConfigError as error:
         raise ConfigError([_with_fixed_batch(problem) for problem in error.problems]) from error
-    new = replace(
-        new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep, code=plan.code
-    )  # prepared data is not prepared again
+    # Prepared data is not prepared again.
+    new = replace(new, id=plan.id, fingerprint=plan.fingerprint, sweep=plan.sweep, code=plan.code)
     is_same_file = (cluster.runtime, cluster.image_format) == (plan.cluster.runtime, plan.cluster.image_format)
     if is_same_file and new.image == plan.image:
         new = replace(new, container_image=plan.container_image)
     else:
         new = resolve_image_link(new)
-    changes += _placement_changes(plan, new)
+    old_place, place = plan.placement, new.placement
+    changes += [
+        Change("cluster", plan.cluster.name, cluster.name),
+        Change("nodes", old_place.num_nodes, place.num_nodes),
+        Change("processes per node", old_place.processes_per_node, place.processes_per_node),
+        Change("device", old_place.device, place.device),
+    ]
     kept = tuple(change for change in changes if change.before != change.after)
     return ResumedPlan(new, kept, tuple(_warnings(kept, new)))
 
 
-def _known_values(plan: RunPlan, args: ResumeArgs) -> dict[str, Any]:
-    """Return the values that changes apply to. A changed seed keeps the order of the data, which has its own seed."""
-    known = open_values(plan.recipe, plan.execution.chosen, plan.engine.name)
-    if {_SEED, _DATA_SEED} & {*_typed_keys(args)}:
-        known["training"]["data_seed"] = plan.recipe.training.order_seed
-    return known
-
-
 def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dict[str, Any]:
-    """Return a recipe with `auto` where the plan resolved it, because another cluster may need other values.
+    """Return a planned recipe with `auto` for the `chosen` keys of `training`, because another cluster may need others.
 
-    Args:
-        recipe: the planned recipe.
-        chosen: the keys of `training` that were `auto`.
-        engine: the planned engine, which stays.
+    The planned engine stays.
     """
     values = recipe.model_dump(mode="json", include=set(_CHANGEABLE))
     values["training"] |= dict.fromkeys(chosen, "auto") | {"engine": engine}
@@ -237,13 +214,7 @@ def open_values(recipe: RecipePlan, chosen: Collection[str], engine: str) -> dic
     return {name: getattr(recipe, name) for name in type(recipe).model_fields} | values
 
 
-def _typed_keys(args: ResumeArgs) -> list[str]:
-    """Return the typed keys, each once, down to single values."""
-    keys = [key for override in args.overrides for key in _leaves(parse_override(override).values)]
-    return list(dict.fromkeys(keys))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -251,21 +222,17 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _value(values: Mapping[str, Any], key: str) -> Any:
-    value: Any = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
 def _check_sections(args: ResumeArgs) -> None:
     """Refuse changes with which no checkpoint of the run can be loaded, before the whole recipe is checked."""
-    _raise(
-        Problem(COMMAND_LINE, key, f"can't change when a run is resumed: {_reason(key)}.",
-                "Start a new run; 'model: run:NAME' continues from this run's result.")
-        for key in _typed_keys(args)
-        if key.partition(".")[0] not in _CHANGEABLE or _matches(key, _FIXED) or key == _GLOBAL_BATCH
-    )  # fmt: skip
+    problems = []
+    for key in args.typed_keys:
+        is_fixed = any(fnmatchcase(key, pattern) for pattern in (*_FIXED, _GLOBAL_BATCH))
+        if is_fixed or key.partition(".")[0] not in _CHANGEABLE:
+            reason = "the run's checkpoints, or its place in the data, depend on the former value"
+            fix = "Start a new run; 'model: run:NAME' continues from this run's result."
+            problems.append(Problem(COMMAND_LINE, key, f"can't change when a run is resumed: {reason}.", fix))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_length(plan: RunPlan, max_steps: int | None) -> None:
@@ -286,59 +253,31 @@ def _with_fixed_batch(problem: Problem) -> Problem:
     return replace(problem, fix=fix)
 
 
-def _reason(key: str) -> str:
-    return "its place in the data depends on it" if key == _GLOBAL_BATCH else "its checkpoints have the former value"
-
-
 def _check_changes(changes: Sequence[Change], args: ResumeArgs) -> None:
-    changed = {change.key for change in changes}
-    refused = [
-        Problem(COMMAND_LINE, change.key, f"changes the result: from {change.before!r} to {change.after!r}.",
-                f"Omit it; or accept that the result differs: --allow {change.key}")
-        for change in changes
-        if change.key not in args.allowed and not _is_harmless(change)
-    ]  # fmt: skip
-    unused = [
+    problems = []
+    for change in changes:
+        if change.key not in args.allowed and not change.is_harmless:
+            what = f"changes the result: from {change.before!r} to {change.after!r}."
+            fix = f"Omit it; or accept that the result differs: --allow {change.key}"
+            problems.append(Problem(COMMAND_LINE, change.key, what, fix))
+    changed = {*(change.key for change in changes), _CODE}
+    problems += [
         Problem(COMMAND_LINE, f"--allow {key}", "allows a change that was not requested.", "Omit it.")
         for key in args.allowed
-        if key not in {*changed, _CODE}
+        if key not in changed
     ]
-    _raise([*refused, *unused])
-
-
-def _raise(problems: Iterator[Problem] | Sequence[Problem]) -> None:
-    if found := list(problems):
-        raise ConfigError(found)
-
-
-def _is_harmless(change: Change) -> bool:
-    if change.key in _LENGTHS:
-        return isinstance(change.before, int) and isinstance(change.after, int) and change.after > change.before
-    return _matches(change.key, _HARMLESS)
+    if problems:
+        raise ConfigError(problems)
 
 
 def changes_losses(change: Change, schedule: str) -> bool:
     """Return whether a resumed run with this change computes other losses than a run that had the value from step 1.
 
-    Args:
-        change: a change of the run's recipe.
-        schedule: the learning rate's, which all but `constant` stretch over all steps.
+    All schedules of the learning rate but `constant` are stretched over all steps.
     """
     if change.key in _LENGTHS:
         return schedule != "constant"
-    return change.key.startswith("training.") and not _is_harmless(change)
-
-
-def _matches(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _image(plan: RunPlan, cluster: ClusterProfile, ctx: Context, default: AnyImage | None) -> AnyImage | None:
-    """Return the image to continue in: the run's own, else the recipe's, else the default one."""
-    if cluster.runtime == "none":
-        return None
-    name = plan.image or plan.recipe.image
-    return parse_image(name, ctx.project) if name else default
+    return change.key.startswith("training.") and not change.is_harmless
 
 
 def image_definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
@@ -349,32 +288,26 @@ def image_definition(image: AnyImage | None, ctx: Context) -> ImageSpec | None:
         return None
 
 
-def _placement_changes(old: RunPlan, new: RunPlan) -> list[Change]:
-    return [
-        Change("cluster", old.cluster.name, new.cluster.name),
-        Change("nodes", old.placement.num_nodes, new.placement.num_nodes),
-        Change("processes per node", old.placement.processes_per_node, new.placement.processes_per_node),
-        Change("device", old.placement.device, new.placement.device),
-    ]
-
-
 def _warnings(changes: Sequence[Change], plan: RunPlan) -> Iterator[str]:
     training = plan.recipe.training
     for change in changes:
+        effect = ""
         if change.key in _LENGTHS and training.schedule != "constant":
-            yield (
-                f"{change.key} changes from {change.before} to {change.after}: the {training.schedule} schedule of the "
-                "learning rate is stretched over all steps, so its next value is higher than its last one"
+            effect = (
+                f"the {training.schedule} schedule of the learning rate is stretched over all steps, so its next value "
+                "is higher than its last one"
             )
         elif change.key == _SEED:
-            yield (
-                f"{_SEED} changes from {change.before} to {change.after}: dropout changes, and this run can't be "
-                f"repeated as one run; the order of the data stays that of seed {training.order_seed}"
+            effect = (
+                "dropout changes, and this run can't be repeated as one run; the order of the data stays that of seed "
+                f"{training.order_seed}"
             )
         elif change.key == _DATA_SEED:
-            yield (
-                f"{_DATA_SEED} changes from {change.before} to {change.after}: the data is in another order from here "
-                "on, so this epoch trains on some examples twice, and on others not at all"
+            effect = (
+                "the data is in another order from here on, so this epoch trains on some examples twice, and on others "
+                "not at all"
             )
-        elif change.key == "image" or (change.key.startswith("training.") and not _is_harmless(change)):
-            yield f"{change.key} changes from {change.before} to {change.after}: this run can't be repeated as one run"
+        elif change.key == "image" or (change.key.startswith("training.") and not change.is_harmless):
+            effect = "this run can't be repeated as one run"
+        if effect:
+            yield f"{change.key} changes from {change.before} to {change.after}: {effect}"

@@ -1,4 +1,4 @@
-"""The interface of schedulers, and its implementations by name."""
+"""Schedulers: they submit job scripts, report the states of jobs, and cancel them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from ftkit import process
 from ftkit.errors import FtkitError, NoAnswerError, SubmitError, one_line
@@ -24,36 +24,7 @@ if TYPE_CHECKING:
     from ftkit.runs.job import SchedulerName
 
 
-class Scheduler(Protocol):
-    """Submits job scripts, reports the states of jobs, and cancels them."""
-
-    poll_seconds: ClassVar[float]
-    """Pause between two queries for states, long enough not to burden the scheduler."""
-
-    def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Submit the script of a run, with these variables for its job; first that of its preparation, if it has one.
-
-        Raises:
-            SubmitError: the scheduler refused the job.
-            PrerequisiteError: the scheduler's programs are not on this machine.
-        """
-
-    def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Return the states of all `runs` in one query; runs unknown to the scheduler are omitted.
-
-        Raises:
-            FtkitError: the scheduler does not answer.
-        """
-
-    def cancel(self, run: SubmittedRun) -> None:
-        """End a job.
-
-        Raises:
-            FtkitError: the job could not be canceled.
-        """
-
-
-def scheduler_for(name: SchedulerName) -> Scheduler:
+def scheduler_for(name: SchedulerName) -> LocalScheduler | SlurmScheduler:
     """Return the scheduler of that name."""
     return SlurmScheduler() if name == "slurm" else LocalScheduler()
 
@@ -65,7 +36,7 @@ class LocalScheduler:
     grace_seconds: ClassVar[float] = 10.0
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Start the script."""
+        """Start the script of a run, with these variables."""
         if has_preparation:
             raise ValueError("on this machine, the run's own script prepares its data")
         pid = process.start_detached(
@@ -94,10 +65,15 @@ class LocalScheduler:
     def cancel(self, run: SubmittedRun) -> None:
         """Send SIGTERM to the script, then to its group, then SIGKILL."""
         pid = int(run.job_id)
-        for ask in (_terminate_script, _terminate_group, _kill_group):
-            ask(pid)
-            if _wait_until_gone(run.submission, self.grace_seconds):
+        # First only the script: the other processes of its group would die before it could request a checkpoint.
+        if process.start_time(pid) is None:
+            process.signal_group(pid, signal.SIGTERM)
+        else:
+            os.kill(pid, signal.SIGTERM)
+        for following in (signal.SIGTERM, signal.SIGKILL, None):
+            if _wait_until_gone(run.submission, self.grace_seconds) or following is None:
                 break
+            process.signal_group(pid, following)
         if current_holder(run.layout):  # perhaps in a container, where signals don't reach it
             run.layout.job_stop_request(run.job_id).touch()
 
@@ -109,22 +85,6 @@ def _is_alive(submission: Submission) -> bool:
     if started is not None:
         return started == submission.process_start
     return bool(process.group_members(pid))
-
-
-def _terminate_script(pid: int) -> None:
-    """Signal only the script: the other processes of its group would die before it could request a checkpoint."""
-    if process.start_time(pid) is None:
-        _terminate_group(pid)
-    else:
-        os.kill(pid, signal.SIGTERM)
-
-
-def _terminate_group(pid: int) -> None:
-    process.signal_group(pid, signal.SIGTERM)
-
-
-def _kill_group(pid: int) -> None:
-    process.signal_group(pid, signal.SIGKILL)
 
 
 def _wait_until_gone(submission: Submission, seconds: float) -> bool:
@@ -145,7 +105,12 @@ class SlurmScheduler:
     poll_seconds: ClassVar[float] = 4.0
 
     def submit(self, layout: RunLayout, environment: Mapping[str, str], *, has_preparation: bool = False) -> Submission:
-        """Submit the script with sbatch in the run's folder, after the preparation job if there is one."""
+        """Submit the script with sbatch in the run's folder, after the preparation job if there is one.
+
+        Raises:
+            SubmitError: Slurm refused the job; `UncertainSubmitError` if the job may exist.
+            PrerequisiteError: Slurm's programs are not on this machine.
+        """
         preparation_job_id = None
         after = []
         if has_preparation:
@@ -168,7 +133,7 @@ class SlurmScheduler:
         )
 
     def observe(self, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-        """Query squeue and sacct."""
+        """Query squeue and sacct. Raises `NoAnswerError` if Slurm does not respond."""
         return slurm.observe(runs)
 
     def cancel(self, run: SubmittedRun) -> None:
@@ -199,11 +164,7 @@ def _sbatch_or_find(args: list[str], layout: RunLayout, environment: Mapping[str
 
 
 def submit_script(layout: RunLayout, name: str, environment: Mapping[str, str]) -> str:
-    """Submit another script of a run's folder; return the job's id.
-
-    Raises:
-        SubmitError: Slurm refused it, or gave no clear answer.
-    """
+    """Submit another script of a run's folder; return the job's id. Raises `SubmitError` if Slurm refused it."""
     return _sbatch([name], layout, environment)[0]
 
 
@@ -248,69 +209,42 @@ def warn_of_variables(environment: Mapping[str, str]) -> list[str]:
 
 # --- Why sbatch refuses a job -------------------------------------------------------------------
 
-_REFUSALS: tuple[tuple[str, str, str], ...] = (
-    (
-        "accounting/qos policy|submit.*limit|maxsubmit",
-        "a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
-        "wait until other jobs end, or ask the cluster's administrators",
-    ),
-    (
-        "invalid partition",
-        "the cluster has no partition of that name",
-        "list them with 'sinfo -s' and set 'partition:' in the cluster's profile",
-    ),
-    (
-        "partition not available",
-        "the partition is closed, or takes no new jobs at present",
-        "see 'sinfo -s'; try again later, or set 'partition:' in the cluster's profile",
-    ),
-    (
-        "invalid account",
-        "the account is unknown, is not yours, or may not use this partition",
-        "list yours with 'sacctmgr show associations user=$USER' and set 'account:' in the cluster's profile",
-    ),
-    (
-        "invalid qos",
-        "the quality of service is unknown, or not allowed for your account or partition",
-        "set 'qos:' in the cluster's profile",
-    ),
-    (
-        "reservation",
-        "the reservation has ended, has not begun, or does not include you",
-        "see 'scontrol show reservation' and set 'reservation:' in the cluster's profile",
-    ),
-    (
-        "time limit",
-        "the time limit is longer than the partition allows",
-        "see 'sinfo -o \"%P %l\"' and set resources.time_limit",
-    ),
-    (
-        "generic resource|gres",
-        "the cluster's GPUs have other GRES names than the profile requests",
-        "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)",
-    ),
-    (
-        "node configuration is not available",
-        "no node has the GPUs, CPUs or memory that the job needs per node",
-        "see 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile",
-    ),
-    (
-        "node count|partition configuration|more processors",
-        "more nodes than the partition has or allows",
-        "see 'sinfo -s' and use fewer --nodes",
-    ),
-    (
-        "group not permitted|access.*denied|permission denied",
-        "you may not use this partition or account",
-        "ask the cluster's administrators",
-    ),
-    (
-        "unrecognized option|invalid option",
-        "this Slurm does not know an option that the job script uses",
-        "print the script with --dry-run; remove the option from the cluster's profile",
-    ),
-)
-
+_REFUSALS = {
+    "accounting/qos policy|submit.*limit|maxsubmit":
+        ("a limit of your account or its quality of service is reached: jobs, nodes, GPUs or hours",
+         "wait until other jobs end, or ask the cluster's administrators"),
+    "invalid partition|partition not available":
+        ("the cluster has no partition of that name, or it takes no jobs at present",
+         "list them with 'sinfo -s' and set 'partition:' in the cluster's profile"),
+    "invalid account":
+        ("the account is unknown, is not yours, or may not use this partition",
+         "list yours with 'sacctmgr show associations user=$USER' and set 'account:' in the cluster's profile"),
+    "invalid qos":
+        ("the quality of service is unknown, or not allowed for your account or partition",
+         "set 'qos:' in the cluster's profile"),
+    "reservation":
+        ("the reservation has ended, has not begun, or does not include you",
+         "see 'scontrol show reservation' and set 'reservation:' in the cluster's profile"),
+    "time limit":
+        ("the time limit is longer than the partition allows",
+         "see 'sinfo -o \"%P %l\"' and set resources.time_limit"),
+    "generic resource|gres":
+        ("the cluster's GPUs have other GRES names than the profile requests",
+         "see 'sinfo -o \"%N %G\"' and set 'gpu_request:' in the cluster's profile (gres, gpus-per-node or none)"),
+    "node configuration is not available":
+        ("no node has the GPUs, CPUs or memory that the job needs per node",
+         "see 'sinfo -o \"%N %c %m %G\"'; set 'gpus_per_node:' and 'cpus_per_node:' in the cluster's profile"),
+    "node count|partition configuration|more processors":
+        ("more nodes than the partition has or allows",
+         "see 'sinfo -s' and use fewer --nodes"),
+    "group not permitted|access.*denied|permission denied":
+        ("you may not use this partition or account",
+         "ask the cluster's administrators"),
+    "unrecognized option|invalid option":
+        ("this Slurm does not know an option that the job script uses",
+         "print the script with --dry-run; remove the option from the cluster's profile"),
+}  # fmt: skip
+"""Parts of sbatch's messages, with their usual meaning and what to do."""
 _NO_ANSWER = (
     "contact slurm controller|timed out|connection refused|unable to connect|zero bytes were|not connected|"
     "message (?:send|receive) failure|socket error|connection reset|broken pipe"
@@ -335,7 +269,7 @@ def explain_refusal(stderr: str) -> SubmitError:
         return UncertainSubmitError(
             f"Slurm did not answer: {message}", meaning="its controller is down, restarting or overloaded"
         )
-    for pattern, meaning, fix in _REFUSALS:
+    for pattern, (meaning, fix) in _REFUSALS.items():
         if re.search(pattern, message, re.IGNORECASE):
             return SubmitError(f"Slurm refused the job: {message}", meaning=meaning, fix=fix)
     return SubmitError(f"Slurm refused the job: {message}", fix="print the script with --dry-run")

@@ -26,14 +26,13 @@ from ftkit.errors import (
 )
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, read_small, write_file
 from ftkit.launch.job_states import observe
-from ftkit.launch.render import NodeChecks, SideJobOptions, render_checks, render_side_job
+from ftkit.launch.render import NodeChecks, SideJob, render_checks, render_side_job
 from ftkit.launch.resolve import resolve_image_link
 from ftkit.launch.scheduler import explain_refusal, submit_script
 from ftkit.launch.slurm import clean_stderr
 from ftkit.launch.slurm import observe as observe_jobs
 from ftkit.models.folder import ADAPTER_CONFIG, VLLM_LORA_RANKS
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import RunPlan
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.job import Submission, SubmittedRun, read_submission
 
@@ -43,36 +42,12 @@ if TYPE_CHECKING:
     from ftkit.config.cluster import ClusterProfile
     from ftkit.config.context import Context
     from ftkit.config.image_reference import AnyImage
+    from ftkit.planning.plan import RunPlan
 
 SERVING_IMAGE: Final = "vllm:0.33"
 _MAX_WEIGHTS = 0.5
 """Maximum fraction of a GPU's memory for weights; the rest is for the KV cache."""
 _POLL_SECONDS = 3.0
-_ADDRESS: Final = "serving"
-
-
-@dataclass(frozen=True)
-class SideJob:
-    """A job that accompanies a run, ready to be submitted.
-
-    Attributes:
-        plan: plan of the run, on the job's cluster and in its image.
-        path: where the script is written.
-        script: the script.
-        log: file of its output.
-        training_job: the Slurm job that it ends after; None if it depends on none.
-    """
-
-    plan: RunPlan
-    path: Path
-    script: str
-    log: Path
-    training_job: str | None = None
-
-    @property
-    def address_file(self) -> Path:
-        """Prefix of the file to which a serving job writes its address once it answers; `-JOB_ID` follows."""
-        return self.plan.layout.root / _ADDRESS
 
 
 @dataclass(frozen=True)
@@ -88,57 +63,46 @@ class ServeArgs:
 def plan_serving(
     plan: RunPlan, cluster: ClusterProfile, image: AnyImage | None, folder: Path, args: ServeArgs, ctx: Context
 ) -> SideJob:
-    """Render the script of the job that serves an export of a run.
+    """Render the script of the job that serves an export of a run: weights or adapters.
 
-    Args:
-        plan: plan of the run.
-        cluster: cluster to serve on, which shares the run's workspace.
-        image: serving image; the shipped one if null. Unused if the cluster has no containers.
-        folder: the export: weights or adapters.
-        args: the command's arguments.
-        ctx: where images are defined.
-
-    Raises:
-        PrerequisiteError: the cluster does not use Slurm.
-        ConfigError: the model can't be served with these arguments, or the image is not for serving.
-        NotFoundError: the image is not defined, or not imported.
+    The cluster shares the run's workspace. Without an image, the shipped one serves; a cluster without containers uses
+    none.
     """
     plan = replace(plan, cluster=cluster)
     _check_on_slurm(plan, "ftkit serve", "choose a Slurm cluster with --cluster; here: vllm serve FOLDER")
     if cluster.runtime != "none":
-        plan = replace(plan, **_image(plan, image or NamedImage(SERVING_IMAGE), ctx))
+        plan = _with_image(plan, image or NamedImage(SERVING_IMAGE), ctx)
     num_gpus = args.num_gpus or _choose_gpus(plan, cluster)
+    heads = plan.recipe.model.architecture.num_attention_heads
     if num_gpus > cluster.gpus_per_node:
         what = f"{plural(num_gpus, 'GPU')} requested, a node of '{cluster.name}' has {cluster.gpus_per_node}."
         raise ConfigError([Problem("command line", "--gpus", what, "Use fewer: a model is served on one node.")])
-    heads = plan.recipe.model.architecture.num_attention_heads
     if heads % num_gpus:
         what = f"the model's {heads} attention heads can't be divided among {num_gpus} GPUs."
         raise ConfigError([Problem("command line", "--gpus", what, "Use a divisor.")])
+    path, log = plan.layout.serving_script, plan.layout.logs / "serving.log"
+    job = SideJob("serve", plan, num_gpus, path, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
     words = [*serve_command(folder, plan, num_gpus), *args.words]
-    log = plan.layout.logs / "serving.log"
-    options = SideJobOptions("serve", num_gpus, log, args.time_limit, (str(folder),), ("VLLM_API_KEY",))
-    values = {"words": words, "port": args.port, "address_file": plan.layout.root / _ADDRESS}
-    script = render_side_job("serve.sbatch.j2", plan, options, ctx.project, **values)
-    return SideJob(plan, plan.layout.serving_script, script, log)
+    return render_side_job(job, ctx.project, words=words, port=args.port)
 
 
-def _image(plan: RunPlan, image: AnyImage, ctx: Context) -> dict[str, Any]:
-    """Return the plan's fields about its image, for the serving image."""
-    if isinstance(image, NamedImage):
-        spec = load_image(image.reference, ctx)
-        if spec.purpose != "serving":
-            fix = f"Use {SERVING_IMAGE}, or another image with purpose 'serving'."
-            raise ConfigError([Problem("command line", "--image", f"{spec.reference} is a training image.", fix)])
-        link = Workspace(plan.workspace).image_file(image, plan.cluster.image_format)
-        if not link.exists():
-            raise NotFoundError(
-                f"the image {spec.reference} is not imported: there is no {link}",
-                fix=f"ftkit build {spec.reference} --push, where docker is; then here: ftkit import {spec.reference}",
-            )
-        found = resolve_image_link(replace(plan, image=image.reference, container_image=str(link)))
-        return {"image": image.reference, "container_image": found.container_image}
-    return {"image": str(image), "container_image": str(image.path if isinstance(image, ImageFile) else image)}
+def _with_image(plan: RunPlan, image: AnyImage, ctx: Context) -> RunPlan:
+    """Return the plan with the serving image."""
+    if not isinstance(image, NamedImage):
+        return replace(
+            plan, image=str(image), container_image=str(image.path if isinstance(image, ImageFile) else image)
+        )
+    spec = load_image(image.reference, ctx)
+    if spec.purpose != "serving":
+        fix = f"Use {SERVING_IMAGE}, or another image with purpose 'serving'."
+        raise ConfigError([Problem("command line", "--image", f"{spec.reference} is a training image.", fix)])
+    link = Workspace(plan.workspace).image_file(image, plan.cluster.image_format)
+    if not link.exists():
+        raise NotFoundError(
+            f"the image {spec.reference} is not imported: there is no {link}",
+            fix=f"ftkit build {spec.reference} --push, where docker is; then here: ftkit import {spec.reference}",
+        )
+    return resolve_image_link(replace(plan, image=image.reference, container_image=str(link)))
 
 
 def _choose_gpus(plan: RunPlan, cluster: ClusterProfile) -> int:
@@ -155,23 +119,21 @@ def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
     """Return the command line of vLLM's server for an export, without the port.
 
     Adapters are served by their run's name, on their base model. Tokenizer, chat template and end tokens are those of
-    the export: vLLM would take them from the base.
-
-    Raises:
-        ConfigError: vLLM can't serve adapters of this kind.
+    the export: vLLM would take them from the base. Raises `ConfigError` if vLLM can't serve adapters of this kind.
     """
-    adapter = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any])
+    adapter = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, object])
     shared = ["--host", "0.0.0.0", "--tensor-parallel-size", str(num_gpus)]  # noqa: S104 - other machines must reach it
     if adapter is None:
         return ["vllm", "serve", str(folder), "--served-model-name", plan.name, *shared]
     model, rank = plan.recipe.model, adapter.get("r")
     fits = [each for each in VLLM_LORA_RANKS if isinstance(rank, int) and each >= rank]
     if adapter.get("use_dora") or not fits or model.weights == "random":
-        raise ConfigError(
-            [Problem("", f"{folder / ADAPTER_CONFIG}", "vLLM does not serve these adapters: it takes LoRA without "
-                     f"DoRA, of rank up to {VLLM_LORA_RANKS[-1]}, on a base model in files.",
-                     f"Merge them: ftkit export {plan.id} --merge, then serve that run again.")]
-        )  # fmt: skip
+        what = (
+            "vLLM does not serve these adapters: it takes LoRA without DoRA, of rank up to "
+            f"{VLLM_LORA_RANKS[-1]}, on a base model in files."
+        )
+        fix = f"Merge them: ftkit export {plan.id} --merge, then serve that run again."
+        raise ConfigError([Problem("", f"{folder / ADAPTER_CONFIG}", what, fix)])
     revision = ["--revision", model.revision] if model.revision else []
     return [
         "vllm", "serve", model.weights, *revision, "--served-model-name", f"{plan.name}-base", *shared,
@@ -182,19 +144,14 @@ def serve_command(folder: Path, plan: RunPlan, num_gpus: int) -> list[str]:
 
 
 def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) -> str:
-    """Wait until the server answers; return its address.
-
-    Raises:
-        RunFailedError: the job ended first.
-        SubmitError: Slurm can't be queried.
-    """
-    file = job.address_file.with_name(f"{job.address_file.name}-{job_id}")
+    """Wait until the server answers; return its address."""
+    prefix = job.address_file
     submission = Submission(scheduler="slurm", job_id=job_id, submitted=time.time(), host=socket.gethostname())
     run = SubmittedRun(job.plan.layout, submission)
     shown = ""
     while True:
         try:
-            return read_small(file).decode().strip()
+            return read_small(prefix.with_name(f"{prefix.name}-{job_id}")).decode().strip()
         except OSError:
             pass
         seen = observe_jobs([run]).get(run.id)
@@ -212,7 +169,7 @@ def wait_for_server(job: SideJob, job_id: str, report: Callable[[str], None]) ->
 
 def _last_line(log: Path) -> str:
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return "(the log does not exist)"
     return next((line for line in reversed(lines) if line.strip()), "(the log is empty)")
@@ -234,36 +191,21 @@ def plan_evaluation(
 ) -> SideJob:
     """Render the script of the job that evaluates a run's checkpoints.
 
-    Args:
-        plan: plan of the run.
-        settings: settings of the evaluation, as JSON (`ftkit.evaluate.measure.MeasureSettings`).
-        num_gpus: GPUs of one node; on CPUs, processes.
-        time_limit: Slurm's time limit; the profile's if null.
-        file: rows to evaluate on; the validation split if null.
-        project: folder whose `sbatch/` overrides parts of the script; only shipped parts if null.
-
-    Raises:
-        PrerequisiteError: the run is not on a Slurm cluster.
-        ConfigError: a value can't be expressed for Slurm, pyxis or bash.
+    `settings` are those of the evaluation, as JSON (`ftkit.evaluate.scoring.MeasureSettings`). It evaluates on the rows
+    of `file`; on the validation split if null.
     """
     _check_on_slurm(plan, "--as-job", "omit --as-job to evaluate the checkpoint here")
-    submission = read_submission(plan.layout)
-    is_over = submission is None or observe(SubmittedRun(plan.layout, submission)).is_final
-    log = plan.layout.logs / "evaluation.log"
-    mounts = () if file is None else (str(file.parent),)
-    options = SideJobOptions("evaluate", num_gpus, log, time_limit, mounts)
+    layout, submission = plan.layout, read_submission(plan.layout)
+    is_over = submission is None or observe(SubmittedRun(layout, submission)).is_final
     training_job = None if submission is None or is_over else submission.job_id
-    values = {"training_job": training_job, "settings": settings}
-    script = render_side_job("evaluate.sbatch.j2", plan, options, project, **values)
-    return SideJob(plan, plan.layout.evaluation_script, script, log, training_job)
+    mounts = () if file is None else (str(file.parent),)
+    log = layout.logs / "evaluation.log"
+    path = layout.evaluation_script
+    job = SideJob("evaluate", plan, num_gpus, path, log, time_limit, mounts, training_job=training_job)
+    return render_side_job(job, project, settings=settings)
 
 
 def _check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
-    """Check that a run is on a Slurm cluster.
-
-    Raises:
-        PrerequisiteError: it is not.
-    """
     if plan.cluster.scheduler != "slurm":
         raise PrerequisiteError(
             f"{option} submits a job to Slurm, but {plan.id} is a run on cluster '{plan.cluster.name}'",
@@ -273,12 +215,7 @@ def _check_on_slurm(plan: RunPlan, option: str, fix: str) -> None:
 
 
 def submit(job: SideJob, environment: Mapping[str, str]) -> str:
-    """Write the script into the run's folder and submit it; return the job's id.
-
-    Raises:
-        SubmitError: Slurm refused it.
-        PrerequisiteError: the run's folder or Slurm can't be used.
-    """
+    """Write the script into the run's folder and submit it; return the job's id."""
     try:
         job.plan.layout.logs.mkdir(exist_ok=True)
         write_file(job.path, job.script.encode())
@@ -307,16 +244,12 @@ class NodeResult:
     problem: str
 
 
-def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[str, str]) -> list[NodeResult]:
-    """Wait for these nodes, or for any if `hosts` is empty; run the checks on them, and read the results.
-
-    Raises:
-        SubmitError: Slurm refused the job.
-        PrerequisiteError: salloc is not on this machine.
-        UnfitMachineError: the script itself failed.
-    """
+def check_nodes(
+    checks: NodeChecks, hosts: Sequence[str], environment: Mapping[str, str], project: Path | None = None
+) -> list[NodeResult]:
+    """Wait for these nodes, or for any if `hosts` is empty; run the checks on them, and read the results."""
     script = checks.folder / "checks.sh"
-    script.write_text(render_checks(checks), encoding="utf-8")
+    script.write_text(render_checks(checks, project), encoding="utf-8")
     (checks.folder / "marker").touch()
     done = process.run_stoppable(
         [*salloc_command(checks, hosts), "bash", str(script)],
@@ -329,10 +262,8 @@ def check_nodes(checks: NodeChecks, hosts: Sequence[str], environment: Mapping[s
             raise explain_refusal(done.stderr)
         raise UnfitMachineError(f"the checks did not run: {one_line(clean_stderr(done.stderr)[-200:])}")
     problems = dict(line.split("\t", 1) for line in verdicts.read_text(encoding="utf-8").splitlines())
-    return [
-        NodeResult(path.stem, _report(path), problems.get(path.stem, ""))
-        for path in sorted(checks.folder.glob("*.out"))
-    ]
+    outputs = sorted(checks.folder.glob("*.out"))
+    return [NodeResult(path.stem, _report(path), problems.get(path.stem, "")) for path in outputs]
 
 
 def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
@@ -343,24 +274,23 @@ def salloc_command(checks: NodeChecks, hosts: Sequence[str]) -> list[str]:
     gpus = {"gpus-per-node": "--gpus-per-node=", "gres": "--gres=gpu:"}.get(cluster.gpu_request)
     if gpus:
         command.append(f"{gpus}{place.processes_per_node}")
-    if cluster.cpus_per_node:
-        command.append(f"--cpus-per-task={cluster.cpus_per_node}")
     if cluster.exclusive:
         command += ["--exclusive", "--mem=0"]
-    if hosts:
-        command.append(f"--nodelist={','.join(hosts)}")
-    for option in ("partition", "account", "qos", "reservation"):
-        value = getattr(cluster, option)
-        if value:
-            command.append(f"--{option}={value}")
-    return command
+    options = {
+        "cpus-per-task": cluster.cpus_per_node,
+        "nodelist": ",".join(hosts),
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "reservation": cluster.reservation,
+    }
+    return command + [f"--{option}={value}" for option, value in options.items() if value]
 
 
 def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
     """Return the idle nodes of the profile's partition, and how many others there are.
 
-    Raises:
-        PrerequisiteError: Slurm can't be queried.
+    Raises `PrerequisiteError` if Slurm can't be queried.
     """
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     done = process.run(["sinfo", "--noheader", "--Node", "--format=%N %t", *partition])
@@ -372,21 +302,19 @@ def idle_nodes(cluster: ClusterProfile) -> tuple[list[str], int]:
 
 
 def _report(path: Path) -> dict[str, Any] | None:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(_REPORT):
-            try:
-                return parse_json(line.removeprefix(_REPORT).encode(), dict[str, Any])
-            except InvalidJsonError:
-                return None
-    return None
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = [line.removeprefix(_REPORT) for line in lines if line.startswith(_REPORT)]
+    try:
+        return parse_json(found[0], dict[str, Any]) if found else None
+    except InvalidJsonError:
+        return None
 
 
 @contextmanager
 def checks_folder(workspace: Path) -> Iterator[Path]:
     """Yield a temporary folder in the workspace, which the nodes share.
 
-    Raises:
-        PrerequisiteError: the workspace can't be written to.
+    Raises `PrerequisiteError` if the workspace can't be written to.
     """
     try:
         workspace.mkdir(parents=True, exist_ok=True)

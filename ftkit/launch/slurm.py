@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -52,24 +53,32 @@ def clean_stderr(stderr: str) -> str:
 def observe(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
     """Return the states of runs. squeue is queried first: it lists a requeued job, while sacct may report it as ended.
 
-    Raises:
-        NoAnswerError: squeue does not respond.
+    sacct fails on clusters without accounting; then the runs' own files decide. Raises `NoAnswerError` if squeue does
+    not respond.
     """
     states: dict[str, Job] = {}
     for first in range(0, len(runs), _IDS_IN_A_QUERY):
         some = runs[first : first + _IDS_IN_A_QUERY]
-        states |= _observe_by_squeue(some)
-        rest = [run for run in some if run.id not in states]
-        if rest:
-            states |= _observe_by_sacct(rest)
+        command = ["squeue", "--noheader", "--states=all", f"--format={_SQUEUE_FORMAT}", _jobs(some)]
+        answer = ask(command, os.environ)
+        if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
+            raise _no_states(answer.stderr)
+        states |= read_squeue(answer.stdout, some)
+        if rest := [run for run in some if run.id not in states]:
+            with suppress(PrerequisiteError, process.ProgramTimeoutError):
+                answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", _jobs(rest)], os.environ)
+                states |= read_sacct(answer.stdout, rest) if answer.returncode == 0 else {}
     return states
+
+
+def _jobs(runs: Sequence[SubmittedRun]) -> str:
+    return f"--jobs={','.join(run.job_id for run in runs)}"
 
 
 def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
     """Return this user's pending or running job of a run's script; None if there is none.
 
-    Raises:
-        FtkitError: Slurm did not respond.
+    Raises `FtkitError` if Slurm did not respond.
     """
     states = "--states=CONFIGURING,PENDING,RUNNING,SUSPENDED"
     words = ["squeue", "--noheader", states, f"--user={os.getuid()}", "--format=%A|%o"]
@@ -78,17 +87,8 @@ def find_job(layout: RunLayout, environment: Mapping[str, str]) -> str | None:
         raise _no_states(answer.stderr)
     jobs = [line.partition("|")[::2] for line in answer.stdout.splitlines()]
     suffix = f"/{layout.root.name}/{layout.script.name}"
-    return max(
-        (job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)), key=int, default=None
-    )
-
-
-def _observe_by_squeue(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    jobs = ",".join(run.job_id for run in runs)
-    answer = ask(["squeue", "--noheader", "--states=all", f"--format={_SQUEUE_FORMAT}", f"--jobs={jobs}"], os.environ)
-    if answer.returncode != 0 and not re.search("invalid job id", answer.stderr, re.IGNORECASE):
-        raise _no_states(answer.stderr)
-    return read_squeue(answer.stdout, runs)
+    found = [job for job, script in jobs if job.isdigit() and script.strip().endswith(suffix)]
+    return max(found, key=int, default=None)
 
 
 def _no_states(stderr: str) -> NoAnswerError:
@@ -99,40 +99,17 @@ def _no_states(stderr: str) -> NoAnswerError:
     )
 
 
-def _observe_by_sacct(runs: Sequence[SubmittedRun]) -> dict[str, Job]:
-    """Query sacct. It fails on clusters without accounting; then the runs' own files decide."""
-    jobs = ",".join(run.job_id for run in runs)
-    try:
-        answer = ask(["sacct", "-P", "-X", "-n", f"--format={_SACCT_FIELDS}", f"--jobs={jobs}"], os.environ)
-    except (PrerequisiteError, process.ProgramTimeoutError):
-        return {}
-    return read_sacct(answer.stdout, runs) if answer.returncode == 0 else {}
-
-
 # --- Their output -----------------------------------------------------------------------------
 
 # The folder comes last, because only it may contain the separator.
 _SQUEUE_FORMAT = "%A|%T|%r|%S|%e|%N|%Z"
 _SACCT_FIELDS = "JobIDRaw,State,Start,End,NodeList,ExitCode,WorkDir"
 
-_ACTIVE = {
-    "COMPLETING": RunState.RUNNING,
-    "CONFIGURING": RunState.PENDING,
-    "EXPEDITING": RunState.PENDING,
-    "PENDING": RunState.PENDING,
-    "POWER_UP_NODE": RunState.PENDING,
-    "REQUEUED": RunState.PENDING,
-    "REQUEUE_FED": RunState.PENDING,
-    "REQUEUE_HOLD": RunState.PENDING,
-    "RESIZING": RunState.RUNNING,
-    "RESV_DEL_HOLD": RunState.PENDING,
-    "RUNNING": RunState.RUNNING,
-    "SIGNALING": RunState.RUNNING,
-    "SPECIAL_EXIT": RunState.PENDING,
-    "STAGE_OUT": RunState.RUNNING,
-    "STOPPED": RunState.RUNNING,
-    "SUSPENDED": RunState.RUNNING,
-}
+_PENDING = {
+    "CONFIGURING", "EXPEDITING", "PENDING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+}  # fmt: skip
+_RUNNING = {"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 _FINAL = {
     "BOOT_FAIL": RunState.NODE_FAILURE,
     "CANCELLED": RunState.CANCELED,
@@ -150,26 +127,21 @@ _FINAL = {
 _REASONS = {
     "BadConstraints": "no node has what it requests: it will never start",
     "BeginTime": "its start is delayed; after a requeue Slurm waits about two minutes",
-    "Cleaning": "its former nodes still end what it ran",
+    "Dependency": "it waits for {other}",
+    "DependencyNeverSatisfied": "{other} failed: it will never start",
     "InvalidAccount": "its account may no longer be used: it will never start",
     "InvalidQOS": "its quality of service may no longer be used: it will never start",
     "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held; to release it: scontrol release {job}",
     "JobHoldMaxRequeue": "it was requeued too often, and is held; to release it: scontrol release {job}",
-    "Licenses": "it waits for a license",
-    "NodeDown": "a node that it needs is down",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         "its nodes are down or reserved"
     ),
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition starts no jobs at present",
     "PartitionNodeLimit": "more nodes than the partition allows: it will never start",
     "PartitionTimeLimit": "a longer time limit than the partition allows: it will never start",
     "Priority": "other jobs are ahead of it",
-    "Prolog": "its nodes run the site's preparations",
     "ReqNodeNotAvail": "its nodes are down or reserved",
     "Reservation": "its reservation has not begun, or is full",
-    "ReservationDeleted": "its reservation no longer exists: it will never start",
     "Resources": "it waits for free nodes",
     "job_requeued_in_held_state": "it was requeued and is held; to release it: scontrol release {job}",
     "launch_failed_requeued_held": (
@@ -178,7 +150,6 @@ _REASONS = {
 }
 _LIMIT = re.compile("(?:Assoc|QOS)(?:Grp|Max|Min)|Max[A-Z]+Per")
 """Reasons like QOSMaxGRESPerUser and AssocGrpCpuLimit, of which Slurm has more than a hundred."""
-_OVER_LIMIT = "a limit of your account or its quality of service"
 
 
 def read_squeue(text: str, runs: Sequence[SubmittedRun]) -> dict[str, Job]:
@@ -221,17 +192,21 @@ def _rows(text: str, num_fields: int, runs: Sequence[SubmittedRun]) -> Iterator[
 
 def _read_job(run: SubmittedRun, state: str, start: str, end: str, nodes: str) -> Job | None:
     word = _word(state)
-    known = _ACTIVE.get(word) or _FINAL.get(word)
-    if known is None:
+    if word in _PENDING:
+        known = RunState.PENDING
+    elif word in _RUNNING:
+        known = RunState.RUNNING
+    elif word in _FINAL:
+        known = _FINAL[word]
+    else:
         return None
-    is_final = word in _FINAL
     return Job(
         run.job_id,
         known,
-        is_final=is_final,
+        is_final=word in _FINAL,
         nodes="" if nodes in ("None assigned", "(null)") else nodes,
-        started=_time(start),
-        ended=_time(end) if is_final else None,
+        started=float(start) if start.isdigit() else None,
+        ended=float(end) if end.isdigit() and word in _FINAL else None,
     )
 
 
@@ -253,21 +228,12 @@ def _explain(state: str, reason: str, submission: Submission) -> str:
     code = code.replace(" ", "_")
     if code in ("", "None", "null", "NonZeroExitCode") or word == "CANCELLED":  # then it is why the job was pending
         return ""
-    meaning = _waits_for(code, submission) or _REASONS.get(code, _OVER_LIMIT if _LIMIT.match(code) else None)
+    meaning = _REASONS.get(code, "a limit of your account or its quality of service" if _LIMIT.match(code) else None)
     if meaning is None:
         return printed
-    return meaning.format(job=submission.job_id) if "," in code else f"{code}: {meaning.format(job=submission.job_id)}"
-
-
-def _waits_for(code: str, submission: Submission) -> str | None:
-    job = "the job that prepares its data and weights" if submission.preparation_job_id else "a job that it waits for"
-    if code == "Dependency":
-        return f"it waits for {job if submission.preparation_job_id else 'another job'}"
-    return f"{job} failed: it will never start" if code == "DependencyNeverSatisfied" else None
-
-
-def _time(text: str) -> float | None:
-    return float(text) if text.isdigit() else None
+    other = "the job that prepares its data and weights" if submission.preparation_job_id else "another job"
+    meaning = meaning.format(job=submission.job_id, other=other)
+    return meaning if "," in code else f"{code}: {meaning}"
 
 
 def _exit_code(text: str) -> int | None:

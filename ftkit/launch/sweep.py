@@ -7,7 +7,7 @@ as a whole is one value: commas in lists, mappings, quotes and texts don't split
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from ftkit.config.load import read_recipe
@@ -40,9 +40,7 @@ class Trial:
 def expand(args: RunArgs, ctx: Context) -> list[Trial]:
     """Return the runs of a command line, in the order of its values: the last key changes fastest.
 
-    Raises:
-        ConfigError: there are too many, or a key is given twice with different values.
-        NotFoundError: the recipe, or the image that sets it, does not exist.
+    Raises `ConfigError` if there are too many, or two are the same; `NotFoundError` as `recipe_name` does.
     """
     axes = [(override, _alternatives(override, args, ctx)) for override in args.overrides]
     clusters = (args.cluster or "").split(",")
@@ -56,26 +54,33 @@ def expand(args: RunArgs, ctx: Context) -> list[Trial]:
                 key, _, value = override.partition("=")
                 values[key] = value
         trials.append(Trial(replace(args, overrides=tuple(overrides), cluster=cluster or None), values))
-    _check(trials)
+    problems = []
+    if len(trials) > MAX_RUNS:
+        problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Use fewer."))
+    for former, trial in pairwise(sorted(trials, key=_format_values)):
+        if former.values == trial.values:
+            problems.append(Problem("", _format_values(trial), "is given twice.", "Give each value once."))
+            break
+    if problems:
+        raise ConfigError(problems)
     return trials
 
 
-def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
-    """Plan all runs of a sweep.
+def _format_values(trial: Trial) -> str:
+    return ", ".join(f"{key}={value}" for key, value in trial.values.items())
 
-    Raises:
-        ConfigError: with the problems of all impossible runs.
-        NotFoundError: a selected recipe, cluster, image, or file does not exist.
-    """
+
+def plan_sweep(trials: Sequence[Trial], ctx: Context) -> list[RunPlan]:
+    """Plan all runs of a sweep. Raises as `resolve` does, with the problems of all impossible runs."""
     plans: list[RunPlan] = []
     problems: list[Problem] = []
     for number, trial in enumerate(trials, start=1):
         try:
             plan = resolve(trial.args, ctx)
         except ConfigError as error:
-            shown = ", ".join(f"{key}={value}" for key, value in trial.values.items())
-            problems += [replace(each, where=f"{shown}: {each.where}" if each.where else shown)
-                         for each in error.problems]  # fmt: skip
+            for each in error.problems:
+                where = [_format_values(trial)] + [each.where] * bool(each.where)
+                problems.append(replace(each, where=": ".join(where)))
             continue
         base, _, stamp = plan.id.rpartition("-")[0].rpartition("-")
         sweep = plans[0].sweep if plans and plans[0].sweep else SweepPlan(f"{base}-{stamp}", plan.name, {})
@@ -142,18 +147,3 @@ def split(text: str) -> list[str]:
             continue
         parts[-1] += char
     return parts
-
-
-def _check(trials: Sequence[Trial]) -> None:
-    problems = []
-    if len(trials) > MAX_RUNS:
-        problems.append(Problem("", "", f"the values make {len(trials)} runs, more than {MAX_RUNS}.", "Use fewer."))
-    seen: list[dict[str, str]] = []
-    for trial in trials:
-        if trial.values in seen:
-            shown = ", ".join(f"{key}={value}" for key, value in trial.values.items())
-            problems.append(Problem("", shown, "is given twice.", "Give each value once."))
-            break
-        seen.append(trial.values)
-    if problems:
-        raise ConfigError(problems)

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import traceback
-from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import BaseLoader, BytecodeCache, Environment, StrictUndefined, TemplateNotFound, nodes
+from jinja2 import BaseLoader, Environment, StrictUndefined, TemplateNotFound
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ftkit import assets
-from ftkit.config.context import cache_folder
 from ftkit.errors import ConfigError, Problem, one_line
-from ftkit.files import read_small, write_file
+from ftkit.files import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from jinja2.bccache import Bucket
+    from collections.abc import Callable
 
 
 OVERRIDDEN_PARTS: Final = "overridden_parts"
@@ -35,36 +32,24 @@ OVERRIDDEN_PARTS: Final = "overridden_parts"
 
 
 def fill(template: str, project: Path | None, /, **values: object) -> str:
-    """Fill in a template.
+    """Fill in a template; a project's `sbatch/` overrides parts of it, only shipped ones are used if it is null.
 
-    Args:
-        template: name of the template.
-        project: folder whose `sbatch/` overrides templates; only shipped ones if null.
-        values: the template's variables.
-
-    Raises:
-        ConfigError: a value can't be expressed for Slurm or bash, or there is an error in a project's own part. Errors
-            in shipped templates are bugs, and raised unchanged.
+    Raises `ConfigError` if a value can't be expressed for Slurm or bash, or there is an error in a project's own part.
+    Errors in shipped templates are bugs, and raised unchanged.
     """
     try:
         return _environment(project).get_template(template).render(values)
     except (TemplateError, TypeError) as error:
-        if project is None or not (overrides := find_overrides(project)):
+        if project is None:
             raise
-        name, line, is_ours = ", ".join(overrides), None, True
-        own = {str(project / "sbatch" / each): each for each in overrides}
-        for frame in traceback.extract_tb(error.__traceback__):  # the last part is the innermost one
-            if frame.filename in own:
-                name, line, is_ours = own[frame.filename], frame.lineno, False
-            elif frame.filename == __file__:  # a filter, called by a template
-                is_ours = True
-        if isinstance(error, TypeError) and is_ours:
+        frames, folder = traceback.extract_tb(error.__traceback__), project / "sbatch"
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
+        is_of_ftkit = isinstance(error, TypeError) and "jinja2" not in frames[-1].filename
+        if not own or (is_of_ftkit and frames[-1] not in own):
             raise
-        line = getattr(error, "lineno", line)
-        name = getattr(error, "name", None) or name
         what = "uses what templates may not" if isinstance(error, SecurityError) else "can't be filled in"
         fix = f"Compare it with the shipped part in {assets.JOB_TEMPLATES}, or remove it."
-        where = f"sbatch/{name}{f', line {line}' if line else ''}"
+        where = f"sbatch/{Path(own[-1].filename).relative_to(folder)}, line {own[-1].lineno}"
         raise ConfigError([Problem("", where, f"{what}: {one_line(error)}.", fix)]) from error
 
 
@@ -72,7 +57,6 @@ def fill(template: str, project: Path | None, /, **values: object) -> str:
 def _environment(project: Path | None) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         loader=_PartLoader(project),
-        bytecode_cache=_CompiledTemplates(cache_folder(os.environ) / "templates"),
         undefined=StrictUndefined,
         finalize=_refuse_unfiltered,
         autoescape=False,
@@ -110,8 +94,7 @@ def quote_word(value: object) -> str:
 def quote_directive(value: object) -> str:
     """Quote a value for an #SBATCH line, which sbatch parses by its own rules.
 
-    Old and new releases agree on double quotes, in which a backslash makes the next character an ordinary one;
-    `#` would begin a comment even there.
+    All releases accept double quotes with backslash escapes; `#` begins a comment even there.
     """
     text = str(value)
     if any(ord(character) < ord(" ") or character == "\x7f" for character in text):
@@ -147,36 +130,13 @@ def _refuse_unfiltered(value: object) -> str:
     return value
 
 
-class _CompiledTemplates(BytecodeCache):
-    """Caches the bytecode of templates in the user's cache folder, because compiling takes a tenth of a second.
-
-    Jinja compares the digest of a template's source, and compiles the template again if it differs. Without a writable
-    folder, templates are compiled each time.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        """Read a template's bytecode, if it is cached."""
-        with suppress(OSError):
-            bucket.bytecode_from_string((self._folder / bucket.key).read_bytes())
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        """Write a template's bytecode."""
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / bucket.key, bucket.bytecode_to_string())
-
-
 # --- A project's own parts -----------------------------------------------------------------------
 
 
 def find_overrides(project: Path) -> dict[str, str]:
     """Return the shipped templates that a project overrides, such as `parts/run.sh.j2`, with the override's SHA-256.
 
-    Raises:
-        ConfigError: a part can't be read.
+    Raises `ConfigError` if a part can't be read.
     """
     names = sorted(str(path.relative_to(assets.JOB_TEMPLATES)) for path in assets.JOB_TEMPLATES.rglob("*.j2"))
     found = {name: _override(project, name) for name in names}
@@ -198,12 +158,10 @@ class _PartLoader(BaseLoader):
     def __init__(self, project: Path | None) -> None:
         self._project = project
 
-    def get_source(self, environment: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+    def get_source(self, _: Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
         """Return a template's text, its path, and whether that text is still current.
 
-        Raises:
-            ConfigError: the project's part can't be read, or lacks a placeholder that the shipped part always fills in.
-            TemplateNotFound: there is no template of that name.
+        Raises `ConfigError` if the project's part can't be read, or lacks a placeholder of the shipped part.
         """
         shipped = assets.JOB_TEMPLATES / template
         if ".." in template or not shipped.is_file():
@@ -213,7 +171,10 @@ class _PartLoader(BaseLoader):
         if path is None:
             return text, str(shipped), lambda: _override(self._project, template) is None
         own = _read(path)
-        _check_placeholders(environment, template, own, text)
+        if lost := sorted(_placeholders(text) - _placeholders(own)):
+            what = f"lacks placeholders of the part it overrides: {', '.join(lost)}."
+            fix = "Copy the lines that have them from the shipped part, or remove the file."
+            raise ConfigError([Problem("", f"sbatch/{template}", what, fix)])
         return own, str(path), lambda: False
 
 
@@ -224,39 +185,13 @@ def _read(path: Path) -> str:
         raise ConfigError([Problem("", str(path), f"can't be read: {one_line(error)}.")]) from error
 
 
-def _check_placeholders(environment: Environment, template: str, own: str, shipped: str) -> None:
-    needed = set(_placeholders(environment.parse(shipped)))
-    left = set(_placeholders(environment.parse(own, template)))
-    if lost := sorted(needed - left):
-        what = f"lacks placeholders of the part it overrides: {', '.join(lost)}."
-        fix = "Copy the lines that have them from the shipped part, or remove the file."
-        raise ConfigError([Problem("", f"sbatch/{template}", what, fix)])
+def _placeholders(template: str) -> set[str]:
+    """Return the dotted names that a template fills in, and the parts that it includes.
 
-
-def _placeholders(node: nodes.Node) -> Iterator[str]:
-    """Yield the dotted names that a template fills in, and the parts that it includes.
-
-    Names in conditions are omitted, and what is filled in only if it is set: a site without accounts needs no account.
+    Names that occur in a condition are optional: a site without accounts needs no account.
     """
-    if isinstance(node, nodes.If):
-        optional = set(_placeholders(node.test))
-        for child in (*node.body, *node.elif_, *node.else_):
-            yield from (name for name in _placeholders(child) if name not in optional)
-        return
-    if isinstance(node, nodes.Include) and isinstance(node.template, nodes.Const):
-        yield f"include {node.template.value}"
-    name = _dotted(node)
-    if "." in name:
-        yield name
-        return
-    for child in node.iter_child_nodes():
-        yield from _placeholders(child)
-
-
-def _dotted(node: nodes.Node) -> str:
-    if isinstance(node, nodes.Name):
-        return node.name
-    if isinstance(node, nodes.Getattr):
-        base = _dotted(node.node)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    filled, conditions = (
+        {name for text in re.findall(pattern, template) for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)}
+        for pattern in (r"{{(.*?)}}", r"{%-? *(?:el)?if (.*?)%}")
+    )
+    return filled - conditions | set(re.findall(r'{%-? *include "(.*?)"', template))

@@ -41,64 +41,53 @@ _INIT_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mini_ca
 
 @dataclass(frozen=True)
 class Continued:
-    """The model of a recipe that continues from a trained one.
-
-    Attributes:
-        model: the model to load, in the form of a recipe's `model`.
-        adapter: folder of the adapters on it; None without adapters.
-        trained: run and step of the trained weights.
-        plan: the model in the plan of an earlier run, if its checkpoint is not exported yet.
-    """
+    """The model of a recipe that continues from a trained one."""
 
     model: ModelSpec
+    """The model to load, in the form of a recipe's `model`."""
     adapter: str | None = None
+    """Folder of the adapters on it."""
     trained: TrainedWeights | None = None
+    """Run and step of the trained weights."""
     plan: ModelPlan | None = None
+    """The model in the plan of an earlier run, if its checkpoint is not exported yet."""
 
 
 def continue_run(model: ModelSpec, workspace: Workspace) -> Continued:
     """Resolve `run:NAME` or `run:NAME@STEP`.
 
     A checkpoint is exported when the data is prepared, into a folder with its digest in the name.
-
-    Raises:
-        ConfigError: the recipe changes a model that is not exported yet.
-        NotFoundError: there is no such run, or it has no export, or no such checkpoint.
-        PlanError: the run's plan can't be read.
     """
     name, _, wanted = model.weights.removeprefix(RUN).partition("@")
-    run = find_run(name, workspace)
-    base = read_plan(run.layout).recipe
-    trained = _export_of(run.layout) if not wanted else _checkpoint_of(run.layout, wanted)
-    folder = Path(trained.folder)
-    recorded = trained if trained.sha256 else None
+    layout = find_run(name, workspace).layout
+    base = read_plan(layout).recipe
+    trained = _checkpoint_of(layout, wanted) if wanted else _export_of(layout)
     if base.training.adapters is not None:
-        return Continued(_on_base(model, base.model, folder), str(folder), recorded)
-    whole = model.model_copy(update={"weights": str(folder)})
-    plan = None if folder.is_dir() else _plan_of_export(model, base.model, trained)
-    return Continued(whole, None, recorded, plan)
+        return Continued(_on_base(model, base.model, trained.folder), trained.folder, trained)
+    plan = None if Path(trained.folder).is_dir() else _plan_of_export(model, base.model, trained)
+    return Continued(model.model_copy(update={"weights": trained.folder}), None, trained, plan)
 
 
 def _export_of(layout: RunLayout) -> TrainedWeights:
-    export = layout.export
+    export, name = layout.export, layout.root.name
     if not export.is_dir():
-        steps = ", ".join(str(step) for step, _ in layout.list_checkpoints())
+        fix = f"see its progress: ftkit status {name}; to finish it: ftkit resume {name}"
+        if steps := ", ".join(str(step) for step, _ in layout.list_checkpoints()):
+            fix = f"train on one of its checkpoints (steps {steps}): run:{name}@last"
         raise NotFoundError(
-            f"model.weights: run {layout.root.name} has no export",
+            f"model.weights: run {name} has no export",
             meaning="a run exports its model after the last step: this run has not finished, or it failed",
-            fix=f"train on one of its checkpoints (steps {steps}): run:{layout.root.name}@last"
-            if steps
-            else f"see its progress: ftkit status {layout.root.name}; to finish it: ftkit resume {layout.root.name}",
+            fix=fix,
         )
     step = (read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}).get("step")
     if not isinstance(step, int):
         raise NotFoundError(
             f"model.weights: {export} has no {EXPORT_RECORD}",
             meaning="the file was deleted or changed, or ftkit did not export this folder",
-            fix=f"export the run again: ftkit export {layout.root.name}",
+            fix=f"export the run again: ftkit export {name}",
         )
     digest = _sha256(export / EXPORT_RECORD)
-    return TrainedWeights(run=layout.root.name, step=step, sha256=digest, folder=str(export))
+    return TrainedWeights(run=name, step=step, sha256=digest, folder=str(export))
 
 
 def _checkpoint_of(layout: RunLayout, wanted: str) -> TrainedWeights:
@@ -120,18 +109,17 @@ def _sha256(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _on_base(model: ModelSpec, base: ModelPlan, folder: Path) -> ModelSpec:
+def _on_base(model: ModelSpec, base: ModelPlan, folder: str) -> ModelSpec:
     """Return the base model of a run's adapters, with the recipe's changes."""
     if base.weights == "random":
         what = "these are adapters on random weights, which exist only in that run."
-        raise ConfigError(
-            [Problem("", "model.weights", what, "Continue that run itself: ftkit resume RUN training.max_steps=N.")]
-        )
+        fix = "Continue that run itself: ftkit resume RUN training.max_steps=N."
+        raise ConfigError([Problem("", "model.weights", what, fix)])
     shape = model.architecture
     if base.architecture.rope_scaling is not None and not shape.model_fields_set:
         positions = {"rope_scaling", "max_position_embeddings"}
         shape = ArchitectureFields.model_validate(base.architecture.model_dump(include=positions))
-    tokenizer = TokenizerSpec(source=str(folder)) if model.tokenizer.source == "model" else model.tokenizer
+    tokenizer = TokenizerSpec(source=folder) if model.tokenizer.source == "model" else model.tokenizer
     fields = {"weights": base.weights, "revision": base.revision, "architecture": shape, "tokenizer": tokenizer}
     return ModelSpec.model_validate(fields | {"added_tokens": model.added_tokens})
 
@@ -156,20 +144,16 @@ def _plan_of_export(model: ModelSpec, base: ModelPlan, trained: TrainedWeights) 
 def continue_adapters(model: ModelSpec) -> Continued:
     """Return the base model of a folder of peft adapters.
 
-    Raises:
-        ConfigError: they are of a kind that ftkit does not train, or their configuration lacks the base model.
-        NotFoundError: their configuration can't be read.
+    Raises `ConfigError` if they are of a kind that ftkit does not train, or their configuration lacks the base model;
+    `NotFoundError` if it can't be read.
     """
     folder = Path(model.weights)
-    stored = _read_adapter_config(folder)
-    problems = [
-        Problem(str(folder / ADAPTER_CONFIG), key, what, fix) for key, what, fix in _unsupported_options(stored)
-    ]
+    stored, where = _read_adapter_config(folder), str(folder / ADAPTER_CONFIG)
+    problems = [Problem(where, key, what, fix) for key, what, fix in _unsupported_options(stored)]
     base = stored.get("base_model_name_or_path")
     if not isinstance(base, str) or not base or base == "random":
         fix = "Set it to the hub id or the folder of the model that the adapters were trained on."
-        what = "does not specify the adapters' base model."
-        problems.append(Problem(str(folder / ADAPTER_CONFIG), "base_model_name_or_path", what, fix))
+        problems.append(Problem(where, "base_model_name_or_path", "does not specify the adapters' base model.", fix))
     if problems:
         raise ConfigError(problems)
     tokenizer = model.tokenizer
@@ -197,14 +181,6 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
     if stored.get("peft_type") != "LORA":
         yield "peft_type", f"these are adapters of kind {stored.get('peft_type')}; ftkit trains LORA.", merge
         return
-    reasons = {
-        "modules_to_save": "it trains full modules in addition to the adapters.",
-        "trainable_token_indices": "it trains rows of the embedding in addition to the adapters.",
-        "rank_pattern": "it has adapters of several ranks.",
-        "alpha_pattern": "it has adapters of several scales.",
-        "bias": "it trains biases in addition to the adapters.",
-        "lora_bias": "its adapters have biases.",
-    }
     known = {*_LORA_KEYS.values(), *_WITHOUT_EFFECT, "target_parameters"}
     if _has_joined_experts(stored):
         known |= {"rank_pattern", "alpha_pattern"}
@@ -213,7 +189,7 @@ def _unsupported_options(stored: dict[str, Any]) -> Iterator[tuple[str, str, str
             if value not in _INIT_KEEPS_BASE:
                 yield key, f"'{value}' changed the base model's weights when training began.", merge
         elif key not in known and value and value != "none":
-            yield key, reasons.get(key, f"ftkit does not train adapters with {key}."), merge
+            yield key, f"ftkit does not train adapters with {key}.", merge
 
 
 def _has_joined_experts(stored: Mapping[str, Any]) -> bool:
@@ -225,21 +201,23 @@ def _has_joined_experts(stored: Mapping[str, Any]) -> bool:
     return all(ranks[name] * alpha == alphas[name] * rank and ranks[name] % rank == 0 for name in ranks)
 
 
-def check_adapter(recipe: RecipePlan) -> None:
-    """Check that the adapters to continue from have the rank, scale and targets of the recipe's.
+def check_adapter(recipe: RecipePlan) -> list[str]:
+    """Check that the adapters to continue from have the rank, scale and targets of the recipe's; return no warnings.
 
-    Raises:
-        ConfigError: they differ.
-        NotFoundError: their configuration can't be read, or their weights are missing or incomplete.
+    Raises `ConfigError` if they differ; `NotFoundError` if their configuration can't be read, or their weights are
+    missing or incomplete.
     """
-    lora, folder = recipe.training.adapters, recipe.model.adapter
-    if folder is None or lora is None:
-        return
-    if Path(folder).is_dir():
-        there = _read_adapter_config(Path(folder))
-        check_adapters(Path(folder))
+    lora = recipe.training.adapters
+    if recipe.model.adapter is None or lora is None:
+        return []
+    folder = Path(recipe.model.adapter)
+    if folder.is_dir():
+        there = _read_adapter_config(folder)
+        check_adapters(folder)
     else:  # a checkpoint, which is exported when the data is prepared
-        there = _as_peft(read_plan(RunLayout(Path(folder).parents[1])).recipe.training.adapters)
+        trained = read_plan(RunLayout(folder.parents[1])).recipe.training.adapters
+        there = {name: getattr(trained, key) for key, name in _LORA_KEYS.items()} if trained else {}
+        there |= {"target_modules": list(trained.targets)} if trained else {}
     where, fix = str(recipe.model.source), "Set the values that the adapters were trained with."
     problems = [
         Problem(where, f"training.lora.{key}", f"{getattr(lora, key)} in the recipe, {there[name]} there.", fix)
@@ -247,23 +225,25 @@ def check_adapter(recipe: RecipePlan) -> None:
         if there.get(name) is not None and there[name] != getattr(lora, key)
     ]
     targets, own = there.get("target_modules"), {*lora.targets}
-    idle = _find_idle_targets(Path(folder), targets)
-    targets = [target for target in targets if target not in idle] if isinstance(targets, list) else targets
-    if there.get("target_parameters"):
-        parameters = [name.removesuffix(".weight") for name in there["target_parameters"]]
-        targets = [*targets, *(name.rpartition(".")[2] for name in parameters)] if isinstance(targets, list) else None
-        own = _targets_in_peft(recipe, lora)
-    if isinstance(targets, list) and {*targets} != own:
-        what = f"[{', '.join(sorted(own))}] in the recipe, [{', '.join(sorted(targets))}] there."
-        if wanted := sorted(own & idle):
-            what += (
-                f" Its target_modules list {', '.join(wanted)} too, but its file has no such adapters: peft finds "
-                "linear layers by target_modules, and stacked experts by target_parameters."
-            )
-            fix = "Set the targets that it has adapters of, or train adapters of all of them from the start."
-        problems.append(Problem(where, "training.lora.targets", what, fix))
+    idle = _find_idle_targets(folder, targets)
+    if isinstance(targets, list):
+        targets = {target for target in targets if target not in idle}
+        if there.get("target_parameters"):
+            parameters = [name.removesuffix(".weight") for name in there["target_parameters"]]
+            targets |= {name.rpartition(".")[2] for name in parameters}
+            own = _targets_in_peft(recipe, lora)
+        if targets != own:
+            what = f"[{', '.join(sorted(own))}] in the recipe, [{', '.join(sorted(targets))}] there."
+            if wanted := sorted(own & idle):
+                what += (
+                    f" Its target_modules list {', '.join(wanted)} too, but its file has no such adapters: peft finds "
+                    "linear layers by target_modules, and stacked experts by target_parameters."
+                )
+                fix = "Set the targets that it has adapters of, or train adapters of all of them from the start."
+            problems.append(Problem(where, "training.lora.targets", what, fix))
     if problems:
         raise ConfigError(problems)
+    return []
 
 
 def _find_idle_targets(folder: Path, targets: object) -> set[str]:
@@ -282,9 +262,3 @@ def _targets_in_peft(recipe: RecipePlan, lora: LoraSpec) -> set[str]:
         if matrix.num_ranks(lora.targets):
             targets = targets - ({*matrix.parts} - linears) | {matrix.name}
     return targets
-
-
-def _as_peft(lora: LoraSpec | None) -> dict[str, Any]:
-    if lora is None:
-        return {}
-    return {name: getattr(lora, key) for key, name in _LORA_KEYS.items()} | {"target_modules": list(lora.targets)}

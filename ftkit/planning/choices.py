@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, get_args
 
-from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, Method, TrainingPlan
+from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, EngineName, TrainingPlan
 from ftkit.errors import plural
 from ftkit.models.parameters import count_model
 from ftkit.planning.fit import fit
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.training_setup import Gpu
 
-_ENGINES: tuple[EngineName, ...] = get_args(EngineName)
-_SHARDED: dict[Method, str] = {
+_SHARDED = {
     "full": "weights, gradients and optimizer states",
     "lora": "frozen weights and adapters",
     "qlora": "4-bit weights and adapters",
@@ -45,7 +45,7 @@ class EnginePlan:
     has_linear_kernel: bool = True
 
     def resolved(self, setup: Setup) -> EnginePlan:
-        """Return the plan with a setup's sharding, and with the sharding in the reason."""
+        """Return the plan with a setup's sharding, also in the reason."""
         decided = {
             f"{setup.num_replicas} replicas of {setup.num_shards} shards": setup.num_replicas > 1,
             f"layers are divided among {setup.training.tensor_parallel} GPUs": setup.training.tensor_parallel > 1,
@@ -72,12 +72,13 @@ def choose_engine(shape: ArchitectureSpec, wanted: TrainingSpec, world_size: int
     if only := wanted.only_with_fsdp2:
         return EnginePlan("fsdp2", f"the only engine that supports the recipe's {' and '.join(only)}")
     setup = Setup(shape, least_memory(wanted), world_size)
-    needed = {name: fit(replace(setup, engine=name)).memory.total for name in _ENGINES}
-    if gpu is not None and needed["zero3"] <= GPUS[gpu].usable_gib < needed["fsdp2"]:
+    fsdp2_gib = fit(setup).memory.total
+    zero3_gib = fit(replace(setup, engine="zero3")).memory.total
+    if gpu is not None and zero3_gib <= GPUS[gpu].usable_gib < fsdp2_gib:
         return EnginePlan(
             "zero3",
-            f"{plural(world_size, 'process')}: {needed['zero3']:.0f} GiB per {gpu} with zero3, which fits "
-            f"({GPUS[gpu].memory_gib:g} GiB); {needed['fsdp2']:.0f} GiB with fsdp2",
+            f"{plural(world_size, 'process')}: {zero3_gib:.0f} GiB per {gpu} with zero3, which fits "
+            f"({GPUS[gpu].memory_gib:g} GiB); {fsdp2_gib:.0f} GiB with fsdp2",
         )
     return EnginePlan("fsdp2", f"{plural(world_size, 'process')}: {_SHARDED[wanted.method]} in shards")
 
@@ -108,7 +109,8 @@ def with_sharding(setup: Setup) -> Setup:
     best, *others = fitting
     for each in others:
         fastest, seconds = (predict_step_time(one, setup.gpu).step_seconds for one in (best, each))
-        best = each if seconds * LEAST_DIFFERENCE < fastest else best
+        if seconds * LEAST_DIFFERENCE < fastest:
+            best = each
     return best
 
 
@@ -133,12 +135,10 @@ def _shardings(setup: Setup) -> Iterator[Setup]:
     defers = {"every_micro_batch": (False,), "last_micro_batch": (True,), "auto": (False, True)[: 1 + has_network]}
     if whole.num_micro_batches == 1:
         defers = dict.fromkeys(defers, (False,))
-    for num, deferred, kept in product(
-        replicas, defers[training.sync_gradients], keeps[training.reshard_after_forward]
-    ):
-        yield replace(
-            whole, num_shards=num_processes // num, num_replicas=num, keeps_weights=kept, defers_sync=deferred
-        )
+    deferrals, kept_weights = defers[training.sync_gradients], keeps[training.reshard_after_forward]
+    for num, deferred, kept in product(replicas, deferrals, kept_weights):
+        shards = num_processes // num
+        yield replace(whole, num_shards=shards, num_replicas=num, keeps_weights=kept, defers_sync=deferred)
 
 
 WORTHWHILE = 1.1
@@ -189,11 +189,7 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     """Resolve a recipe's `auto` values to the fastest settings that are predicted to fit with memory to spare.
 
     Values that the recipe sets stay. Without predictions, the settings with the least memory are chosen; on CPUs, at
-    most `CPU_TOKENS` per micro-batch.
-
-    Args:
-        training: the recipe's settings.
-        lightest: the setup with `auto` values resolved by `least_memory`.
+    most `CPU_TOKENS` per micro-batch. `lightest` is the setup with `auto` values resolved by `least_memory`.
     """
     chosen, gpu = tuple(field for field in OPEN if getattr(training, field) == "auto"), lightest.gpu
     resolved = lightest.training
@@ -203,10 +199,10 @@ def choose_execution(training: TrainingSpec, lightest: Setup) -> tuple[TrainingP
     if lightest.device == "cpu":
         size = micro_batch_sizes(lightest, CPU_TOKENS)[-1] if is_size_open else resolved.micro_batch_size
         mode = "none" if is_mode_open else resolved.activation_checkpointing
-        reasons = {f"at most {CPU_TOKENS:,} tokens per micro-batch": is_size_open, "nothing recomputed": is_mode_open}
-        reason = " and ".join(text for text, applies in reasons.items() if applies)
+        reasons = [f"at most {CPU_TOKENS:,} tokens per micro-batch"] * is_size_open
+        reasons += ["nothing recomputed"] * is_mode_open
         plan = TrainingPlan.extend(training, micro_batch_size=size, activation_checkpointing=mode)
-        return plan, ExecutionPlan(chosen, f"{reason}, because there is no GPU")
+        return plan, ExecutionPlan(chosen, f"{' and '.join(reasons)}, because there is no GPU")
     if gpu is None:
         return resolved, ExecutionPlan(chosen, "the least memory: the cluster's profile sets no GPU model ('gpu')")
     sizes = micro_batch_sizes(lightest, MOST_TOKENS) if is_size_open else [resolved.micro_batch_size]
@@ -230,21 +226,12 @@ def predict_option(setup: Setup, gpu: Gpu) -> Option:
 
 
 def possible_options(
-    setup: Setup,
-    gpu: Gpu,
-    sizes: Sequence[int],
-    modes: Sequence[ActivationCheckpointing],
-    room_gib: float | None,
+    setup: Setup, gpu: Gpu, sizes: Sequence[int], modes: Sequence[ActivationCheckpointing], room_gib: float | None
 ) -> Iterator[Option]:
     """Yield the possible settings with their predictions, in the order of micro-batch, then checkpointing.
 
-    Args:
-        setup: setup of the run.
-        gpu: the GPUs.
-        sizes: micro-batch sizes.
-        modes: of activation checkpointing.
-        room_gib: available memory. A mode is then also used in as few layers as fit, if the one before does not fit.
-            If None, the setup's number of layers stays.
+    With `room_gib` of memory, a mode is also used in as few layers as fit, if the one before does not fit. If it is
+    None, the setup's number of layers stays.
     """
     for size in sizes:
         fits_on_gpu = dict.fromkeys(MODES, False)
@@ -260,22 +247,17 @@ def possible_options(
             option = predict_option(most, gpu)
             yield option
             on_gpu = whole.with_training(offloaded_layers=numbers[0])
-            least_gib = option.total_gib if on_gpu == most else fit(with_sharding(on_gpu)).memory.total
-            fits_on_gpu[mode] = least_gib <= room_gib
+            fits_on_gpu[mode] = fit(with_sharding(on_gpu)).memory.total <= room_gib
             lighter = sized.training.lighter_checkpointing(setup.engine)
             if option.total_gib <= room_gib and mode != "none" and not fits_on_gpu[lighter]:
-                yield from _with_offloaded_layers(whole, gpu, numbers, room_gib)
-
-
-def _with_offloaded_layers(setup: Setup, gpu: Gpu, numbers: Sequence[int | None], room_gib: float) -> Iterator[Option]:
-    """Yield the options with each number of offloaded layers, until copies take longer than the GPU."""
-    previous: Option | None = None
-    for num in numbers:
-        option = predict_option(with_fewest_layers(setup.with_training(offloaded_layers=num), room_gib), gpu)
-        yield option
-        if previous is not None and option.step_seconds > previous.step_seconds:
-            return
-        previous = option
+                previous = math.inf
+                for num in numbers:
+                    fewest = with_fewest_layers(whole.with_training(offloaded_layers=num), room_gib)
+                    option = predict_option(fewest, gpu)
+                    yield option
+                    if option.step_seconds > previous:  # copies take longer than the GPU
+                        break
+                    previous = option.step_seconds
 
 
 def numbers_of_offloaded_layers(setup: Setup, gpu: Gpu) -> Sequence[int | None]:
@@ -300,8 +282,9 @@ def fits_host(setup: Setup, gpu: Gpu) -> bool:
 
 def _is_possible(setup: Setup, mode: ActivationCheckpointing) -> bool:
     training = setup.training
-    needs_fsdp2, needs_operator = mode in {"selective", "except_attention"}, mode == "except_attention"
-    if (needs_fsdp2 and setup.engine != "fsdp2") or (needs_operator and training.attention == "eager"):
+    if mode in {"selective", "except_attention"} and setup.engine != "fsdp2":
+        return False
+    if mode == "except_attention" and training.attention == "eager":
         return False
     is_offloaded = mode in RECOMPUTES_LAYERS or (mode == "selective" and training.compile != "none")
     return is_offloaded or not training.activation_offload
@@ -320,10 +303,7 @@ def with_fewest_layers(setup: Setup, room_gib: float) -> Setup:
 
 
 def fastest_option(options: Iterator[Option], room_gib: float) -> Option | None:
-    """Return the fastest option that fits, or an earlier one that is slower by less than a factor `LEAST_DIFFERENCE`.
-
-    Returns None if none fits into `room_gib`.
-    """
+    """Return the fastest option that fits, or an earlier one that is about as fast; None if none fits."""
     best: Option | None = None
     for each in options:
         if each.total_gib <= room_gib and (best is None or each.step_seconds * LEAST_DIFFERENCE < best.step_seconds):

@@ -31,7 +31,6 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """FLOPs of both."""
         return self.matrices + self.attention
 
 
@@ -51,20 +50,11 @@ def mean_visible_keys(length: int, window: int | None) -> float:
 
 
 def token_flops(
-    shape: ArchitectureSpec,
-    training: TrainingSpec,
-    keys: float,
-    keys_in_window: float,
-    target_ratio: float = 1.0,
+    shape: ArchitectureSpec, training: TrainingSpec, keys: float, keys_in_window: float, target_ratio: float = 1.0
 ) -> TokenFlops:
-    """Count the FLOPs of one token.
+    """Count the FLOPs of one token that attends to `keys` keys on average, and to `keys_in_window` with a window.
 
-    Args:
-        shape: shape of the model.
-        training: the settings, which decide what is trained.
-        keys: mean number of keys that a token attends to without a window, in its own document.
-        keys_in_window: the same with the model's window.
-        target_ratio: fraction of tokens in the loss; the others skip the output projection.
+    `target_ratio` is the fraction of tokens in the loss; the others skip the output projection.
     """
     matrices = count_model(shape).active + target_ratio * shape.vocab_size * shape.hidden_size
     adapters = 0 if training.adapters is None else count_active_adapter_parameters(shape, training.adapters)
@@ -107,8 +97,7 @@ def has_linear_attention(shape: ArchitectureSpec) -> bool:
 def count_operations(keys: int) -> tuple[float, float, float, float]:
     """Count the operations per token and element of the value heads, in heads with as many values as keys.
 
-    Returns:
-        FLOPs of the forward and of the backward pass, and the fp32 numbers that each reads and writes.
+    Returns FLOPs of the forward and of the backward pass, and the fp32 numbers that each reads and writes.
     """
     flops = 6 * CHUNK + 8 * keys + 6 * keys**2 / CHUNK
     return flops, 2 * flops, 80 + 29 * keys / CHUNK, 178 + 46 * keys / CHUNK

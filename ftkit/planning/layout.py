@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ftkit.config.image_reference import ImageFormat, NamedImage
 
 
@@ -22,8 +24,17 @@ class FilePath:
         self._place = place
 
     def __get__(self, layout: DataLayout | Workspace | RunLayout, owner: type) -> Path:
-        """Return the path in this layout."""
         return layout.root / self._place
+
+
+class NumberedPath:
+    """The path of a file for each rank, step or job: the attribute is a function of that number."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __get__(self, layout: RunLayout, owner: type) -> Callable[[int | str], Path]:
+        return lambda number: layout.root / self._place.format(number)
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,6 @@ class DataLayout:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether preparation is complete."""
         return self.manifest.is_file()
 
 
@@ -48,7 +58,6 @@ class Workspace:
     root: Path
 
     runs = FilePath("runs")
-    """One folder for each run."""
     data = FilePath("data")
     """Tokenized and packed data, one folder for each fingerprint."""
     images = FilePath("images")
@@ -68,68 +77,36 @@ class RunLayout:
     root: Path
 
     plan = FilePath("plan.json")
-    """The plan: the only contract between submitting and training."""
     script = FilePath("job.sbatch")
-    """The job script as it was submitted."""
     preparation_script = FilePath("prepare.sbatch")
     """The script of the job that prepares data and weights, if one was needed."""
     submission = FilePath("submission.json")
-    """The scheduler of the job, and its id there."""
     manifest = FilePath("manifest.json")
     """The inputs of the run, with which it can be repeated elsewhere."""
     code_changes = FilePath("code.diff")
     """The diff of ftkit's code from its commit, for `git apply`; missing if there is none."""
     code = FilePath("code")
     """The run's copies of the user's code: a folder for each."""
-
-    @property
-    def is_script(self) -> bool:
-        """Whether the run's job starts a user's script."""
-        return (self.code / SCRIPT_CODE).is_dir()
-
     accelerate_config = FilePath("accelerate.json")
     """The script's configuration for accelerate, if it has one."""
     original = FilePath("original.json")
     """The data of the run that this one repeats, as far as a comparison needs it."""
     logs = FilePath("logs")
-    """The job's log and one log for each rank."""
     job_log = FilePath("logs/job.log")
     """The output of the job script and of its processes."""
-
-    def rank_log(self, rank: int) -> Path:
-        """Return the log of one rank."""
-        return self.logs / f"rank-{rank:05d}.log"
-
-    def rank_error(self, rank: int) -> Path:
-        """Return the file to which a failed rank writes its exception and traceback."""
-        return self.logs / f"error-{rank:05d}.json"
-
-    def rank_timing(self, rank: int) -> Path:
-        """Return the file to which a rank writes the durations of its steps."""
-        return self.logs / f"timing-{rank:05d}.json"
-
-    def hang_report(self, rank: int) -> Path:
-        """Return the file to which a hanging rank writes its step."""
-        return self.logs / f"hang-{rank:05d}.json"
-
-    def stacks(self, rank: int) -> Path:
-        """Return the file to which a hanging rank writes its Python stacks."""
-        return self.logs / f"stacks-{rank:05d}.txt"
-
-    def collectives(self, rank: int) -> Path:
-        """Return the file to which a hanging rank writes torch's flight recorder, with its last collectives."""
-        return self.logs / f"collectives-{rank:05d}.pickle"
-
+    rank_log = NumberedPath("logs/rank-{:05d}.log")
+    rank_error = NumberedPath("logs/error-{:05d}.json")
+    rank_timing = NumberedPath("logs/timing-{:05d}.json")
+    hang_report = NumberedPath("logs/hang-{:05d}.json")
+    stacks = NumberedPath("logs/stacks-{:05d}.txt")
+    collectives = NumberedPath("logs/collectives-{:05d}.pickle")
+    """A hanging rank's flight recorder of torch, with its last collectives."""
     metrics = FilePath("metrics.jsonl")
-    """The records of the run, one JSON object per line."""
     report = FilePath("report.html")
-    """The HTML report about the run."""
     evaluations = FilePath("evaluations.jsonl")
     """The records of jobs that evaluate checkpoints: only they write it, and the trainer copies the records."""
     evaluation_script = FilePath("evaluate.sbatch")
-    """The script of the job that evaluates checkpoints during training, if requested."""
     serving_script = FilePath("serve.sbatch")
-    """The script of the job that serves the trained model, if requested."""
     preflight = FilePath("preflight")
     """The results of the checks before training: a folder for each start of a job, with files for each node."""
     gpu_samples = FilePath("gpus")
@@ -139,30 +116,50 @@ class RunLayout:
     stragglers = FilePath("stragglers.tsv")
     """The slow node that the next requeue excludes, and the reason, separated by a tab."""
     tensorboard = FilePath("tensorboard")
-    """Event files, if the recipe asks for TensorBoard."""
     profile = FilePath("profile")
-    """Traces and snapshots of the profiler, if the recipe asks for them."""
+    memory_snapshot = NumberedPath("profile/rank-{}.memory.pickle")
+    checkpoints = FilePath("checkpoints")
+    checkpoint = NumberedPath("checkpoints/step-{:06d}")
+    export = FilePath("export")
+    """The trained model in Hugging Face's layout."""
+    exports = FilePath("exports")
+    """The exports of `ftkit export`: a folder for each checkpoint and format."""
+    stop_request = FilePath("stop-requested")
+    """A file whose existence asks the trainer to write a checkpoint and stop."""
+    job_stop_request = NumberedPath("stop-requested-{}")
+    """Stop request for the trainer of one job (a Slurm job or a process)."""
+    no_restart = FilePath("no-restart")
+    """Prefix of the name of a file that a rank writes if its failure would repeat."""
+    job_no_restart = NumberedPath("no-restart-{}")
+    """The file that a rank of one job (a Slurm job or a process) writes if its failure would repeat."""
+    job_exit_code = NumberedPath("exit-code-{}")
+    """The exit code of the script of one job (a Slurm job or a process)."""
+    leases = FilePath("leases")
+    """The lease of the process that trains here: `ftkit.runs.lease`."""
+    disk_full = FilePath("disk-full")
+    """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
+    sync = FilePath("sync.json")
+    """The progress of the run's copy at its `sync` destination: `ftkit.runs.sync`."""
+    sync_log = FilePath("logs/sync.log")
+    state = FilePath("state.json")
+    """The final state of the run, written by the first command that observed it."""
+    canceled = FilePath("canceled")
+    end_reason = FilePath("end-reason")
+    """A text file with why the last start ended, if its ranks could not tell; the next start records it."""
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the run's job starts a user's script."""
+        return (self.code / SCRIPT_CODE).is_dir()
 
     def profile_trace(self, rank: int, cycle: int) -> Path:
         """Return the Chrome trace of one rank in one cycle of the profiler."""
         return self.profile / f"rank-{rank}-cycle-{cycle}.trace.json.gz"
 
-    def memory_snapshot(self, rank: int) -> Path:
-        """Return the snapshot of one GPU's memory."""
-        return self.profile / f"rank-{rank}.memory.pickle"
-
-    checkpoints = FilePath("checkpoints")
-    """One folder for each complete checkpoint."""
-
-    def checkpoint(self, step: int) -> Path:
-        """Return the folder of the checkpoint that was written after `step` steps."""
-        return self.checkpoints / f"step-{step:06d}"
-
     def list_checkpoints(self) -> list[tuple[int, Path]]:
         """Return the step and the folder of each checkpoint with its final name, oldest first.
 
-        Raises:
-            OSError: the folder exists but can't be read.
+        Raises `OSError` if the folder exists but can't be read.
         """
         try:
             folders = list(self.checkpoints.iterdir())
@@ -170,41 +167,3 @@ class RunLayout:
             return []
         named = [(re.fullmatch(r"step-(\d{1,18})", folder.name), folder) for folder in folders]
         return sorted((int(match[1]), folder) for match, folder in named if match)
-
-    export = FilePath("export")
-    """The trained model in Hugging Face's layout."""
-    exports = FilePath("exports")
-    """The exports of `ftkit export`: a folder for each checkpoint and format."""
-    stop_request = FilePath("stop-requested")
-    """A file whose existence asks the trainer to write a checkpoint and stop."""
-
-    def job_stop_request(self, job_id: str) -> Path:
-        """Return the stop request for the trainer of one job (a Slurm job or a process)."""
-        return self.root / f"{self.stop_request.name}-{job_id}"
-
-    no_restart = FilePath("no-restart")
-    """Prefix of the name of a file that a rank writes if its failure would repeat."""
-
-    def job_no_restart(self, job_id: str) -> Path:
-        """Return the file that a rank of one job (a Slurm job or a process) writes if its failure would repeat."""
-        return self.root / f"{self.no_restart.name}-{job_id}"
-
-    leases = FilePath("leases")
-    """The lease of the process that trains here: `ftkit.runs.lease`."""
-
-    def job_exit_code(self, job_id: str) -> Path:
-        """Return the file to which the script of one job (a Slurm job or a process) writes its exit code."""
-        return self.root / f"exit-code-{job_id}"
-
-    disk_full = FilePath("disk-full")
-    """An empty file that marks a run that ended on a full disk, where nothing else can be written."""
-    sync = FilePath("sync.json")
-    """The progress of the run's copy at its `sync` destination: `ftkit.runs.storage.sync`."""
-    sync_log = FilePath("logs/sync.log")
-    """The output of the process that copies the run while it trains."""
-    state = FilePath("state.json")
-    """The final state of the run, written by the first command that observed it."""
-    canceled = FilePath("canceled")
-    """A file that marks a run that the user canceled."""
-    end_reason = FilePath("end-reason")
-    """A text file with why the last start ended, if its ranks could not tell; the next start records it."""

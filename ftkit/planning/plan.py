@@ -1,4 +1,4 @@
-"""The plan of a run, with every number in it, as stored in plan.json.
+"""The plan of a run, with every number in it, as stored in plan.json: of ftkit's trainer, or of a user's script.
 
 plan.json is the only contract between submitting and training: `ftkit.planning.planner` makes it, all others read it.
 """
@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.image_reference import image_file
-from ftkit.config.recipe import RecipePlan
+from ftkit.config.recipe import RecipePlan, ResourcesSpec
 from ftkit.errors import UnusableFileError
 from ftkit.files import InvalidJsonError, parse_json, to_json
 from ftkit.planning.choices import EnginePlan, ExecutionPlan
@@ -24,13 +24,16 @@ from ftkit.planning.step_time import StepTimePlan
 from ftkit.planning.training_setup import GPUS, Setup
 
 if TYPE_CHECKING:
-    from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.training import EngineName, TrainingPlan
-    from ftkit.models.architecture import ArchitectureSpec, TrainedWeights
+    from ftkit.models.architecture import ArchitectureSpec
 
 PREPARATION_VERSION = 8
 """Part of the data's fingerprint, and of the data's identity in checkpoints: increase it when the same spec would be
 prepared into other packs."""
+StopSignal = Literal["TERM", "USR1", "none"]
+"""Signal for a script's processes when the run is asked to stop."""
+RUN_FOLDER: Final = "{run}"
+"""Placeholder for the run's folder in a script's arguments."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +47,23 @@ class PlacementPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.num_nodes * self.processes_per_node
 
 
 @dataclass(frozen=True)
 class CodePlan:
-    """A copy of a folder of code in the run's folder, first on PYTHONPATH.
-
-    Attributes:
-        name: name of the copy, in the run's `code`.
-        source: folder that it was copied from.
-        import_from: folder within the copy that is on PYTHONPATH.
-        sha256: digest of the names and contents of its files.
-        commit: commit of the git checkout that contains the folder; null if there is none.
-        has_uncommitted_changes: whether the checkout differed from its commit.
-    """
+    """A copy of a folder of code in the run's folder, first on PYTHONPATH."""
 
     name: str
+    """Name of the copy, in the run's `code`."""
     source: str
+    """Folder that it was copied from."""
     import_from: str
+    """Folder within the copy that is on PYTHONPATH."""
     sha256: str
+    """Digest of the names and contents of its files."""
     commit: str | None
+    """Commit of the git checkout that contains the folder; null if there is none."""
     has_uncommitted_changes: bool
 
 
@@ -85,7 +83,7 @@ class JobPlan(ABC):
     image: str | None
     container_image: str | None
     python: str
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     code: tuple[CodePlan, ...] = ()
 
     @property
@@ -120,6 +118,9 @@ class JobPlan(ABC):
         if price is None or self.placement.device == "cpu":
             return None
         return price * self.placement.world_size * seconds / 3600
+
+
+# --- A run of ftkit's trainer ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,6 @@ class RunPlan(JobPlan):
 
     @property
     def resources(self) -> ResourcesSpec:
-        """Resources that the recipe requests from the scheduler."""
         return self.recipe.resources
 
     @property
@@ -208,35 +208,75 @@ class RunPlan(JobPlan):
         return self.recipe.training.checkpointing_label(num_layers, self.engine.name)
 
     @property
+    def data(self) -> DataLayout:
+        """The folder of the tokenized and packed data, which an earlier run may have prepared."""
+        return DataLayout(Workspace(self.workspace).data / self.fingerprint)
+
+    @property
     def data_directory(self) -> Path:
-        """Folder of the tokenized and packed data."""
-        return Workspace(self.workspace).data / self.fingerprint
-
-    @property
-    def is_data_prepared(self) -> bool:
-        """Whether an earlier run has prepared the same data."""
-        return DataLayout(self.data_directory).is_prepared
-
-    @property
-    def weights_to_export(self) -> TrainedWeights | None:
-        """The checkpoint of an earlier run that must be exported first; None if there is none."""
-        trained = self.recipe.model.trained
-        return None if trained is None or Path(trained.folder).is_dir() else trained
+        """The same, as a path."""
+        return self.data.root
 
 
 def setup_of(
     shape: ArchitectureSpec, training: TrainingPlan, engine: EngineName, cluster: ClusterProfile, place: PlacementPlan
 ) -> Setup:
     """Return the inputs of the predictions of memory and step time, with layers resharded after the forward pass."""
-    gpu = GPUS[cluster.gpu] if cluster.gpu and place.device == "cuda" else None
-    network_bytes = None if cluster.network_gbps is None else cluster.network_gbps * 1e9 / 8
     return Setup(
-        shape, training, place.world_size, engine, place.device, gpu, place.num_nodes, network_bytes,
-        cluster.memory_per_node_gib,
-    )  # fmt: skip
+        shape,
+        training,
+        place.world_size,
+        engine,
+        place.device,
+        gpu=GPUS[cluster.gpu] if cluster.gpu and place.device == "cuda" else None,
+        num_nodes=place.num_nodes,
+        node_bandwidth=None if cluster.network_gbps is None else cluster.network_gbps * 1e9 / 8,
+        node_memory_gib=cluster.memory_per_node_gib,
+    )
 
 
-def plan_to_json(plan: JobPlan) -> str:
+# --- A run of a user's script ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Script:
+    """The script that the processes of the run start."""
+
+    path: str
+    """Path of the script within the copy of its folder."""
+    args: tuple[str, ...]
+    folder: str
+    """Working folder of its processes."""
+    accelerate: dict[str, Any] | None
+    """Content of accelerate's configuration; null without one."""
+    stop_signal: StopSignal
+    can_restart: bool
+    """Whether it resumes from its own checkpoint when it is restarted."""
+    resources: ResourcesSpec
+    recipe: str | None = None
+    """Name of the recipe that the configuration was made from; null without one."""
+
+    @property
+    def asks_for_sharding(self) -> bool:
+        """Whether accelerate's configuration shards the model."""
+        return self.accelerate is not None and self.accelerate.get("distributed_type") in {"FSDP", "DEEPSPEED"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptPlan(JobPlan):
+    """The plan of a run of a script."""
+
+    script: Script
+
+    @property
+    def resources(self) -> ResourcesSpec:
+        return self.script.resources
+
+
+# --- plan.json ---------------------------------------------------------------------------------------
+
+
+def plan_to_json(plan: RunPlan | ScriptPlan) -> str:
     """Return the content of plan.json."""
     return to_json(plan)
 
@@ -245,81 +285,75 @@ class PlanError(UnusableFileError):
     """A written plan can't be read back."""
 
 
-def plan_from_json(text: str | bytes, where: str) -> RunPlan:
-    """Parse a plan; `where` is the place of the text in messages.
-
-    Raises:
-        PlanError: it is not a plan, or another version of ftkit wrote it, with values that this version refuses.
-    """
-    try:
-        return parse_json(text, RunPlan)
-    except InvalidJsonError as error:
-        header = read_header(text)
-        if header.script is not None:
-            raise PlanError(
-                f"{where} is the plan of a script, not of ftkit's trainer",
-                meaning="ftkit knows neither the script's data nor its checkpoints",
-                fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
-            ) from error
-        raise PlanError(
-            f"can't read the plan in {where}: {error}",
-            meaning=f"{header.writer} wrote it under other rules, or it was edited manually",
-            fix="to continue the run, use the ftkit that submitted it; or correct these keys in the recipe and "
-            "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
-        ) from error
-
-
 @dataclass(frozen=True)
-class PlanHeader:
+class _Header:
     """The part of a plan that every version writes, which distinguishes a script's plan from the trainer's."""
 
     ftkit_version: str = ""
     script: object = None
 
-    @property
-    def writer(self) -> str:
-        """The ftkit that wrote the plan."""
-        return f"ftkit {self.ftkit_version}" if self.ftkit_version else "another version of ftkit"
+
+def plan_from_json(text: str | bytes, where: str) -> RunPlan:
+    """Parse a plan; `where` is the place of the text in messages.
+
+    Raises:
+        PlanError: it is not a plan of ftkit's trainer, or another version of ftkit wrote it, with values that this
+            version refuses.
+    """
+    plan = _parse_plan(text, where)
+    if isinstance(plan, ScriptPlan):
+        raise PlanError(
+            f"{where} is the plan of a script, not of ftkit's trainer",
+            meaning="ftkit knows neither the script's data nor its checkpoints",
+            fix="'ftkit status', 'logs', 'cancel', 'resume', 'rerun' and 'rm' work for it",
+            name="plan-of-script",
+        )
+    return plan
 
 
-def read_header(text: str | bytes) -> PlanHeader:
-    """Read the fields that every version's plan has; none if the content is not a plan."""
+def _parse_plan(text: str | bytes, where: str) -> RunPlan | ScriptPlan:
     try:
-        return parse_json(text, PlanHeader)
+        header = parse_json(text, _Header)
     except InvalidJsonError:
-        return PlanHeader()
+        header = _Header()
+    try:
+        return parse_json(text, RunPlan) if header.script is None else parse_json(text, ScriptPlan)
+    except InvalidJsonError as error:
+        writer = f"ftkit {header.ftkit_version}" if header.ftkit_version else "another version of ftkit"
+        raise PlanError(
+            f"can't read the plan in {where}: {error}",
+            meaning=f"{writer} wrote it under other rules, or it was edited manually",
+            fix="to continue the run, use the ftkit that submitted it; or correct these keys in the recipe and "
+            "start a new run. 'ftkit runs', 'status' and 'logs' still show this one",
+            name="unreadable-plan",
+        ) from error
+
+
+def read_job_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
+    """Read the plan of a run, for either kind of job. Raises `PlanError` if it can't be read."""
+    return _parse_plan(_read_file(layout), str(layout.plan))
 
 
 def read_plan(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run of ftkit's trainer.
-
-    Raises:
-        PlanError: it can't be read, or the run started a script.
-    """
-    return plan_from_json(read_plan_file(layout), str(layout.plan))
+    """Read the plan of a run of ftkit's trainer. Raises `PlanError`."""
+    return plan_from_json(_read_file(layout), str(layout.plan))
 
 
 def read_plan_to_use(layout: RunLayout) -> RunPlan:
-    """Read the plan of a run whose files are used, not continued.
+    """Read the plan of a run whose files are used, not continued. Raises `PlanError` as `read_plan` does.
 
     If the run's workspace was moved or copied, or is mounted elsewhere on this machine, the plan's workspace is the one
     that has the run's folder and its data now.
-
-    Raises:
-        PlanError: it can't be read, or the run started a script.
     """
     plan = read_plan(layout)
     here = replace(plan, workspace=layout.root.parent.parent)
-    return here if here.is_data_prepared else plan
+    return here if here.data.is_prepared else plan
 
 
-def read_plan_file(layout: RunLayout) -> bytes:
-    """Return the content of a run's plan.json.
-
-    Raises:
-        PlanError: it can't be read.
-    """
+def _read_file(layout: RunLayout) -> bytes:
     try:
         return layout.plan.read_bytes()
     except OSError as error:
-        raise PlanError(f"can't read {layout.plan}: {error}", fix="check that the run's folder is complete") from error
+        raise PlanError(
+            f"can't read {layout.plan}: {error}", fix="check that the run's folder is complete", name="no-plan"
+        ) from error

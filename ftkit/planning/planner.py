@@ -1,16 +1,15 @@
-"""Make a plan from recipe, cluster, image and request.
-
-`plan_run` is pure: it does no I/O.
-"""
+"""Make a plan from recipe, cluster, image and request. `plan_run` and `plan_script` are pure: they do no I/O."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
+from ftkit.config.cluster import site_folders
 from ftkit.config.execution import are_quantized, method_counts
 from ftkit.config.image_reference import ImageFile, NamedImage, RegistryImage
+from ftkit.config.layers import COMMAND_LINE
 from ftkit.config.recipe import RecipePlan
 from ftkit.errors import ConfigError, Problem, one_line, plural
 from ftkit.models.adapters import default_targets
@@ -18,12 +17,12 @@ from ftkit.models.architecture import ArchitecturePlan, ModelPlan
 from ftkit.models.config_json import resolve_shape
 from ftkit.models.families import MEASURED, UNPACKED
 from ftkit.models.parameters import count_by_config, count_model
-from ftkit.planning.checks import find_problems
 from ftkit.planning.choices import choose_engine, choose_execution, least_memory, with_sharding
+from ftkit.planning.compatibility import check_job, check_mounts, find_problems
 from ftkit.planning.fit import fit
 from ftkit.planning.flops import has_linear_attention
 from ftkit.planning.layout import Workspace
-from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, setup_of
+from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan, PlacementPlan, RunPlan, ScriptPlan, setup_of
 from ftkit.planning.step_time import PADDING, predict_step_time
 from ftkit.planning.suggestions import suggest_changes, suggest_faster
 from ftkit.planning.training_checks import RunInputs, why_undivided
@@ -31,7 +30,6 @@ from ftkit.planning.training_setup import GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from datetime import datetime
     from pathlib import Path
 
     from ftkit.config.cluster import ClusterProfile
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from ftkit.config.training import TrainingSpec
     from ftkit.models.architecture import CountSource, ModelCounts, ModelSpec
     from ftkit.planning.fit import Fit
+    from ftkit.planning.plan import CodePlan, Script
     from ftkit.planning.training_setup import Setup
 
 
@@ -54,14 +53,13 @@ def plan_run(
 ) -> RunPlan:
     """Resolve recipe, cluster, image and request into a plan.
 
-    Raises:
-        ConfigError: with every reason why the combination is impossible.
+    Raises `ConfigError` with every reason why the combination is impossible.
     """
     model = request.model or plan_model(recipe.model, None)
     shape = model.architecture
     training = recipe.training.with_targets(default_targets(shape))
     recipe = recipe.model_copy(update={"training": training})
-    job = plan_job(cluster, request, recipe.resources, recipe.name)
+    job = _plan_job(cluster, request, recipe.resources, recipe.name)
     placement = job["placement"]
     run = RunInputs(recipe, model, cluster, image, request, placement)
     if problems := find_problems(run):
@@ -75,13 +73,21 @@ def plan_run(
     chosen, execution = choose_execution(training, lightest)
     setup = with_sharding(replace(lightest, training=chosen))
     padding = (request.padding or PADDING) if recipe.data.packing == "off" else 1.0
-    fill, num_steps = _fill_ratio(chosen, request), count_steps(chosen, request.num_packs)
-    planned, predicted = RecipePlan.extend(recipe, model=model, training=chosen), fit(setup)
+    num_steps, num_packs = count_steps(chosen, request.num_packs), request.num_packs
+    fill, num_tokens = None, None
+    if num_packs and request.num_tokens is not None:
+        fill = request.num_tokens / (num_packs * chosen.sequence_length)
+        if num_steps is not None:
+            trained_packs = num_steps * chosen.global_batch_size
+            if chosen.max_steps is None and chosen.num_epochs is not None:  # an epoch's last step may have fewer packs
+                trained_packs = chosen.num_epochs * num_packs
+            num_tokens = round(trained_packs * request.num_tokens / num_packs)
+    predicted = fit(setup)
     return RunPlan(
         **job,
         ftkit_version=ftkit_version,
         fingerprint=fingerprint(recipe, model, request.data_stamp),
-        recipe=planned,
+        recipe=RecipePlan.extend(recipe, model=model, training=chosen),
         engine=engine.resolved(setup),
         batch=BatchPlan(
             chosen.micro_batch_size,
@@ -94,7 +100,7 @@ def plan_run(
         num_trained=method_counts(shape, chosen).trained,
         num_steps=num_steps,
         fill_ratio=fill,
-        num_tokens=_count_tokens(chosen, num_steps, request),
+        num_tokens=num_tokens,
         notes=(
             *_notes_on_fit(run, predicted),
             *_notes_on_kernels(setup, trained_in, padding),
@@ -106,16 +112,66 @@ def plan_run(
     )
 
 
+def plan_script(
+    script: Script, code: tuple[CodePlan, ...], cluster: ClusterProfile, request: RunRequest, *, ftkit_version: str
+) -> ScriptPlan:
+    """Make the plan of a script; `code` are its copies of code, that of the script's folder first.
+
+    Raises `ConfigError` with every reason why it can't be started there.
+    """
+    job = _plan_job(cluster, request, script.resources, "script")
+    folders = site_folders(cluster, request.workspace, job["placement"].num_nodes)
+    owned = (("settings" if key == "workspace" else f"cluster {cluster.name}", key, folder) for key, folder in folders)
+    problems = [
+        *check_job(cluster, request, script.resources, job["placement"]),
+        *check_mounts(cluster, request.workspace, (*owned, (COMMAND_LINE, "--script", script.folder))),
+    ]
+    if problems:
+        raise ConfigError([request.origins.locate(problem) for problem in problems])
+    return ScriptPlan(**job, ftkit_version=ftkit_version, code=code, script=script)
+
+
+def accelerate_config(plan: RunPlan) -> dict[str, object]:
+    """Return the configuration with which accelerate shards a model like a plan of ftkit's trainer.
+
+    The model itself defines the layers to wrap (`_no_split_modules`): a wrong class name would silently match none.
+    With FSDP2, accelerate can offload everything or nothing. Batch, accumulation and clipping are the script's:
+    DeepSpeed gets `auto` for them, which the Trainer and accelerate fill in.
+    """
+    training = plan.recipe.training
+    precision = "no" if training.precision == "fp32" else "bf16"
+    config: dict[str, object] = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": precision}
+    if plan.engine.name == "zero3":
+        return config | {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "zero3_init_flag": True,
+                "zero3_save_16bit_model": True,
+                "offload_optimizer_device": "none" if training.offload == "none" else "cpu",
+                "offload_param_device": "cpu" if training.offload == "all" else "none",
+            },
+        }
+    return config | {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": not plan.engine.keeps_weights,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": training.activation_checkpointing != "none",
+            "fsdp_offload_params": training.offload != "none",
+        },
+    }
+
+
 def plan_model(model: ModelSpec, config: Mapping[str, Any] | None, counts: ModelCounts | None = None) -> ModelPlan:
     """Resolve a model to its complete shape, with its parameter counts.
 
-    Args:
-        model: the recipe's model.
-        config: raw configuration of its weights; None if there is none, or if it can't be read from here.
-        counts: parameters counted on the model class; None if they follow from the configuration or the shape.
-
-    Raises:
-        ConfigError: the recipe contradicts the configuration, or neither defines the complete shape.
+    `config` is the raw configuration of its weights, None if there is none or it can't be read from here; `counts` are
+    counted on the model class, None if they follow from the configuration or the shape. Raises `ConfigError` if the
+    recipe contradicts the configuration, or neither defines the complete shape.
     """
     shape = resolve_shape(model, config)
     if counts is None and config is not None:
@@ -156,9 +212,8 @@ def fingerprint(recipe: RecipeSpec, model: ModelPlan, data_stamp: str) -> str:
     """Return the name of the prepared data, which depends on all inputs that determine the packs."""
     parts = (
         str(PREPARATION_VERSION),
-        recipe.data.model_dump_json(
-            exclude={"packing": True, "task": {"file"}}
-        ),  # documents are packed on disk either way
+        # Documents are packed on disk with either value of `packing`.
+        recipe.data.model_dump_json(exclude={"packing": True, "task": {"file"}}),
         model.tokenizer.model_dump_json(),
         f"{model.weights}@{recipe.model.revision}" if model.tokenizer.source == "model" else "",
         *model.added_tokens,
@@ -178,23 +233,6 @@ def count_steps(training: TrainingSpec, num_packs: int | None) -> int | None:
     return -(-num_packs * training.num_epochs // training.global_batch_size)
 
 
-def _fill_ratio(training: TrainingSpec, request: RunRequest) -> float | None:
-    """Return the fraction of the prepared packs that is not padding; None if there are none yet."""
-    if not request.num_packs or request.num_tokens is None:
-        return None
-    return request.num_tokens / (request.num_packs * training.sequence_length)
-
-
-def _count_tokens(training: TrainingSpec, num_steps: int | None, request: RunRequest) -> int | None:
-    """Return the tokens of the documents of all steps; an epoch's last step may have fewer packs than the others."""
-    if num_steps is None or not request.num_packs or request.num_tokens is None:
-        return None
-    num_packs = num_steps * training.global_batch_size
-    if training.max_steps is None and training.num_epochs is not None:
-        num_packs = training.num_epochs * request.num_packs
-    return round(num_packs * request.num_tokens / request.num_packs)
-
-
 def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: Path) -> str | None:
     """Return the image in the runtime's form: a path, the docker engine's name, or an address."""
     if cluster.runtime == "none" or image is None:
@@ -211,29 +249,13 @@ def container_image(cluster: ClusterProfile, image: AnyImage | None, workspace: 
             return str(Workspace(workspace).image_file(named, cluster.image_format))
 
 
-class JobFields(TypedDict):
-    """The fields of a `JobPlan` that follow from cluster and request."""
-
-    version: Literal[2]
-    id: str
-    name: str
-    created: datetime
-    workspace: Path
-    cluster: ClusterProfile
-    placement: PlacementPlan
-    image: str | None
-    container_image: str | None
-    python: str
-
-
-def plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, name: str) -> JobFields:
+def _plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, name: str) -> dict[str, Any]:
     """Return the fields that every kind of plan takes from cluster, request and resources.
 
     The placement has one process for each GPU, and divides a node's CPUs among them.
     """
     if cluster.device == "auto":
         raise AssertionError("device 'auto' is resolved before a run is planned")
-    num_nodes = request.num_nodes or resources.num_nodes
     per_node = request.gpus_per_node or resources.gpus_per_node or cluster.gpus_per_node
     threads = max(1, (cluster.cpus_per_node or per_node) // per_node)
     has_container, name = cluster.runtime != "none", request.name or name
@@ -244,7 +266,7 @@ def plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesS
         "created": request.created,
         "workspace": request.workspace,
         "cluster": cluster,
-        "placement": PlacementPlan(num_nodes, per_node, cluster.device, threads),
+        "placement": PlacementPlan(request.num_nodes or resources.num_nodes, per_node, cluster.device, threads),
         "image": str(request.image) if request.image and has_container else None,
         "container_image": container_image(cluster, request.image, request.workspace),
         "python": "python3" if has_container else request.python,
@@ -256,8 +278,7 @@ def plan_job(cluster: ClusterProfile, request: RunRequest, resources: ResourcesS
 
 def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
     """Yield suggestions for a run that doesn't fit, or that could be much faster."""
-    setup, cluster, needed = predicted.setup, run.cluster, predicted.memory.total
-    gpu = setup.gpu
+    setup, cluster, gpu = predicted.setup, run.cluster, predicted.setup.gpu
     if gpu is None:
         if cluster.scheduler == "slurm" and setup.device != "cpu":
             yield (
@@ -269,8 +290,8 @@ def _notes_on_fit(run: RunInputs, predicted: Fit) -> Iterator[str]:
             yield f"predicted to be faster with the same global batch: {faster}"
     else:
         yield (
-            f"predicted peak of {needed:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can hold: "
-            "expect an out-of-memory error"
+            f"predicted peak of {predicted.memory.total:.0f} GiB is more than this GPU's {gpu.memory_gib:g} GiB can "
+            "hold: expect an out-of-memory error"
         )
         can_divide = run.recipe.data.packing != "off" and not why_undivided(run.training, cluster, run.image)
         for suggestion in suggest_changes(setup, cluster, gpu.usable_gib, can_divide_packs=can_divide):
@@ -288,29 +309,25 @@ def _notes_on_kernels(setup: Setup, image: ImageSpec | None, padding: float) -> 
         )
     if setup.device == "cpu" or not has_linear_attention(setup.shape):
         return
-    with_kernel, without = (
-        _describe_prediction(replace(setup, has_linear_kernel=has_kernel), padding) for has_kernel in (True, False)
-    )
+    predictions = []
+    for has_kernel in (True, False):
+        each = replace(setup, has_linear_kernel=has_kernel)
+        memory = f"{fit(each).memory.total:.1f} GiB"
+        speed = predict_step_time(each, gpu, padding).tokens_per_second / each.num_processes if gpu else None
+        predictions.append(memory if speed is None else f"about {speed:,.0f} tokens/s per GPU and {memory}")
+    with_kernel, without = predictions
     if image is not None and not setup.has_linear_kernel:
         yield (
             f"{image.reference} does not list {LINEAR_KERNELS}, so PyTorch computes the linear attention of "
             f"'{family}': {without}; with a kernel that runs on the GPU: {with_kernel}"
         )
         return
+    may_be_hopper = gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell)
     hopper = f". On Hopper GPUs, {LINEAR_KERNELS} 0.6.0 needs Triton 3.7.1 or newer, or tilelang"
     yield (
         f"the plan assumes a kernel for the linear attention of '{family}' ({LINEAR_KERNELS}): {with_kernel}; where "
-        f"none runs, PyTorch computes it: {without}"
-        f"{hopper if gpu is None or (gpu.has_fast_attention and not gpu.is_blackwell) else ''}"
+        f"none runs, PyTorch computes it: {without}{hopper if may_be_hopper else ''}"
     )
-
-
-def _describe_prediction(setup: Setup, padding: float) -> str:
-    memory = f"{fit(setup).memory.total:.1f} GiB"
-    if setup.gpu is None:
-        return memory
-    speed = predict_step_time(setup, setup.gpu, padding).tokens_per_second / setup.num_processes
-    return f"about {speed:,.0f} tokens/s per GPU and {memory}"
 
 
 def _notes_on_data(run: RunInputs) -> Iterator[str]:
@@ -319,8 +336,8 @@ def _notes_on_data(run: RunInputs) -> Iterator[str]:
     num_packs, batch = run.request.num_packs, run.training.global_batch_size
     if num_packs is not None and num_packs < batch:
         yield (
-            f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step repeats "
-            "documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
+            f"the data fills {plural(num_packs, 'pack')}, fewer than the {batch:,} of a step: each step "
+            "repeats documents, and few steps train; use a smaller training.global_batch_size or sequence_length"
         )
     if (rows := model.vocab_size_of_weights) is not None:
         yield f"model.added_tokens: the embedding grows from {rows:,} to {run.shape.vocab_size:,} rows"
@@ -353,29 +370,29 @@ def _notes_on_model(run: RunInputs) -> Iterator[str]:
     shape, training, image = run.shape, run.training, run.image
     if shape.is_measured:
         return
-    counts = count_model(shape)
+    counts, family = count_model(shape), shape.family
     quantized = training.precision if training.trains_in_fp8 else training.quantization
     in_8_bits = {are_quantized(training.quantization, each) for each in counts.expert_matrices}
     if counts.experts_per_token and quantized != "none" and in_8_bits != {True}:
         yield (
-            f"the experts of '{shape.family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are "
-            "not linear layers"
+            f"the experts of '{family}' compute and stay in bf16, not in {quantized}: in transformers 5 they are not "
+            "linear layers"
         )
     yield (
-        f"'{shape.family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can "
-        "be trained is checked when the job starts"
+        f"'{family}' is none of {', '.join(MEASURED)}: {_ESTIMATED[counts.source]}, and whether it can be trained is "
+        "checked when the job starts"
     )
     if counts.source == "family" and counts.experts_per_token:
         yield (
-            f"'{shape.family}' is a mixture of experts, and their number can't be read here: the plan assumes the "
-            "largest usual one (for an exact plan, download the weights' config.json)"
+            f"'{family}' is a mixture of experts, and their number can't be read here: the plan assumes the largest "
+            "usual one (for an exact plan, download the weights' config.json)"
         )
     elif run.model.count_error:
-        yield f"the parameters of '{shape.family}' can't be counted on its class: {run.model.count_error}"
+        yield f"the parameters of '{family}' can't be counted on its class: {run.model.count_error}"
     elif not counts.is_exact:
         yield (
-            f"to count the parameters of '{shape.family}' exactly, plan with torch and a transformers that has the "
-            "family: pip install 'ftkit[train]'"
+            f"to count the parameters of '{family}' exactly, plan with torch and a transformers that has the family: "
+            "pip install 'ftkit[train]'"
         )
-    if image is not None and run.cluster.runtime != "none" and shape.family not in image.families:
-        yield f"'{image.reference}' is not made for '{shape.family}': its transformers must support it"
+    if image is not None and run.cluster.runtime != "none" and family not in image.families:
+        yield f"'{image.reference}' is not made for '{family}': its transformers must support it"

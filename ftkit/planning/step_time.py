@@ -101,29 +101,23 @@ Bound = Literal["gpu", "host", "main memory", "network"]
 
 @dataclass(frozen=True)
 class StepTimePlan:
-    """Predicted speed of a run.
-
-    Attributes:
-        bound: the resource that limits the step time.
-        step_seconds: duration of an optimizer step.
-        tokens_per_second: tokens of documents, without padding, over all processes.
-        mfu: model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak.
-    """
+    """Predicted speed of a run."""
 
     bound: Bound
+    """The resource that limits the step time."""
     step_seconds: float
+    """Duration of an optimizer step."""
     tokens_per_second: float
+    """Tokens of documents, without padding, over all processes."""
     mfu: float
+    """Model FLOPs utilization: `document_flops` as a fraction of the GPUs' peak."""
 
 
 def predict_step_time(setup: Setup, gpu: Gpu, padding: float = 1.0, fill: float = 1.0) -> StepTimePlan:
     """Predict the speed of a run, assuming that each pack is one document with all of its tokens in the loss.
 
-    Args:
-        setup: setup of the run.
-        gpu: the GPUs.
-        padding: ratio of computed tokens to a pack's tokens, if documents are padded rows; it adds micro-batches.
-        fill: fraction of a pack that is not padding; padding is computed, but does not count in throughput and MFU.
+    `padding` is the ratio of computed tokens to a pack's tokens, if documents are padded rows; it adds micro-batches.
+    `fill` is the fraction of a pack that is not padding, which does not count in throughput and MFU.
     """
     training = setup.training
     early, last = (_micro_batch_seconds(setup, gpu, is_last=is_last) for is_last in (False, True))
@@ -151,17 +145,13 @@ def _micro_batch_seconds(setup: Setup, gpu: Gpu, *, is_last: bool) -> dict[Bound
         gpu_seconds += ZERO3_EXPOSED * max(links, network)
     elif setup.num_nodes > 1 or setup.training.collectives == "nccl" or setup.training.tensor_parallel > 1:
         gpu_seconds += NCCL_SLOWDOWN * links
+    fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
     return {
         "gpu": gpu_seconds,
         "network": max(links, network),
-        "host": setup.shape.num_hidden_layers * _host_seconds_per_layer(setup),
+        "host": setup.shape.num_hidden_layers * (HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds),
         "main memory": _offload_seconds(setup, gpu_seconds),
     }
-
-
-def _host_seconds_per_layer(setup: Setup) -> float:
-    fp8_seconds = FP8_HOST_SECONDS_PER_LAYER if setup.training.multiplies_in_fp8 else 0.0
-    return HOST_SECONDS_PER_LAYER[setup.engine] + fp8_seconds
 
 
 def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
@@ -171,7 +161,7 @@ def _gpu_seconds(setup: Setup, gpu: Gpu, tokens: int) -> float:
     flops = document_flops(shape, training, training.sequence_length)
     matrices = flops.matrices + 6 * count_repeated_parameters(shape, training)
     matrices += 2 * (fully + partly) * _recomputed_weights(setup)
-    matrices *= _fp8_time(shape, training) + _expert_time(shape)
+    matrices *= _matmul_time(shape, training)
     compiled = setup.engine == "fsdp2" and training.compile != "none"
     saved = layer_bytes(shape, training.compute_bytes, compiled=compiled)
     passes = ELEMENTWISE_PASSES[compiled] * (1 + RECOMPUTED_PASSES * _checkpointed_share(setup))
@@ -235,24 +225,19 @@ def _attention_flops(setup: Setup, gpu: Gpu) -> tuple[float, float]:
     return document_flops(shape, training, length).attention / efficiency, recurrent / efficiency
 
 
-def _fp8_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
-    """Return the time of matmuls, relative to bf16."""
-    if not training.multiplies_in_fp8:
-        return 1.0
+def _matmul_time(shape: ArchitectureSpec, training: TrainingPlan) -> float:
+    """Return the time of matmuls, relative to bf16 and dense ones: FP8 is faster, grouped matmuls of experts slower."""
     counts = count_model(shape)
-    linears = sum(each.count * each.size for each in counts.linears if is_quantized("fp8", each.inputs, each.outputs))
-    share = linears / (counts.active + shape.vocab_size * shape.hidden_size)
-    return 1 - share + share / FP8_SPEEDUP[training.trains_in_fp8]
-
-
-def _expert_time(shape: ArchitectureSpec) -> float:
-    """Return the additional time of the experts' matmuls, relative to the time of all matmuls if they were dense."""
-    counts = count_model(shape)
-    if not counts.experts_per_token:
-        return 0.0
-    routed = counts.active - sum(each.count * each.size for each in counts.linears)
-    share = max(0, routed) / (counts.active + shape.vocab_size * shape.hidden_size)
-    return share * (1 / EXPERT_EFFICIENCY - 1)
+    all_weights = counts.active + shape.vocab_size * shape.hidden_size
+    in_fp8 = routed = 0.0
+    if training.multiplies_in_fp8:
+        matrices = (each for each in counts.linears if is_quantized("fp8", each.inputs, each.outputs))
+        in_fp8 = sum(each.count * each.size for each in matrices) / all_weights
+    if counts.experts_per_token:
+        linears = sum(each.count * each.size for each in counts.linears)
+        routed = max(0, counts.active - linears) / all_weights
+    fp8_time = 1 - in_fp8 + in_fp8 / FP8_SPEEDUP[training.trains_in_fp8]
+    return fp8_time + routed * (1 / EXPERT_EFFICIENCY - 1)
 
 
 def _expert_adapter_bytes(shape: ArchitectureSpec, training: TrainingPlan) -> float:

@@ -41,39 +41,29 @@ class RunInputs:
 
     @property
     def shape(self) -> ArchitecturePlan:
-        """The complete shape of the model."""
         return self.model.architecture
 
     @property
     def training(self) -> TrainingSpec:
-        """The recipe's settings."""
         return self.recipe.training
 
 
 def check_training(run: RunInputs) -> Iterator[Problem]:
     """Yield the reasons why the model can't be trained like this on these GPUs."""
-    for check in (
-        _adapters, _batch, _context_parallel, _tensor_parallel, _layers, _offload, _kernels, _fp8, _engine,
-        _targets, _load_balancing,
-    ):  # fmt: skip
+    for check in (_adapters, _batch, _context_parallel, _tensor_parallel, _layers, _hardware, _fp8, _engine, _targets):
         yield from check(run)
 
 
 def _adapters(run: RunInputs) -> Iterator[Problem]:
     model, method = run.model, run.training.method
     if model.adapter is not None and method == "full":
-        yield problem(
-            "training.method", f"'full' does not train the adapters of {model.source}.",
-            "Use 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder.",
-        )  # fmt: skip
+        fix = "Use 'lora' or 'qlora'; or merge them into their model, and give model.weights the folder."
+        yield problem("training.method", f"'full' does not train the adapters of {model.source}.", fix)
     if (model.new_tokens or model.vocab_size_of_weights is not None) and method != "full":
         names = ", ".join(model.new_tokens or run.recipe.model.added_tokens)
-        yield problem(
-            "model.added_tokens",
-            f"{names}: method '{method}' leaves the embedding frozen, so new tokens would stay untrained, even where "
-            "it has free rows.",
-            "Use training.method 'full'; or leave them out, or use special tokens that the tokenizer has.",
-        )  # fmt: skip
+        what = f"{names}: method '{method}' leaves the embedding frozen, even its free rows: new tokens stay untrained."
+        fix = "Use training.method 'full'; or leave them out, or use special tokens that the tokenizer has."
+        yield problem("model.added_tokens", what, fix)
 
 
 def _batch(run: RunInputs) -> Iterator[Problem]:
@@ -82,34 +72,18 @@ def _batch(run: RunInputs) -> Iterator[Problem]:
     num = max(1, world_size // training.gpus_per_pack)
     at_once = micro * num
     if training.shard_degree != "auto" and world_size % training.shard_degree:
-        yield problem(
-            "training.shard_degree", f"{world_size} GPUs can't be divided into groups of {training.shard_degree}.",
-            f"Use 'auto', or a divisor of {world_size}.",
-        )  # fmt: skip
+        what = f"{world_size} GPUs can't be divided into groups of {training.shard_degree}."
+        yield problem("training.shard_degree", what, f"Use 'auto', or a divisor of {world_size}.")
     if world_size < 1 or training.global_batch_size % at_once == 0:
         return
     owners = f"{num} {'processes' if training.gpus_per_pack == 1 else 'groups of processes'}"
-    what = f"{plural(training.global_batch_size, 'pack')} can't be divided evenly among {owners}."
-    if micro > 1:
-        what = (
-            f"{training.global_batch_size} is not divisible by {at_once} "
-            f"(micro_batch_size {training.micro_batch_size} x {owners})."
-        )
+    what = (
+        f"{plural(training.global_batch_size, 'pack')} can't be divided evenly by {at_once}: micro_batch_size {micro} "
+        f"x {owners}."
+    )
     up = -(-training.global_batch_size // at_once) * at_once
-    smaller = ", or a smaller micro_batch_size" if micro > 1 else ""
-    fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, or fewer GPUs{smaller}."
+    fix = f"Use {up - at_once} or {up}." if up > at_once else f"Use {up}, fewer GPUs, or a smaller micro_batch_size."
     yield problem("training.global_batch_size", what, fix)
-
-
-def _offload(run: RunInputs) -> Iterator[Problem]:
-    if run.cluster.device != "cpu":
-        return
-    reason = "has no effect without GPUs: everything is in host memory anyway."
-    if run.training.offload != "none":
-        fix = "Use 'none', or a cluster with GPUs."
-        yield problem("training.offload", f"'{run.training.offload}' {reason}", fix)
-    if run.training.activation_offload:
-        yield problem("training.activation_offload", reason, "Leave it out, or use a cluster with GPUs.")
 
 
 def _layers(run: RunInputs) -> Iterator[Problem]:
@@ -121,18 +95,26 @@ def _layers(run: RunInputs) -> Iterator[Problem]:
             yield problem(f"training.{key}", what, "Leave it out for all layers.")
 
 
-def _kernels(run: RunInputs) -> Iterator[Problem]:
+def _hardware(run: RunInputs) -> Iterator[Problem]:
     training, device, place = run.training, run.cluster.device, run.placement
-    if training.attention in {"flash4", "flex"} and device == "cpu":
-        yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
+    if device == "cpu":
+        reason = "has no effect without GPUs: everything is in host memory anyway."
+        if training.offload != "none":
+            fix = "Use 'none', or a cluster with GPUs."
+            yield problem("training.offload", f"'{training.offload}' {reason}", fix)
+        if training.activation_offload:
+            yield problem("training.activation_offload", reason, "Leave it out, or use a cluster with GPUs.")
+        if training.attention in {"flash4", "flex"}:
+            yield problem("training.attention", f"'{training.attention}' is a kernel for GPUs.", "Use 'auto'.")
     if training.attention == "flash4" and training.compute_precision == "fp32":
         yield problem("training.attention", "'flash4' computes only in bf16.", "Use 'auto', or precision bf16.")
     is_one_node = place.num_nodes == 1 < place.processes_per_node
     if training.collectives == "copy_engine" and (device == "cpu" or not is_one_node):
-        yield problem(
-            "training.collectives", "copy engines copy between the GPUs of one node: this run has "
-            f"{place.num_nodes} x {place.processes_per_node} processes with device '{device}'.", "Use 'auto'.",
-        )  # fmt: skip
+        what = (
+            "copy engines copy between the GPUs of one node: this run has "
+            f"{place.num_nodes} x {place.processes_per_node} processes with device '{device}'."
+        )
+        yield problem("training.collectives", what, "Use 'auto'.")
 
 
 def _engine(run: RunInputs) -> Iterator[Problem]:
@@ -148,7 +130,10 @@ def _engine(run: RunInputs) -> Iterator[Problem]:
 
 def _targets(run: RunInputs) -> Iterator[Problem]:
     adapters, shape, counts = run.training.adapters, run.shape, count_model(run.shape)
-    key = "training.lora.targets"
+    key, coefficient = "training.lora.targets", run.training.router_aux_loss_coef
+    if coefficient and not counts.experts_per_token:
+        what = f"{coefficient:g} weights the load-balancing loss of a mixture of experts: {shape.family} is dense."
+        yield problem("training.router_aux_loss_coef", what, "Leave it out, or choose a mixture of experts.")
     if adapters and "out_proj" in adapters.targets and shape.family in WITHOUT_OUT_PROJ_ADAPTERS:
         yield problem(key, f"out_proj of a {shape.family} can't have adapters: kernels ignore them.", "Leave it out.")
     # In the container's transformers, experts may be linear layers although they are not here, or vice versa.
@@ -162,31 +147,18 @@ def _targets(run: RunInputs) -> Iterator[Problem]:
         yield problem(key, what, f"It has {', '.join(known)}.")
     for matrix in counts.expert_matrices:
         if missing := matrix.missing_parts(adapters.targets):
-            yield problem(
-                key,
-                f"{' and '.join(matrix.parts)} of the experts are adapted together: {', '.join(missing)} is missing.",
-                "Name all of them, or none.",
-            )
+            parts = " and ".join(matrix.parts)
+            what = f"{parts} of the experts are adapted together: {', '.join(missing)} is missing."
+            yield problem(key, what, "Name all of them, or none.")
         if adapters.use_dora and matrix.num_ranks(adapters.targets):
-            yield problem(
-                "training.lora.use_dora", f"{matrix.name} of the experts has no DoRA, in peft neither.",
-                "Leave it out, or name other layers in training.lora.targets.",
-            )  # fmt: skip
-
-
-def _load_balancing(run: RunInputs) -> Iterator[Problem]:
-    coefficient, shape = run.training.router_aux_loss_coef, run.shape
-    if coefficient and not count_model(shape).experts_per_token:
-        yield problem(
-            "training.router_aux_loss_coef",
-            f"{coefficient:g} weights the load-balancing loss of a mixture of experts: {shape.family} is dense.",
-            "Leave it out, or choose a mixture of experts.",
-        )  # fmt: skip
+            what = f"{matrix.name} of the experts has no DoRA, in peft neither."
+            fix = "Leave it out, or name other layers in training.lora.targets."
+            yield problem("training.lora.use_dora", what, fix)
 
 
 # --- Parallelism -----------------------------------------------------------------------------------
 
-FLASH4 = "flash-attn-4"
+_FLASH4 = "flash-attn-4"
 
 
 def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageSpec | None) -> str:
@@ -196,7 +168,7 @@ def why_undivided(training: TrainingSpec, cluster: ClusterProfile, image: ImageS
         return ""
     if gpu is not None and not gpu.runs_flash4(training):
         return f"which this recipe can't use on {gpu.device_name}"
-    if image is not None and cluster.runtime != "none" and FLASH4 not in image.listed_packages:
+    if image is not None and cluster.runtime != "none" and _FLASH4 not in image.listed_packages:
         return f"which {image.reference} does not list"
     return ""
 
@@ -207,10 +179,8 @@ def _context_parallel(run: RunInputs) -> Iterator[Problem]:
         return
     yield from _groups(run, key, size)
     if reason := why_undivided(run.training, run.cluster, run.image):
-        yield problem(
-            key, f"needs {FLASH4}, {reason}.",
-            "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa.",
-        )  # fmt: skip
+        fix = "Use an image with it ('ftkit images') on Hopper or newer, in bf16; or training.attention=sdpa."
+        yield problem(key, f"needs {_FLASH4}, {reason}.", fix)
     if heads % size:
         product = " for the product with tensor_parallel" if run.training.tensor_parallel > 1 else ""
         what = f"{heads} attention heads of the model can't be divided among {size} GPUs."
@@ -230,10 +200,8 @@ def _tensor_parallel(run: RunInputs) -> Iterator[Problem]:
     for name, number in indivisible_sizes(*sizes, size).items():
         yield problem(key, f"{number:,} {name} can't be divided among {size} GPUs.", f"Use a divisor of {number:,}.")
     if run.recipe.evaluation.generation is not None:
-        yield problem(
-            key, "a divided model computes losses, but can't generate completions for the evaluation.",
-            "Set evaluation.generation to null, and use 'ftkit eval' after training.",
-        )  # fmt: skip
+        what = "a divided model computes losses, but can't generate completions for the evaluation."
+        yield problem(key, what, "Set evaluation.generation to null, and use 'ftkit eval' after training.")
 
 
 def _groups(run: RunInputs, key: str, size: int) -> Iterator[Problem]:
@@ -264,7 +232,5 @@ def _fp8(run: RunInputs) -> Iterator[Problem]:
         sizes += [(each.inputs, each.outputs) for each in counts.expert_matrices]
     # Estimated counts may lack some matrices.
     if counts.is_exact and not any(inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0 for inputs, outputs in sizes):
-        yield problem(
-            key, "has no effect on this model: no linear layer of its decoder layers has inputs and outputs that are "
-            f"multiples of {FP8_MULTIPLE}, as FP8 needs.", fix,
-        )  # fmt: skip
+        what = "has no effect on this model: no linear layer of its decoder layers has inputs and outputs that are "
+        yield problem(key, f"{what}multiples of {FP8_MULTIPLE}, as FP8 needs.", fix)

@@ -17,31 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU's specifications from its vendor's data sheet; the memory is nvidia-smi's value where it was measured.
-
-    Attributes:
-        device_name: torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown.
-        bf16_flops: dense bf16 FLOP/s, on tensor cores.
-        fp32_flops: fp32 FLOP/s, on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`).
-        memory_bandwidth: bytes/s.
-        link_bandwidth: bytes/s to the other GPUs of its node, one way.
-        has_fast_attention: whether flash-attn-4 runs on it (Hopper and newer).
-        has_fp8: whether it has FP8 matmuls (Ada, Hopper and newer).
-        matmul_efficiency: fraction of `bf16_flops` that the best single matmul reaches.
-        flex_efficiency: fraction of `bf16_flops` that flex attention reaches, forward and backward.
-    """
+    """A GPU's specifications from its vendor's data sheet; the memory is nvidia-smi's value where it was measured."""
 
     device_name: str
+    """torch's name for it. Variants with another speed (PCIe, NVL) have other names, and are unknown."""
     memory_gib: float
     bf16_flops: float
+    """Dense FLOP/s, on tensor cores."""
     fp32_flops: float
+    """FLOP/s on CUDA cores: the trainer keeps TF32 off (`ftkit.train.world`)."""
     memory_bandwidth: float
+    """Bytes/s."""
     link_bandwidth: float
+    """Bytes/s to the other GPUs of its node, one way."""
     has_fast_attention: bool
+    """Whether flash-attn-4 runs on it (Hopper and newer)."""
     has_fp8: bool = True
+    """Whether it has FP8 matmuls (Ada, Hopper and newer)."""
     is_blackwell: bool = False
     matmul_efficiency: float = 0.803
+    """Fraction of `bf16_flops` that the best single matmul reaches."""
     flex_efficiency: float = 0.34
+    """Fraction of `bf16_flops` that flex attention reaches, forward and backward."""
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the FLOP/s of matmuls in the compute dtype."""
@@ -49,11 +46,8 @@ class Gpu:
 
     def runs_flash4(self, training: TrainingSpec) -> bool:
         """Return whether attention runs in flash-attn-4, if that is installed."""
-        return (
-            self.has_fast_attention
-            and training.compute_precision == "bf16"
-            and training.attention in {"auto", "flash4"}
-        )
+        is_selected = training.compute_precision == "bf16" and training.attention in {"auto", "flash4"}
+        return self.has_fast_attention and is_selected
 
     @property
     def usable_gib(self) -> float:
@@ -92,7 +86,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, training settings with every `auto` resolved, and devices of a run."""
+    """Model, training settings with every `auto` resolved, and devices of a run: what `fit` and the speed depend on."""
 
     shape: ArchitectureSpec
     training: TrainingPlan

@@ -35,9 +35,6 @@ def change_blueprint(text: str, changes: Mapping[str, Mapping[str, object]]) -> 
 
     `settings` are merged, unless the module's `source` also changes; other fields are replaced. A changed source may
     leave variables of the blueprint unused, which the toolkit would refuse, so that validator is disabled.
-
-    Raises:
-        ValueError: a module is not in the blueprint.
     """
     yaml = YAML()
     yaml.preserve_quotes = True

@@ -148,11 +148,7 @@ _SPECS: dict[str, type[AnySpec]] = {"soperator": SoperatorSpec, "gcp-vm-l4": Gcp
 
 
 def read_spec(kind: Kind, file: Path | None, overrides: Iterable[str]) -> AnySpec:
-    """Read a file with settings, apply `key=value` overrides, and validate the result.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """Read a file with settings, apply `key=value` overrides, and validate the result."""
     layers = Layers() if file is None else read_yaml(file)
     for override in overrides:
         layers = parse_override(override).over(layers)

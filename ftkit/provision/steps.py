@@ -48,13 +48,10 @@ class Check:
 class Step:
     """A command that creates a resource.
 
-    Attributes:
-        existing: a command that prints something if the resource already exists: then it is neither created nor
-            removed.
-        undo: commands that remove it; none if it stays, or is removed with another one. Clusters whose commands are
-            equal share the resource.
-        users: commands that print what else uses it, one per line: then it is not removed.
-        is_image: whether it creates the operating system's image, which can be kept for the next cluster.
+    `existing` prints something if the resource already exists: then it is neither created nor removed. `undo` removes
+    it; none if it stays, or is removed with another one; clusters whose commands are equal share the resource. `users`
+    print what else uses it, one per line: then it is not removed. With `is_image`, it is the operating system's image,
+    which can be kept for the next cluster.
     """
 
     id: str
@@ -141,11 +138,7 @@ def read_state(folder: Path) -> ProvisionState:
 
 
 def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
-    """Return the state of an earlier start of the same creation, or a new state.
-
-    Raises:
-        ConfigError: the cluster was created with other settings.
-    """
+    """Return the state of an earlier start of the same creation, or a new state."""
     before = read_json(folder / _STATE, ProvisionState)
     if before is None:
         return new
@@ -160,16 +153,15 @@ def begin_or_continue(folder: Path, new: ProvisionState) -> ProvisionState:
 
 
 def create(provision: Provision, state: ProvisionState, folder: Path, say: Say) -> None:
-    """Create the missing resources.
-
-    Raises:
-        ProvisionError: a check or a command failed; created resources are recorded.
-        PrerequisiteError: a program is missing.
-    """
+    """Create the missing resources."""
     for check in provision.checks:
         say(f"check: {check.title}")
         done = process.run(words_of(check.command, folder), timeout_seconds=120)
-        problem = check.problem(done.stdout) if done.returncode == 0 else one_line(done.stderr or done.stdout)
+        problem = (
+            check.problem(done.stdout)
+            if done.returncode == 0
+            else one_line(done.stderr or done.stdout or f"exit status {done.returncode}")
+        )
         if problem is not None:
             raise ProvisionError(f"{check.title}: {problem}", fix=check.advice)
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,9 +189,6 @@ def destroy(provision: Provision, folder: Path, say: Say, *, keep_image: bool) -
     """Remove created resources in reverse order, then the cluster's folder; return whether it is gone.
 
     A resource that something else uses stays and is recorded, so that a repetition removes it once it is unused.
-
-    Raises:
-        ProvisionError: a command failed; remaining resources are recorded.
     """
     state = read_state(folder)
     is_shared = False
@@ -241,9 +230,6 @@ def users_of(step: Step, folder: Path, answers: dict[str, str]) -> tuple[str, ..
     """Return what else uses a step's resource: clusters created from this account, and what the provider lists.
 
     `answers` keeps the provider's answers, which are the same for several steps.
-
-    Raises:
-        ProvisionError: the provider does not respond.
     """
     users = []
     for other in sorted(folder.parent.iterdir()) if step.users else ():
@@ -271,7 +257,7 @@ def _ask(command: str, step: Step, folder: Path) -> str:
     if done.returncode != 0:
         raise ProvisionError(
             f"can't find out whether this exists, or what uses it: {step.title}: "
-            + one_line(done.stderr or done.stdout),
+            + one_line(done.stderr or done.stdout or f"exit status {done.returncode}"),
             meaning="the login has expired, an API is disabled, or the network is down",
             fix="fix the cause and repeat the command: it continues here",
         )

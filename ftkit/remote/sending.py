@@ -104,10 +104,6 @@ def pack_run(
     """Find a run's local files, and rewrite its arguments with paths on the login node.
 
     `recipe` is a name or a path, `trials` has the overrides of each run, `words` recipe and overrides as typed.
-
-    Raises:
-        NotFoundError: a path that belongs to this machine does not exist.
-        ConfigError: with every problem of the recipe.
     """
     if recipe is None:
         return Parcel(tuple(words), "", "", ())
@@ -151,9 +147,6 @@ def _local_files(key: str, path: str) -> list[Path]:
     """Return the files of a path on this machine; none if it is a path on the cluster.
 
     If the parent folder exists here but the path does not, the path is treated as a typo.
-
-    Raises:
-        NotFoundError: the path is a typo.
     """
     place = Path(path)
     if place.is_dir():
@@ -204,11 +197,7 @@ def list_sent(files: Iterable[Path]) -> tuple[SentFile, ...]:
 
 
 def send_files(login: Login, paths: Sequence[str], *, with_rsync: bool) -> None:
-    """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it.
-
-    Raises:
-        PrerequisiteError: they could not be sent.
-    """
+    """Send local files into `files/` there: with rsync, which continues a partial file, if both sides have it."""
     target = f"{login.folder}/files"
     code, output = _send_with_rsync(login, paths, target) if with_rsync else (_RSYNC_PROTOCOL, "")
 

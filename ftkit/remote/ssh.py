@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ftkit.config.cluster import ClusterProfile
 
-LOGIN_SIDE: Final = "ftkit.cli.remote.login_side"
+LOGIN_SIDE: Final = "ftkit.cli.login_side"
 """The module that answers requests on the login node."""
 NEEDS_PROJECT: Final = 190
 """Exit status of the login side: its files of the project differ from this machine's."""
@@ -72,17 +72,10 @@ class SentFile:
 class Request:
     """A request to the login node.
 
-    Attributes:
-        action: `run` a command; run it exactly `once`, even if the connection is lost; `store` the project's files;
-            list a run's `missing` local files and code; or `unpack` its code.
-        identity: identity of the code here.
-        project: name of the project's folder there.
-        digest: digest of the project's files here.
-        words: the command, for this `cluster`, with `environment`.
-        submission: id of a command that runs exactly once.
-        secrets: environment variables that are passed only on standard input.
-        files: files by their paths in the project's folder: all for `store`, the run's recipe for `missing`.
-        code: digest of the archive of the run's code, empty if it has none; `archive` is the archive in base64.
+    The `action` is to `run` a command; to run it exactly `once` (for a `submission`), even if the connection is lost;
+    to `store` the project's files; to list a run's `missing` local files and code; or to `unpack` its code. `identity`
+    is that of the code here, `digest` that of the project's files, `code` that of the archive of the run's code, which
+    is empty if it has none. `secrets` are variables that are passed only on standard input.
     """
 
     action: Literal["run", "once", "store", "missing", "unpack"]
@@ -106,11 +99,7 @@ def read_request(argument: str, read_stdin: Callable[[], bytes]) -> Request:
 
 
 def call(login: Login, request: Request, on_output: Callable[[bytes], None] | None) -> int:
-    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status.
-
-    Raises:
-        PrerequisiteError: ftkit is not set up there.
-    """
+    """Make a request without secrets, on this process's terminal or passing on its output; return its exit status."""
     argument = base64.b64encode(to_json(request).encode()).decode()
     if on_output is not None:
         return _run_quietly(login, request, argument, None, on_output)
@@ -193,11 +182,7 @@ class Missing(TypedDict):
 
 
 def ask(login: Login, request: Request, files: Mapping[str, str]) -> Missing:
-    """Ask which local files are missing there; `files` are the project's.
-
-    Raises:
-        PrerequisiteError: the login node can't be reached, or ftkit is not set up there.
-    """
+    """Ask which local files are missing there; `files` are the project's."""
     output = bytearray()
     code = with_project(login, request, files, lambda: call_through_pipe(login, request, output.extend))
     lines = output.decode(errors="replace").splitlines()
@@ -258,11 +243,7 @@ rm -f {wheel}
 
 
 def install(login: Login, extras: Sequence[str] = ()) -> None:
-    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit.
-
-    Raises:
-        PrerequisiteError: the login node can't be reached, or has no Python that is new enough.
-    """
+    """Install this ftkit in the virtual environment on the login node, replacing an existing ftkit."""
     chosen = f"[{','.join(extras)}]" if extras else ""
     script = _INSTALL.format(
         folder=shlex.quote(login.folder), wheel=WHEEL_NAME, no_python=_NO_PYTHON,

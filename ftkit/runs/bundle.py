@@ -10,11 +10,12 @@ import io
 import shutil
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError, PrerequisiteError, one_line
 from ftkit.files import DamagedFileError, output_file, read_json, read_small, to_json
 from ftkit.planning.layout import DataLayout, RunLayout, Workspace
+from ftkit.runs.manifest import Values
 
 if TYPE_CHECKING:
     from ftkit.runs.signing import Purpose
@@ -26,38 +27,32 @@ _RECIPE = "recipe.json"
 _LOCK = "requirements.lock"
 
 
-def bundled_files(layout: RunLayout) -> list[Path]:
-    """Return the existing files of a run's folder that belong in its bundle."""
-    candidates = (
-        layout.manifest, layout.plan, layout.script, layout.preparation_script, layout.submission, layout.metrics,
-        layout.report, layout.code_changes, layout.original,
-    )  # fmt: skip
-    return [path for path in candidates if path.is_file()]
-
-
 def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> list[str]:
     """Write a run's bundle and return the names of its members.
 
-    Args:
-        layout: the run's folder.
-        path: the bundle's file.
-        lock: the lock of the image's packages, if it is on this machine.
+    `lock` is that of the image's packages, if it is on this machine.
 
     Raises:
-        NotFoundError: the run has no manifest.
         DamagedFileError: a file of the run can't be read, or is too large.
-        PrerequisiteError: the bundle can't be written.
     """
-    manifest = read_json(layout.manifest, dict[str, Any])
+    manifest = read_json(layout.manifest, Values)
     if manifest is None:
         raise NotFoundError(f"{layout.root.name} has no manifest.json", meaning="a bundle without it can't be repeated")
     data = DataLayout(Workspace(layout.root.parents[1]).data / str(manifest.get("data_fingerprint")))
+    files = [
+        layout.manifest, layout.plan, layout.script, layout.preparation_script, layout.submission, layout.metrics,
+        layout.report, layout.code_changes, layout.original,
+    ]  # fmt: skip
+    sources = {file.name: file for file in files} | {_DATA_MANIFEST: data.manifest}
+    sources |= {_LOCK: lock} if lock else {}
+    contents = {_RECIPE: to_json(manifest.get("resolved_recipe", {})).encode()}
+    for name, file in sources.items():
+        try:
+            if file.is_file():
+                contents[name] = read_small(file, _MAX_MEMBER_BYTES)
+        except OSError as error:
+            raise DamagedFileError(file, one_line(error)) from error
     try:
-        contents = {file.name: _read(file) for file in bundled_files(layout)}
-        contents[_RECIPE] = to_json(manifest.get("resolved_recipe", {})).encode()
-        for name, file in ((_DATA_MANIFEST, data.manifest), (_LOCK, lock)):
-            if file and file.is_file():
-                contents[name] = _read(file)
         with output_file(path) as temporary, tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as archive:
             for name in sorted(contents):
                 member = tarfile.TarInfo(f"{layout.root.name}/{name}")
@@ -70,21 +65,6 @@ def write_bundle(layout: RunLayout, path: Path, lock: Path | None = None) -> lis
             fix="write the bundle somewhere else: --output FILE",
         ) from error
     return sorted(contents)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_small(path, _MAX_MEMBER_BYTES)
-    except OSError as error:
-        raise DamagedFileError(path, one_line(error)) from error
-
-
-def is_bundle(path: Path) -> bool:
-    """Return whether a file is a tar archive."""
-    try:
-        return tarfile.is_tarfile(path)
-    except OSError:
-        return False
 
 
 def unpack(path: Path, folder: Path) -> None:
@@ -104,11 +84,10 @@ def unpack(path: Path, folder: Path) -> None:
                     continue
                 if member.size > _MAX_MEMBER_BYTES:
                     raise DamagedFileError(path, f"{name} has {member.size:,} bytes")
-                source = archive.extractfile(member)
-                if source is not None:
+                if source := archive.extractfile(member):
                     with source, (folder / name).open("wb") as target:
                         shutil.copyfileobj(source, target)
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise DamagedFileError(path, str(error)) from error
+        raise DamagedFileError(path, "it is not a complete tar archive") from error
     if not layout.manifest.is_file():
         raise DamagedFileError(path, "it has no manifest.json")

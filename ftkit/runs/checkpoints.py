@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -45,10 +46,9 @@ class TrainState:
         fingerprint: `DataManifest.identity` of its data.
         best: None if evaluations are not compared.
         evaluations_without_improvement: consecutive ones, up to the newest.
-        num_packs: number of packs in these steps, each counted as often as it was trained. The last step of an epoch
-            that was planned as the last one may have had fewer than a batch.
-        num_tokens: number of tokens of the documents in these packs, without padding.
-        num_targets: number of them that counted in the loss.
+        num_packs: packs in these steps, each counted as often as it was trained. The last step of an epoch that was
+            planned as the last one may have had fewer than a batch.
+        num_tokens: tokens of the documents in these packs, without padding; `num_targets` of them count in the loss.
     """
 
     step: int
@@ -78,6 +78,13 @@ class SavedFile:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(path.stat().st_size, digest)
 
+    def is_content_of(self, path: Path) -> bool:
+        """Return whether a file has this content; it has not if it is missing or unreadable."""
+        try:
+            return path.stat().st_size == self.size and SavedFile.of(path) == self
+        except OSError:
+            return False
+
 
 @dataclass(frozen=True)
 class Marker:
@@ -90,7 +97,6 @@ class Marker:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files.values())
 
 
@@ -115,14 +121,15 @@ def read_marker(folder: Path, step: int) -> Marker:
 
 def find_damage(folder: Path, marker: Marker, names: Iterable[str]) -> list[str]:
     """Return which of the named files of a checkpoint differ from the marker."""
-    return [name for name in names if not _is_intact(folder / name, marker.files[name])]
+    return [name for name in names if not marker.files[name].is_content_of(folder / name)]
 
 
-def _is_intact(path: Path, file: SavedFile) -> bool:
+def list_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints with their steps, oldest first; none if they can't be listed."""
     try:
-        return path.stat().st_size == file.size and SavedFile.of(path) == file
-    except OSError:  # missing or unreadable
-        return False
+        return layout.list_checkpoints()
+    except OSError:
+        return []
 
 
 # --- The best one --------------------------------------------------------------------------------
@@ -132,17 +139,12 @@ def read_selection(layout: RunLayout) -> BestEvaluation | None:
     """Return the best evaluation by the recipe's `evaluation.best`, as the newest checkpoint has it.
 
     None if the run does not compare evaluations, or the checkpoint of the best one is missing.
-
-    Raises:
-        OSError: the checkpoints can't be listed.
     """
     found = layout.list_checkpoints()
     for step, folder in reversed(found):
-        try:
+        with suppress(DamagedCheckpointError):
             best = read_marker(folder, step).progress.best
-        except DamagedCheckpointError:
-            continue
-        return best if best is not None and best.step in dict(found) else None
+            return best if best is not None and best.step in dict(found) else None
     return None
 
 
@@ -150,16 +152,13 @@ def find_best(layout: RunLayout) -> BestEvaluation | None:
     """Resolve `RUN@best`: the best by `evaluation.best`, else the checkpoint with the lowest validation loss.
 
     None if no checkpoint was evaluated.
-
-    Raises:
-        OSError: the checkpoints can't be listed.
     """
     if selected := read_selection(layout):
         return selected
     steps = dict(layout.list_checkpoints())
     records = (record for record in read_outline(layout.metrics) if isinstance(record, EvaluationRecord))
     losses = {record.step: record.loss for record in records if record.step in steps and math.isfinite(record.loss)}
-    step = min(losses, key=lambda step: losses[step], default=None)
+    step = min(losses, key=losses.__getitem__, default=None)
     return None if step is None else BestEvaluation(step, "loss", losses[step])
 
 
@@ -167,9 +166,6 @@ def choose_step(layout: RunLayout, typed: str, steps: Iterable[int]) -> int:
     """Resolve a step that a user typed, of the existing `steps`: a number, `last`, `best`, or empty.
 
     Empty means the best by `evaluation.best`, or the last if the recipe does not set that.
-
-    Raises:
-        NotFoundError: there is no such step.
     """
     available = sorted(steps)
     listed = ", ".join(map(str, available))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -12,18 +12,14 @@ from ftkit.files import read_json_if_valid
 from ftkit.runs.ends import End
 from ftkit.runs.gpu_samples import read_samples, summarize_samples
 from ftkit.runs.history import read_history
-from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data
-from ftkit.runs.progress import list_restarts
+from ftkit.runs.manifest import DOCUMENT_NUMBERS, describe_data, mapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.history import History
     from ftkit.runs.records import StartRecord
 
-NUM_POINTS = 10
-"""Maximum number of points at which losses are shown."""
 _SECTIONS = ("recipe", "data", "image", "versions", "cluster")
 
 
@@ -46,27 +42,26 @@ class RunResults:
         predicted_gib: the plan's prediction of the peak memory of a device.
         measured_gib: peak memory of a device, the largest over ranks and stages.
         training_seconds: time between the first and the last record of each start, without time in the queue.
+        restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
         held_seconds: time in which the run occupied its processes, including start-up and repeated steps.
         num_processes: number of processes of the newest start.
         cost: cost of the GPUs of each start in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
-        num_restarts: number of times that training was restarted.
-        restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
         gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
         gpu_power: mean of a GPU, in W.
         energy_kwh: energy of all GPUs.
     """
 
-    step: int | None
-    tokens: int | None
-    loss: float | None
-    validation_loss: float | None
-    execution_accuracy: float | None
-    tokens_per_second_per_process: float | None
-    mfu: float | None
-    predicted_gib: float | None
-    measured_gib: float | None
-    training_seconds: float | None
-    num_restarts: int
+    step: int | None = None
+    tokens: int | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    execution_accuracy: float | None = None
+    tokens_per_second_per_process: float | None = None
+    mfu: float | None = None
+    predicted_gib: float | None = None
+    measured_gib: float | None = None
+    training_seconds: float | None = None
+    num_restarts: int = 0
     restart_reasons: tuple[Annotated[End | None, BeforeValidator(End.from_json)], ...] = ()
     held_seconds: float | None = None
     num_processes: int | None = None
@@ -78,16 +73,13 @@ class RunResults:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run in a comparison.
+    """A run in a comparison: its inputs, by section and key, and its loss by step; repeated steps occur once.
 
-    Attributes:
-        inputs: the run's inputs, by section and key.
-        curve: the loss by step; repeated steps occur once.
-        metrics_problem: which records of the run can't be read, and why; empty if all can.
+    `metrics_problem` tells which records can't be read, and why; empty if all can.
     """
 
     id: str
-    inputs: dict[str, dict[str, Any]]
+    inputs: dict[str, dict[str, object]]
     results: RunResults
     curve: tuple[LossPoint, ...]
     metrics_problem: str = ""
@@ -99,20 +91,18 @@ class Difference:
 
     section: str
     key: str
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
 
 AlignedBy = Literal["tokens", "step"]
+_Losses = list[tuple[int, tuple[float, ...]]]
 
 
 @dataclass(frozen=True)
 class AlignedLosses:
-    """Losses of several runs where each has a record.
+    """The number of places where each of several runs has a record, and some of these, with the loss of every run.
 
-    Attributes:
-        by: what is equal there, besides the run.
-        num_common: the number of such places.
-        points: some of them, each with the loss of every run.
+    `by` is what is equal there.
     """
 
     by: AlignedBy
@@ -122,14 +112,10 @@ class AlignedLosses:
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """A run's loss curve compared with the first run's.
+    """A run's loss curve compared with the first run's, where both have a record.
 
-    Attributes:
-        by: what is equal at the compared points.
-        num_common: points at which both have a record.
-        largest_difference: largest difference of the losses at these points, if both are finite; None without such
-            points.
-        first_difference: tokens or step after which the losses differ for the first time; None if they are equal.
+    `largest_difference` is that of finite losses; `first_difference` the tokens or the step after which the losses
+    differ for the first time. Both are None if there is none.
     """
 
     by: AlignedBy
@@ -140,13 +126,23 @@ class CurveComparison:
 
 def read_run(layout: RunLayout) -> ComparedRun:
     """Read a run for a comparison, from its folder. Missing or damaged values are unknown."""
-    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
-    plan = read_json_if_valid(layout.plan, dict[str, Any]) or _plan_of(manifest)
+    manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
+    plan = read_json_if_valid(layout.plan, dict[str, object]) or {
+        "recipe": manifest.get("resolved_recipe"),
+        "engine": {"name": manifest.get("engine")},
+        "cluster": manifest.get("cluster_profile"),
+        "placement": manifest.get("placement"),
+        "fingerprint": manifest.get("data_fingerprint"),
+        "ftkit_version": mapping(manifest.get("ftkit")).get("version"),
+    }
     history = read_history(layout)
-    last = history.last_step
-    after = history.last_evaluation
+    last, after, start = history.last_step, history.last_evaluation, history.start
     gpus = summarize_samples(read_samples(layout))
-    restarts = list_restarts(layout)
+    memory = [value for value in mapping(plan.get("memory")).values() if isinstance(value, float)]
+    price, cost = mapping(plan.get("cluster")).get("price_per_gpu_hour"), None
+    is_on_gpus = mapping(plan.get("placement")).get("device") == "cuda"
+    if is_on_gpus and isinstance(price, int | float) and history.process_seconds is not None:
+        cost = price * history.process_seconds / 3600
     results = RunResults(
         step=last.step if last else None,
         tokens=last.tokens if last else None,
@@ -155,37 +151,88 @@ def read_run(layout: RunLayout) -> ComparedRun:
         execution_accuracy=after.execution_accuracy if after else None,
         tokens_per_second_per_process=history.speed,
         mfu=history.mfu,
-        predicted_gib=_predicted_gib(plan),
+        predicted_gib=sum(memory) if memory else None,
         measured_gib=history.peak_gib,
         training_seconds=history.training_seconds,
-        num_restarts=len(restarts),
-        restart_reasons=tuple(each.reason for each in restarts),
+        num_restarts=len(history.restarts),
+        restart_reasons=tuple(each.reason for each in history.restarts),
         held_seconds=history.held_seconds,
-        num_processes=history.starts[-1].world_size if history.starts else None,
-        cost=_cost(plan, history),
+        num_processes=start.world_size if start else None,
+        cost=cost,
         gpu_utilization=gpus.utilization if gpus else None,
         gpu_power=gpus.power if gpus else None,
         energy_kwh=gpus.energy_kwh if gpus else None,
     )
     curve = tuple(LossPoint(step, each.tokens, each.loss) for step, each in history.steps.items())
-    start = history.starts[-1] if history.starts else None
-    inputs = describe_inputs(layout, plan, manifest, start)
-    return ComparedRun(layout.root.name, inputs, results, curve, history.problem)
+    return ComparedRun(
+        layout.root.name, describe_inputs(layout, plan, manifest, start), results, curve, history.problem
+    )
+
+
+def describe_inputs(
+    layout: RunLayout, plan: Mapping[str, object], manifest: Mapping[str, object], start: StartRecord | None
+) -> dict[str, dict[str, object]]:
+    """Return a run's inputs, by section and key, from the content of its plan and manifest, and its newest start.
+
+    The data's digests are looked up in the workspace of `layout` if the manifest has none yet.
+    """
+    recipe = mapping(plan.get("recipe"))
+    starts = manifest.get("starts")
+    data = mapping(starts[-1]) if isinstance(starts, list) and starts else {}
+    if not data.get("data"):
+        data = {**describe_data(layout, plan.get("fingerprint"))}
+    code = mapping(mapping(manifest.get("ftkit")).get("git"))
+    engine = mapping(plan.get("engine")).get("name")
+    image_keys = ("image", "container_image", "image_id", "image_sha256", "image_lock_sha256")
+    cluster = {**mapping(plan.get("cluster")), **mapping(plan.get("placement"))}
+    return {
+        "recipe": {
+            **dict(_flat({key: value for key, value in recipe.items() if key not in ("data", "image")})),
+            **({"training.engine": engine} if engine else {}),
+        },
+        "data": {
+            **dict(_flat(mapping(recipe.get("data")))),
+            "fingerprint": plan.get("fingerprint"),
+            **{f"{name} sha256": digest for name, digest in mapping(data.get("data")).items()},
+            **mapping(data.get("documents")),
+        },
+        "image": {key: manifest.get(key, plan.get(key)) for key in image_keys},
+        "versions": {
+            "ftkit": plan.get("ftkit_version"),
+            "ftkit commit": code.get("commit"),
+            "ftkit has uncommitted changes": code.get("has_uncommitted_changes"),
+            **(start.versions if start else {}),
+        },
+        "cluster": {
+            **{key: value for key, value in _flat(cluster) if key != "description"},
+            "device": start.device if start else None,
+        },
+    }
+
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# --- Comparisons ---------------------------------------------------------------------------------
 
 
 def find_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the inputs that differ between runs, in the order of sections."""
     found = []
     for section in _SECTIONS:
-        keys = dict.fromkeys(key for run in runs for key in run.inputs[section])
-        for key in keys:
+        for key in dict.fromkeys(key for run in runs for key in run.inputs[section]):
             values = tuple(run.inputs[section].get(key) for run in runs)
             if any(value != values[0] for value in values):
                 found.append(Difference(section, key, values))
     return found
 
 
-def align_losses(runs: Sequence[ComparedRun], num_points: int = NUM_POINTS) -> AlignedLosses:
+def align_losses(runs: Sequence[ComparedRun], num_points: int = 10) -> AlignedLosses:
     """Return the losses of runs where each has a record: at most `num_points` of these, evenly spaced."""
     by, losses = _align(runs)
     last = len(losses) - 1
@@ -199,6 +246,21 @@ def compare_curves(first: ComparedRun, other: ComparedRun) -> CurveComparison:
     differing = [place for place, (one, two) in losses if repr(one) != repr(two)]  # two NaN are equal
     gaps = [abs(one - two) for _, (one, two) in losses if isfinite(one) and isfinite(two)]
     return CurveComparison(by, len(losses), max(gaps, default=None), differing[0] if differing else None)
+
+
+def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, _Losses]:
+    """Return the losses that were recorded after the same number of tokens, or else at the same step.
+
+    Runs on the same packs have the same tokens where their numbers of packs are equal, whatever their batches; with
+    another order of packs, only where an epoch ends.
+    """
+    found: dict[AlignedBy, _Losses] = {}
+    for by in ("tokens", "step"):
+        curves = [{getattr(point, by): point.loss for point in run.curve} for run in runs]
+        places = sorted(set(curves[0]).intersection(*curves))
+        found[by] = [(place, tuple(curve[place] for curve in curves)) for place in places]
+    by = "tokens" if len(found["tokens"]) > 1 else max(found, key=lambda each: len(found[each]))
+    return by, found[by]
 
 
 def have_same_documents(first: ComparedRun, other: ComparedRun) -> bool | None:
@@ -217,101 +279,3 @@ def have_same_documents(first: ComparedRun, other: ComparedRun) -> bool | None:
     if has_same_tokenizer and (found := compare("documents sha256")) is not None:
         return found
     return False if False in map(compare, DOCUMENT_NUMBERS) else None
-
-
-def _align(runs: Sequence[ComparedRun]) -> tuple[AlignedBy, list[tuple[int, tuple[float, ...]]]]:
-    """Return the losses that were recorded after the same number of tokens, or else at the same step.
-
-    Runs on the same packs have the same tokens where their numbers of packs are equal, whatever their batches; with
-    another order of packs, only where an epoch ends.
-    """
-    found: dict[AlignedBy, list[tuple[int, tuple[float, ...]]]] = {}
-    for by in ("tokens", "step"):
-        curves = [{getattr(point, by): point.loss for point in run.curve} for run in runs]
-        places = sorted(set(curves[0]).intersection(*curves))
-        found[by] = [(place, tuple(curve[place] for curve in curves)) for place in places]
-    by = "tokens" if len(found["tokens"]) > 1 else max(found, key=lambda each: len(found[each]))
-    return by, found[by]
-
-
-# --- Inputs of a run -----------------------------------------------------------------------------
-
-
-def describe_inputs(
-    layout: RunLayout, plan: Mapping[str, Any], manifest: Mapping[str, Any], start: StartRecord | None
-) -> dict[str, dict[str, Any]]:
-    """Return a run's inputs, by section and key.
-
-    Args:
-        layout: the run's folder, in whose workspace the data's digests are looked up if the manifest has none yet.
-        plan: the content of plan.json.
-        manifest: the content of manifest.json.
-        start: the newest one; None if training has not started.
-    """
-    recipe = _mapping(plan.get("recipe"))
-    starts = manifest.get("starts")
-    data = _mapping(starts[-1]) if isinstance(starts, list) and starts else {}
-    if not data.get("data"):
-        data = describe_data(layout, plan.get("fingerprint"))
-    code = _mapping(_mapping(manifest.get("ftkit")).get("git"))
-    chosen = {"training.engine": _mapping(plan.get("engine")).get("name")}
-    image_keys = ("image", "container_image", "image_id", "image_sha256", "image_lock_sha256")
-    return {
-        "recipe": dict(_flat({key: value for key, value in recipe.items() if key not in ("data", "image")}))
-        | {key: value for key, value in chosen.items() if value},
-        "data": dict(_flat(_mapping(recipe.get("data"))))
-        | {"fingerprint": plan.get("fingerprint")}
-        | {f"{name} sha256": digest for name, digest in _mapping(data.get("data")).items()}
-        | _mapping(data.get("documents")),
-        "image": {key: manifest.get(key, plan.get(key)) for key in image_keys},
-        "versions": {
-            "ftkit": plan.get("ftkit_version"),
-            "ftkit commit": code.get("commit"),
-            "ftkit has uncommitted changes": code.get("has_uncommitted_changes"),
-            **(start.versions if start else {}),
-        },
-        "cluster": {key: value for key, value in _flat(_cluster_values(plan)) if key != "description"}
-        | {"device": start.device if start else None},
-    }
-
-
-def _cluster_values(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster's profile, and the nodes and devices that the run used."""
-    return {**_mapping(plan.get("cluster")), **_mapping(plan.get("placement"))}
-
-
-def _plan_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan's values from the manifest."""
-    return {
-        "recipe": manifest.get("resolved_recipe"),
-        "engine": {"name": manifest.get("engine")},
-        "cluster": manifest.get("cluster_profile"),
-        "placement": manifest.get("placement"),
-        "fingerprint": manifest.get("data_fingerprint"),
-        "ftkit_version": _mapping(manifest.get("ftkit")).get("version"),
-    }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _cost(plan: Mapping[str, Any], history: History) -> float | None:
-    price, seconds = _mapping(plan.get("cluster")).get("price_per_gpu_hour"), history.process_seconds
-    if seconds is None or not isinstance(price, int | float) or _mapping(plan.get("placement")).get("device") != "cuda":
-        return None
-    return price * seconds / 3600
-
-
-def _predicted_gib(plan: Mapping[str, Any]) -> float | None:
-    """Return the sum of the parts of the predicted peak; None if the plan has none."""
-    memory = {key: value for key, value in _mapping(plan.get("memory")).items() if isinstance(value, float)}
-    return sum(memory.values()) if memory else None

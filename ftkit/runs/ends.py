@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -22,20 +23,13 @@ from ftkit.runs.metrics_file import read_last_record, read_last_step
 from ftkit.runs.records import EndRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.job import Job
 
 
 @dataclass(frozen=True)
 class End:
-    """How a start ended.
-
-    Attributes:
-        cause: why.
-        detail: the node, or the error of a rank; empty if there is none.
-    """
+    """How a start ended: the cause, and the node or the error of a rank, if there is one."""
 
     cause: Cause
     detail: str = ""
@@ -43,17 +37,13 @@ class End:
     def __str__(self) -> str:
         return f"{self.cause.words}: {self.detail}" if self.detail else self.cause.words
 
-    def to_json(self) -> dict[str, str]:
-        """Return the end as the manifest has it."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: object) -> End | None:
         """Read an end from a manifest; None if there is none."""
         if not isinstance(value, dict):
             return None
-        cause = next((each for each in Cause if each == value.get("cause")), Cause.UNKNOWN)
-        return cls(cause, str(value.get("detail") or ""))
+        cause = value.get("cause")
+        return cls(Cause(cause) if cause in list(Cause) else Cause.UNKNOWN, str(value.get("detail") or ""))
 
     @classmethod
     def of_run(cls, seen: Job) -> End | None:
@@ -70,13 +60,15 @@ def note_end(layout: RunLayout, end: End) -> None:
 def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | None]:
     """Determine how the start that began at `since` ended, before its files are removed.
 
-    Returns:
-        The end; and, if a rank recorded an error, the step and the error without what differs between occurrences, to
-        recognize the same failure.
+    Returns the end; and, if a rank recorded an error, the step and the error without what differs between occurrences,
+    to recognize the same failure.
     """
-    words, note = find_slurms_words(layout, since=since), _read_note(layout)
+    words, note = find_slurms_words(layout, since=since), None
     if words and words.cause not in _FOLLOWS:
         return words, None
+    with suppress(OSError):
+        cause, _, text = read_small(layout.end_reason).decode(errors="replace").strip().partition("\t")
+        note = End(Cause(cause), text) if cause in set(Cause) else None
     if end := note or words:
         return end, None
     last = read_last_record(layout.metrics)
@@ -88,20 +80,16 @@ def find_end(layout: RunLayout, since: float) -> tuple[End, dict[str, str] | Non
     step = read_last_step(layout.metrics)
     where = f"after step {step.step}" if step and step.time >= since else "before its first step"
     detail = f"rank {error.rank} on {error.host}: {error.type}: {one_line(error.message)}"
-    cause = Cause.LOST_PEERS if error.reports_lost_peer else Cause.KILLED if error.was_killed else Cause.ERROR
-    cause = Cause.OUT_OF_MEMORY if error.exit_code == MemoryExhaustedError.exit_code else cause
+    cause = Cause.ERROR
+    if error.exit_code == MemoryExhaustedError.exit_code:
+        cause = Cause.OUT_OF_MEMORY
+    elif error.reports_lost_peer:
+        cause = Cause.LOST_PEERS
+    elif error.was_killed:
+        cause = Cause.KILLED
     # Addresses, ports and process ids differ each time; if all ranks fail alike, any of them may be first.
     same = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{error.type}: {one_line(error.message)}")
     return End(cause, detail), {"where": where, "error": same}
-
-
-def _read_note(layout: RunLayout) -> End | None:
-    try:
-        note = read_small(layout.end_reason).decode(errors="replace").strip()
-    except OSError:
-        return None
-    cause, _, detail = note.partition("\t")
-    return End(Cause(cause), detail) if cause in set(Cause) else None
 
 
 # --- Slurm's words -------------------------------------------------------------------------------
@@ -129,22 +117,16 @@ _FAILED_NODE: Final = re.compile(r"srun: error: Node failure on (\S+)")
 def find_slurms_words(layout: RunLayout, *, since: float | None = None, job_id: str | None = None) -> End | None:
     """Return why Slurm ended a start, by its words in the job's log; None if there are none.
 
-    The first word counts: what follows is its consequence.
-
-    Args:
-        layout: the run's folder.
-        since: when that start recorded itself; another one has begun since. By default, the start is the last one.
-        job_id: the only job whose words count.
+    The first word counts: what follows is its consequence. `since` is when that start recorded itself; another one has
+    begun since. By default, the start is the last one. If `job_id` is given, only words about that job count.
     """
     lines = log_tail(layout, num_lines=None, num_bytes=_LOG_BYTES)
     starts = {index: match[1] for index, line in enumerate(lines) if (match := _TRAINING.match(line))}
     if since is None:
-        return _read_words(lines[max(starts, default=0) :], job_id)
-    begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
-    return _read_words(lines[max(begun, default=0) : max(starts, default=None)], job_id)
-
-
-def _read_words(lines: Sequence[str], job_id: str | None) -> End | None:
+        lines = lines[max(starts, default=0) :]
+    else:
+        begun = [index for index, time in starts.items() if datetime.fromisoformat(time).timestamp() <= since]
+        lines = lines[max(begun, default=0) : max(starts, default=None)]
     for line in lines:
         found = _WORDS.search(line)
         if found is None or (found["job"] and job_id not in (None, found["job"])):
@@ -169,3 +151,13 @@ def log_tail(layout: RunLayout, num_lines: int | None = 20, num_bytes: int = 2**
             return text.splitlines()[-(num_lines or 0) :]
     except OSError:
         return []
+
+
+def excluded_nodes(layout: RunLayout) -> dict[str, str]:
+    """Return the nodes that preflights have excluded so far, with the reason."""
+    try:
+        lines = read_small(layout.excluded_nodes).decode(errors="replace").splitlines()
+    except OSError:
+        return {}
+    rows = (line.split("\t", 3) for line in lines)  # time, job, node, reason
+    return {row[2]: row[3] for row in rows if len(row) == 4}  # noqa: PLR2004

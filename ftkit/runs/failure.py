@@ -13,7 +13,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -52,11 +52,7 @@ _CODES_OF_SCRIPTS = {error.exit_code for error in (NotFoundError, PrerequisiteEr
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank.
-
-    `exit_code` is that of the error's class if the user can act on it, else 1; `can_resume` tells whether the run can
-    continue as planned.
-    """
+    """The error that ended a rank; `exit_code` is that of its class if the user can act on it, else 1."""
 
     time: Seconds
     rank: Count
@@ -135,18 +131,17 @@ def first_error(layout: RunLayout, *, since: float) -> RankError | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed.
+    """Why a run failed, with the error of the rank that failed first, if a rank recorded one.
 
     Attributes:
         exit_code: the error's exit code if the user can act on it, else that of a failed run.
-        error: the error of the rank that failed first; None if no rank recorded one.
         can_resume: whether the run can continue as planned once the cause is fixed.
         is_in_code: whether the user's code failed: the run has a copy of it, which `ftkit resume` would start again.
     """
 
     exit_code: int
     error: RankError | None
-    can_resume: bool
+    can_resume: bool = True
     is_in_code: bool = False
 
 
@@ -154,28 +149,25 @@ def explain_failure(run: SubmittedRun, seen: Job) -> Failure | None:
     """Return why a run failed; None if it did not."""
     if seen.state not in FAILURES:
         return None
-    error = first_error(run.layout, since=max(run.submission.submitted, seen.started or 0.0))
+    layout = run.layout
+    error = first_error(layout, since=max(run.submission.submitted, seen.started or 0.0))
     if error and error.is_actionable:
         return Failure(error.exit_code, error, error.can_resume)
-    if run.layout.disk_full.exists():
-        return Failure(DiskFullError.exit_code, None, can_resume=True)
+    if layout.disk_full.exists():
+        return Failure(DiskFullError.exit_code, None)
     if seen.state is RunState.OUT_OF_MEMORY:
         return Failure(MemoryExhaustedError.exit_code, error, can_resume=False)
     if seen.exit_code in _CODES_OF_SCRIPTS:
-        return Failure(seen.exit_code, error, can_resume=True)
-    # If Slurm ended the job, exceptions of ranks follow from that.
-    is_in_code = seen.state is RunState.FAILED and error is not None and _is_in_code(error, run.layout)
+        return Failure(seen.exit_code, error)
+    # If Slurm ended the job, or another rank or a signal ended this one, exceptions of ranks follow from that.
+    is_cause = seen.state is RunState.FAILED and error and not error.was_killed and not error.reports_lost_peer
+    is_in_code = bool(is_cause and error and (layout.is_script or f'"{layout.code}/' in error.traceback))
     return Failure(RunFailedError.exit_code, error, can_resume=not is_in_code, is_in_code=is_in_code)
-
-
-def _is_in_code(error: RankError, layout: RunLayout) -> bool:
-    """Return whether an exception was raised in the user's code, or in what it called."""
-    is_exception = not error.was_killed and not error.reports_lost_peer
-    return is_exception and (layout.is_script or f'"{layout.code}/' in error.traceback)
 
 
 def original_command(layout: RunLayout) -> str:
     """Return the command that started a run, to be typed again."""
-    words = (read_json_if_valid(layout.manifest, dict[str, Any]) or {}).get("command")
-    is_known = isinstance(words, list) and all(isinstance(word, str) and "***" not in word for word in words)
-    return shlex.join(words) if is_known and words else "ftkit run …"
+    words = (read_json_if_valid(layout.manifest, dict[str, object]) or {}).get("command")
+    if not isinstance(words, list) or not words or any("***" in str(word) for word in words):
+        return "ftkit run …"
+    return shlex.join(map(str, words))

@@ -1,94 +1,126 @@
-"""The history of a run: its steps, its stages, and its time by activity."""
+"""The history of a run: its steps, its starts, its stages, and its time by activity; the time left, and stalls."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.files import read_json_if_valid
-from ftkit.runs.metrics_file import CheckedRecords
+from ftkit.runs.ends import End
+from ftkit.runs.job import Job, RunState
+from ftkit.runs.lease import current_holder
+from ftkit.runs.metrics_file import find_damage, read_last_record
 from ftkit.runs.records import (
     AnomalyRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    FailedCheckpointRecord,
     FirstStepRecord,
     MemoryRecord,
-    StageRecord,
+    Record,
+    ScriptStepRecord,
+    ShardingRecord,
     StartRecord,
     StepRecord,
     VerificationRecord,
 )
+from ftkit.runs.spans import Span, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.records import Record
 
-SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
-"""`repeated`: steps after the newest checkpoint of an interrupted start, which the next start repeats."""
+RecordT = TypeVar("RecordT", bound=Record)
+
+_MIN_STALL_SECONDS = 300.0
+"""Clocks of nodes can differ by minutes."""
+_STAGE_STALL_SECONDS = 1800.0
+"""No records are written while weights are loaded, code is compiled, or a model is evaluated or exported."""
+_STALLED_STEPS = 10
+"""Number of records missed until a run counts as stalled."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """An interval of a run's time.
+class Restart:
+    """A later start of a run's training, with its Slurm job, if it has one, and the host of rank 0.
 
-    Attributes:
-        begin: in seconds since the epoch, as `end`.
-        label: the stage, or the steps.
+    `step` is that of the checkpoint that it continued from; None if it ended before. `reason` tells why the previous
+    start ended; None if it was not recorded.
     """
 
-    kind: SpanKind
-    begin: float
-    end: float
-    label: str = ""
-    step: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Length of the interval in seconds."""
-        return max(0.0, self.end - self.begin)
+    time: float
+    step: int | None
+    job_id: str
+    host: str
+    reason: End | None
 
 
 @dataclass(frozen=True)
 class History:
-    """The records of a run, in the order of time.
+    """The records of a run, in the order of time; None for those that don't exist yet.
 
     Attributes:
         steps: records by step; a repeated step occurs once.
         steady: the records for the throughput: all but the first of each start, which compiles and allocates.
         speeds: tokens per second of one process in these records.
         memory: the record with the highest peak of each stage.
+        start_up: when the last start completed its first step.
+        failed_checkpoint: after the newest checkpoint that could be written.
+        anomalies: in the order of steps; a repeated step occurs once.
+        sharding: of a script's model.
         spans: the time by activity, without gaps.
+        process_seconds: seconds in which the run occupied its processes, times their number in each start: those that
+            cost.
+        training_seconds: between the first and the last record of each start's training, without the time in the queue.
+        problem: which records can't be read, and why; empty if all can.
     """
 
     starts: tuple[StartRecord, ...] = ()
+    restarts: tuple[Restart, ...] = ()
     steps: dict[int, StepRecord] = field(default_factory=dict)
     steady: tuple[StepRecord, ...] = ()
     speeds: tuple[float, ...] = ()
     memory: tuple[MemoryRecord, ...] = ()
     checks: VerificationRecord | None = None
-    first_step: FirstStepRecord | None = None
-    """Of the last start."""
+    start_up: FirstStepRecord | None = None
     evaluations: tuple[EvaluationRecord, ...] = ()
+    checkpoint: CheckpointRecord | None = None
+    failed_checkpoint: FailedCheckpointRecord | None = None
     anomalies: tuple[AnomalyRecord, ...] = ()
     end: EndRecord | None = None
+    sharding: ShardingRecord | None = None
+    script_step: ScriptStepRecord | None = None
     spans: tuple[Span, ...] = ()
     process_seconds: float | None = None
-    """Seconds in which the run occupied its processes, times their number in each start: those that cost."""
     training_seconds: float | None = None
-    """Between the first and the last record of each start's training, without the time in the queue."""
     problem: str = ""
-    """Which records can't be read, and why; empty if all can."""
+
+    @property
+    def start(self) -> StartRecord | None:
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def first_step(self) -> StepRecord | None:
+        return next(iter(self.steps.values()), None)
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The newest step."""
         return next(reversed(self.steps.values()), None)
+
+    @property
+    def before(self) -> EvaluationRecord | None:
+        return next((each for each in self.evaluations if each.when == "before"), None)
+
+    @property
+    def after(self) -> EvaluationRecord | None:
+        return next((each for each in reversed(self.evaluations) if each.when == "after"), None)
 
     @property
     def last_evaluation(self) -> EvaluationRecord | None:
@@ -97,7 +129,6 @@ class History:
 
     @property
     def speed(self) -> float | None:
-        """The median of the tokens per second of one process."""
         return median(self.speeds) if self.speeds else None
 
     @property
@@ -109,7 +140,6 @@ class History:
 
     @property
     def mfu(self) -> float | None:
-        """The median MFU, from 0 to 1."""
         found = [each.mfu for each in self.steady if each.mfu is not None]
         return median(found) if found else None
 
@@ -136,7 +166,7 @@ class History:
     @property
     def time_use(self) -> dict[str, float]:
         """Seconds by activity; the time of steps is divided according to their records."""
-        found: dict[str, float] = {}
+        found: Counter[str] = Counter()
         for span in self.spans:
             parts: dict[str, float] = {span.kind: span.seconds}
             record = self.steps.get(span.step)
@@ -147,190 +177,146 @@ class History:
                     "data wait": span.seconds * wait,
                     "other": span.seconds * max(0.0, overhead - wait),
                 }
-            for name, seconds in parts.items():
-                found[name] = found.get(name, 0.0) + seconds
-        return found
+            found.update(parts)
+        return dict(found)
+
+    def seconds_left(self, log_every_steps: int) -> float | None:
+        """Return the remaining time at the speed of the last steps, without checkpoints and evaluations.
+
+        None if unknown: the first record of a start says little, because it includes compiling.
+        """
+        last, begun_at = self.last_step, self.start.resumed_from if self.start else 0
+        first = (begun_at // log_every_steps + 1) * log_every_steps if begun_at else 1
+        if last is None or self.end or begun_at < last.step <= first:
+            return None
+        return (last.num_steps - last.step) * last.step_seconds
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read the history of a run from its folder. Missing or damaged records are skipped."""
-    read = CheckedRecords(layout.metrics)
-    records = list(read)
-    timeline = _Timeline(_start_times(layout))
-    starts: list[StartRecord] = []
+    """Read the history of a run from its folder, with the paths that its files have now: it may have been moved.
+
+    Missing or damaged records are skipped.
+    """
+    records: list[Record] = []
+    problem = find_damage(layout.metrics, records=records)
+    manifest_starts = _read_manifest_starts(layout)
+    timeline = Timeline([time for time, _ in manifest_starts])
     steps: dict[int, StepRecord] = {}
     steady: list[tuple[StepRecord, float]] = []
     trained: list[tuple[float, float]] = []
     memory: dict[str, MemoryRecord] = {}
+    newest: dict[type[object], Record] = {}
+    num_processes = 1
     is_first = True
     for record in records:
         if isinstance(record, EvaluationRecord) and record.when == "job":
             continue  # another job's time
         timeline.add(record)
-        if isinstance(record, StartRecord):
-            starts.append(record)
-            trained.append((record.time, record.time))
-            steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
-            is_first = True
-        elif isinstance(record, StepRecord):
-            steps[record.step] = record
-            if not is_first:
-                steady.append((record, record.tokens_per_second / max(1, starts[-1].world_size if starts else 1)))
-            is_first = False
-        elif isinstance(record, MemoryRecord):
-            known = memory.get(record.stage, record)
-            memory[record.stage] = max(record, known, key=lambda each: each.largest_peak_gib)
+        newest[type(record)] = record
+        match record:
+            case StartRecord():
+                newest.pop(EndRecord, None)  # the run continues: the end of an earlier start is none
+                trained.append((record.time, record.time))
+                steps = {step: each for step, each in steps.items() if step <= record.resumed_from}
+                num_processes, is_first = max(1, record.world_size), True
+            case StepRecord():
+                steps[record.step] = record
+                if not is_first:
+                    steady.append((record, record.tokens_per_second / num_processes))
+                is_first = False
+            case MemoryRecord():
+                known = memory.get(record.stage, record)
+                memory[record.stage] = max(record, known, key=lambda each: each.largest_peak_gib)
+            case CheckpointRecord():
+                newest.pop(FailedCheckpointRecord, None)
+            case _:
+                pass
         if trained and isinstance(record, StepRecord | EvaluationRecord | EndRecord):
             trained[-1] = (trained[-1][0], max(trained[-1][1], record.time))
-    verifications = [each for each in records if isinstance(each, VerificationRecord)]
-    ends = [each for each in records if isinstance(each, EndRecord | StartRecord)]
-    last = ends[-1] if ends else None
+    checkpoint, end = _newest(newest, CheckpointRecord), _newest(newest, EndRecord)
+    starts = _all(records, StartRecord)
+    anomalies = {(each.step, each.kind): each for each in _all(records, AnomalyRecord)}
     return History(
-        starts=tuple(starts),
+        starts=starts,
+        restarts=_restarts(manifest_starts, starts),
         steps=dict(sorted(steps.items())),
         steady=tuple(record for record, _ in steady),
         speeds=tuple(speed for _, speed in steady),
         memory=tuple(memory.values()),
-        checks=verifications[-1] if verifications else None,
-        first_step=next((each for each in reversed(records) if isinstance(each, FirstStepRecord)), None),
-        evaluations=tuple(each for each in records if isinstance(each, EvaluationRecord)),
-        anomalies=tuple(each for each in records if isinstance(each, AnomalyRecord)),
-        end=last if isinstance(last, EndRecord) else None,
+        checks=_newest(newest, VerificationRecord),
+        start_up=_newest(newest, FirstStepRecord),
+        evaluations=_all(records, EvaluationRecord),
+        checkpoint=checkpoint and replace(checkpoint, path=str(layout.checkpoint(checkpoint.step))),
+        failed_checkpoint=_newest(newest, FailedCheckpointRecord),
+        anomalies=tuple(anomalies[key] for key in sorted(anomalies)),
+        end=replace(end, export=str(layout.export)) if end and end.export else end,
+        sharding=_newest(newest, ShardingRecord),
+        script_step=_newest(newest, ScriptStepRecord),
         spans=tuple(timeline.spans),
         process_seconds=timeline.process_seconds() if starts else None,
         training_seconds=sum(end - begin for begin, end in trained) if trained else None,
-        problem=read.problem,
+        problem=problem,
     )
 
 
-def _start_times(layout: RunLayout) -> list[float]:
-    """Return when the processes of each start began, from the manifest."""
-    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
+def _newest(newest: Mapping[type[object], Record], kind: type[RecordT]) -> RecordT | None:
+    record = newest.get(kind)
+    return record if isinstance(record, kind) else None
+
+
+def _all(records: Sequence[Record], kind: type[RecordT]) -> tuple[RecordT, ...]:
+    return tuple(each for each in records if isinstance(each, kind))
+
+
+_Start = tuple[float, dict[str, object]]
+"""A start in a manifest, with the time when its processes began."""
+
+
+def _read_manifest_starts(layout: RunLayout) -> list[_Start]:
+    manifest = read_json_if_valid(layout.manifest, dict[str, object]) or {}
     starts = manifest.get("starts")
-    found = [each.get("time") for each in starts if isinstance(each, dict)] if isinstance(starts, list) else []
-    return sorted(time for time in found if isinstance(time, float))
+    found = [each for each in (starts if isinstance(starts, list) else []) if isinstance(each, dict)]
+    return sorted(
+        ((time, each) for each in found if isinstance(time := each.get("time"), float)), key=lambda each: each[0]
+    )
 
 
-class _Timeline:
-    """Divides a run's time into spans, record by record."""
-
-    def __init__(self, start_times: Sequence[float]) -> None:
-        self.spans: list[Span] = []
-        self._start_times = list(start_times)
-        self._cursor: float | None = None
-        self._stage = ""
-        self._stalled = 0.0
-        self._step = 0
-        self._has_started = False
-        self._begin_of_start = 0
-        self._sizes: dict[int, int] = {}
-        """Number of processes of each start, by the index of its first span."""
-
-    def process_seconds(self) -> float:
-        """Return the seconds without downtime, times the processes: of the start before for one that never trained."""
-        total, size = 0.0, next(iter(self._sizes.values()), 0)
-        for index, span in enumerate(self.spans):
-            size = self._sizes.get(index, size)
-            total += size * span.seconds * (span.kind != "down")
-        return total
-
-    def add(self, record: Record) -> None:
-        """Add the time between the last record and this one."""
-        self._begin_start(record.time)
-        if self._cursor is None:
-            self._cursor = record.time
-        match record:
-            case StageRecord():
-                self._close(record.time)
-                self._stage = record.stage
-            case StartRecord():
-                self._close(record.time)
-                self._mark_repeated_after(record.resumed_from)
-                begin = self._begin_of_start
-                self._sizes[len(self.spans) if begin in self._sizes else begin] = record.world_size
-                self._stage, self._step = "", record.resumed_from
-            case StepRecord():
-                self._add_step(record)
-            case EvaluationRecord() | EndRecord():
-                self._close(record.time)
-                self._stage = ""
-            case CheckpointRecord():
-                self._stalled += record.stalled_seconds
-            case _:
-                pass
-
-    def _begin_start(self, time: float) -> None:
-        """Add the downtime until the processes were restarted, if that was before `time`."""
-        while self._start_times and self._start_times[0] <= time:
-            begin = self._start_times.pop(0)
-            if self._has_started and self._cursor is not None and begin > self._cursor:
-                self.spans.append(Span("down", self._cursor, begin, "between two starts"))
-                self._cursor = begin
-            self._cursor = begin if self._cursor is None else self._cursor
-            self._has_started, self._stalled, self._step, self._begin_of_start = True, 0.0, 0, len(self.spans)
-            self._stage = self._stage or "starting processes"
-
-    def _close(self, time: float) -> None:
-        """End the activity that began at the cursor."""
-        if self._cursor is not None and time > self._cursor:
-            kind: SpanKind = "other" if not self._stage else "start-up"
-            if self._stage.startswith("evaluating"):
-                kind = "evaluation"
-            elif self._step and self._stage:
-                kind = "other"
-            self.spans.append(Span(kind, self._cursor, time, self._stage))
-            self._cursor = time
-
-    def _add_step(self, record: StepRecord) -> None:
-        begin = record.time if self._cursor is None else self._cursor
-        elapsed = max(0.0, record.time - begin)
-        stalled = min(self._stalled, elapsed)
-        taken = min(elapsed - stalled, max(1, record.step - self._step) * record.step_seconds)
-        parts = (("checkpoint", stalled), ("other", elapsed - stalled - taken), ("training", taken))
-        for kind, seconds in parts:
-            if seconds > 0:
-                label = f"to step {record.step}" if kind == "training" else ""
-                self.spans.append(Span(kind, begin, begin + seconds, label, record.step))  # type: ignore[arg-type]
-                begin += seconds
-        self._cursor, self._stalled, self._step, self._stage = max(begin, record.time), 0.0, record.step, ""
-
-    def _mark_repeated_after(self, step: int) -> None:
-        """Mark the steps after the checkpoint that a start continues from as repeated."""
-        self.spans = [
-            replace(span, kind="repeated") if span.kind == "training" and span.step > step else span
-            for span in self.spans
-        ]
+def _restarts(starts: Sequence[_Start], records: Sequence[StartRecord]) -> tuple[Restart, ...]:
+    return tuple(
+        Restart(
+            time,
+            next((record.resumed_from for record in records if time <= record.time < end), None),
+            str(start.get("job_id", "")),
+            str(start.get("host", "")),
+            End.from_json(start.get("after")),
+        )
+        for (time, start), (end, _) in list(pairwise([*starts, (math.inf, {})]))[1:]
+    )
 
 
-def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
-    """Merge neighboring spans of one kind; spans shorter than `shortest` seconds are merged with each other.
+# --- Stalls --------------------------------------------------------------------------------------
 
-    A merged group has the kind that takes most of its time. A group that stays shorter joins the span before it.
+
+@dataclass(frozen=True)
+class Silence:
+    """A running job that has written no record for some seconds.
+
+    `is_stalled` tells whether that is much longer than the run's pace explains; `is_alive`, whether its trainer still
+    renews its lease.
     """
-    merged: list[Span] = []
-    short: list[Span] = []
 
-    def join(span: Span) -> None:
-        if merged and (merged[-1].kind == span.kind or span.seconds < shortest):
-            merged[-1] = replace(merged[-1], end=span.end, step=span.step)
-        else:
-            merged.append(span)
+    seconds: float
+    is_stalled: bool
+    is_alive: bool
 
-    def join_short() -> None:
-        if short:
-            seconds: Counter[SpanKind] = Counter()
-            for each in short:
-                seconds[each.kind] += each.seconds  # type: ignore[assignment] # counts may be floats
-            join(replace(short[-1], kind=max(seconds, key=seconds.__getitem__), begin=short[0].begin))
-            short.clear()
 
-    for span in spans:
-        if span.seconds >= shortest:
-            join_short()
-            join(span)
-        else:
-            short.append(span)
-            if span.end - short[0].begin >= shortest:
-                join_short()
-    join_short()
-    return merged
+def measure_silence(layout: RunLayout, seen: Job, log_every_steps: int, now: float) -> Silence | None:
+    """Return how long a running job has written no record; None if it does not run, or has ended its training."""
+    last = read_last_record(layout.metrics)
+    if seen.state is not RunState.RUNNING or last is None or isinstance(last, EndRecord):
+        return None
+    limit = _STAGE_STALL_SECONDS
+    if isinstance(last, StepRecord):
+        limit = max(_MIN_STALL_SECONDS, _STALLED_STEPS * log_every_steps * last.step_seconds)
+    seconds = max(0.0, now - max(last.time, seen.started or 0.0))
+    return Silence(seconds, seconds > limit, current_holder(layout) is not None)

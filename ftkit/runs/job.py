@@ -39,13 +39,7 @@ class RunState(StrEnum):
 
 
 FAILURES = frozenset(
-    {
-        RunState.FAILED,
-        RunState.NODE_FAILURE,
-        RunState.TIMED_OUT,
-        RunState.OUT_OF_MEMORY,
-        RunState.PREEMPTED,
-    }
+    {RunState.FAILED, RunState.NODE_FAILURE, RunState.TIMED_OUT, RunState.OUT_OF_MEMORY, RunState.PREEMPTED}
 )
 """States of runs that failed; the user did not request their end."""
 
@@ -70,7 +64,6 @@ class Cause(StrEnum):
 
     @property
     def words(self) -> str:
-        """The cause in words, without details."""
         return self.value.replace("-", " ")
 
 
@@ -91,15 +84,13 @@ CAUSES = {state: cause for cause, state in STATES.items()}
 class Job:
     """A run's job as its scheduler reports it, or as the run's files tell. Times are seconds since the epoch.
 
-    Args:
-        id: Slurm's job id, or a process id; None if the run was never submitted, or that can't be read.
-        state: the state of the run.
+    Attributes:
+        id: None if the run was never submitted, or that can't be read.
         is_final: whether the job has ended and will not continue by itself.
         reason: why it waits or failed, according to the scheduler or ftkit.
         exit_code: of the job script, once it ended.
         nodes: names of the nodes, as the scheduler writes them.
         started: when the job started, or is expected to.
-        ended: when it ended.
         cause: why it ended, if that is known and not in the state itself.
     """
 
@@ -114,7 +105,6 @@ class Job:
     cause: Cause | None = None
 
     def __str__(self) -> str:
-        """Return the state and its reason."""
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
 
 
@@ -122,14 +112,11 @@ class Job:
 class Submission:
     """One submission of a run's script.
 
-    Args:
-        scheduler: the scheduler of the job.
-        job_id: Slurm's job id, or a process id.
+    Attributes:
         submitted: when, in seconds since the epoch.
         host: the machine that it was submitted on; for `local`, the one that it runs on.
         process_start: distinguishes the process from a later one with the same id (`ftkit.process.start_time`).
         messages: the scheduler's output at submission.
-        earlier_job_ids: earlier jobs of this run.
         preparation_job_id: the job that prepares data and weights, which this one waits for.
     """
 
@@ -152,12 +139,10 @@ class SubmittedRun:
 
     @property
     def id(self) -> str:
-        """The run's id, which is the name of its folder."""
         return self.layout.root.name
 
     @property
     def job_id(self) -> JobId:
-        """The id of its job."""
         return self.submission.job_id
 
 
@@ -173,3 +158,9 @@ def read_submission(layout: RunLayout) -> Submission | None:
         DamagedFileError: the file can't be read.
     """
     return read_json(layout.submission, Submission)
+
+
+def read_submitted(layout: RunLayout) -> SubmittedRun | None:
+    """Return a run with its newest submission. Errors as in `read_submission`."""
+    submission = read_submission(layout)
+    return SubmittedRun(layout, submission) if submission else None

@@ -8,12 +8,11 @@ next number may be taken. A holder that only seemed dead finds the higher number
 Ages are not compared between nodes, whose clocks differ: a process that waits for the lease checks if it is touched.
 On the holder's machine this takes no time, because the process can be looked up there.
 
-A holder from an earlier start of the same Slurm job is not watched. Slurm restarts a job, and the job script starts its
-next step, only after the previous processes have ended on every node that responds. A node that only lost Slurm's
-controller may still train and write to the shared file system, so this does not prove that the holder is dead; but it
-decides which of the two must end. The later start creates the next number immediately, removes the holder's file, and
-waits for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and
-it ends. A holder that can't reach the file system can't write to it either.
+A holder from an earlier start of the same Slurm job is not watched. Slurm starts a job or its next step only after the
+previous processes have ended on every node that responds. A node that only lost Slurm's controller may still train, but
+it is the one that must end: the later start creates the next number immediately, removes the holder's file, and waits
+for two heartbeats before it writes anything else. If the holder is alive, its next touch fails, on NFS too, and it
+ends. A holder that can't reach the file system can't write to it either.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,10 +56,8 @@ class FolderHeldError(TrainingError):
 class Holder:
     """The process that holds a lease.
 
-    Args:
-        host: name of its machine.
+    Attributes:
         machine: identifies the machine and the process namespace of `pid`.
-        pid: its process id.
         process_start: distinguishes it from a later process with the same id.
         job_id: its Slurm job; empty without Slurm.
         since: when it acquired the lease, in seconds since the epoch.
@@ -83,10 +79,6 @@ class Holder:
         start = int(os.environ.get("SLURM_RESTART_COUNT", "0")), int(os.environ.get("SLURM_STEP_ID", "0"))
         return cls(socket.gethostname(), _machine(), pid, process.start_time(pid) or "", job_id, time.time(), start)
 
-    def is_replaced_by(self, other: Holder) -> bool:
-        """Tell whether `other` is from a later start of the same job."""
-        return bool(self.job_id) and self.job_id == other.job_id and self.start < other.start
-
     def __str__(self) -> str:
         job = f"job {self.job_id}, " if self.job_id else ""
         since = datetime.fromtimestamp(self.since, UTC)
@@ -102,38 +94,43 @@ class Released:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease as it was read. `holder` is None between the file's creation and its first write."""
+    """A lease as it was read. `content` is None between the file's creation and its first write."""
 
     number: int
-    holder: Holder | None
-    is_released: bool
+    content: Holder | Released | None
     touched: float
 
     @property
-    def may_be_alive(self) -> bool:
-        """Whether its holder may still train, judged by one read from this machine."""
-        if self.is_released:
-            return False
-        if self.holder is not None and self.holder.machine == _machine():
-            return _is_running(self.holder)
-        return time.time() - self.touched < _SURELY_DEAD_SECONDS
+    def holder(self) -> Holder | None:
+        return self.content if isinstance(self.content, Holder) else None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its holder is a process of this machine, which can be looked up."""
+        return self.holder is not None and self.holder.machine == _machine()
 
     @property
     def is_running_here(self) -> bool:
-        """Whether its holder is a running process of this machine."""
-        return self.holder is not None and self.holder.machine == _machine() and _is_running(self.holder)
+        holder = self.holder
+        return holder is not None and self.is_local and process.start_time(holder.pid) == holder.process_start
 
-    @property
-    def seems_alive(self) -> bool:
-        """Like `may_be_alive`, assuming synchronized clocks: good enough for display."""
-        is_fresh = time.time() - self.touched < NUM_MISSED_BEATS * BEAT_SECONDS
-        return self.may_be_alive and (is_fresh or self.is_running_here)
+    def may_be_alive(self, max_silence: float = _SURELY_DEAD_SECONDS) -> bool:
+        """Return whether its holder may still train, judged by one read from this machine."""
+        if isinstance(self.content, Released):
+            return False
+        return self.is_running_here if self.is_local else time.time() - self.touched < max_silence
+
+    def __str__(self) -> str:
+        return str(self.holder or "another process")
 
 
 def current_holder(layout: RunLayout) -> Holder | None:
-    """Return the process that trains in a run's folder, judged by one read; None if there is none."""
+    """Return the process that trains in a run's folder; None if there is none.
+
+    It is judged by one read that assumes synchronized clocks, which is good enough for display.
+    """
     lease = _read_newest(layout.leases)
-    return lease.holder if lease and lease.seems_alive else None
+    return lease.holder if lease and lease.may_be_alive(NUM_MISSED_BEATS * BEAT_SECONDS) else None
 
 
 def is_held_by_another_job(layout: RunLayout) -> bool:
@@ -148,30 +145,26 @@ def last_touch(layout: RunLayout) -> float:
     return lease.touched if lease else 0.0
 
 
-def _read_newest(folder: Path) -> Lease | None:
-    try:
-        return _newest(folder)
-    except OSError:  # another user's folder may not be readable
-        return None
-
-
 def revoke(layout: RunLayout) -> None:
     """End the lease of a dead holder. A holder that is alive after all ends at its next heartbeat."""
     lease = _newest(layout.leases)
-    if lease and not lease.is_released:
+    if lease and not isinstance(lease.content, Released):
         with contextlib.suppress(FileExistsError):
-            _create(_path(layout.leases, lease.number + 1), Released(is_released=True))
+            _create(layout.leases, lease.number + 1, Released(is_released=True))
 
 
 def revoke_if_dead(layout: RunLayout) -> None:
     """End the lease of a dead process of this machine, so that the next start need not wait for its expiry."""
     lease = _read_newest(layout.leases)
-    if lease and lease.holder and lease.holder.machine == _machine() and not lease.is_running_here:
+    if lease and lease.is_local and not lease.is_running_here:
         with contextlib.suppress(OSError):
             revoke(layout)
 
 
-@contextmanager
+# --- Hold a lease --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
 def held_lease(
     layout: RunLayout,
     *,
@@ -181,117 +174,134 @@ def held_lease(
 ) -> Iterator[HeldLease]:
     """Hold the lease of a run's folder.
 
-    Args:
-        layout: the run's folder.
-        say: called with the reason if this takes a while.
-        on_loss: called in a separate thread when another process has taken over the lease. It must end this process.
-        pause: sleeps for a number of seconds.
+    `say` gets the reason if this takes a while; `pause` sleeps for a number of seconds. `on_loss` is called in a
+    separate thread when another process has taken over the lease; it must end this process.
 
     Raises:
         FolderHeldError: another process holds it.
     """
     held = HeldLease(layout.leases, _take(layout.leases, say, pause), on_loss)
-    held.start()
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            held.beat()
+
+    threading.Thread(target=beat, name="lease", daemon=True).start()
     try:
         yield held
     finally:
-        held.release()
+        ended.set()
+        with contextlib.suppress(OSError):  # a lease that can't be released expires after this process
+            write_json(held.path, Released(is_released=True))  # the next holder need not wait
 
 
 class HeldLease:
-    """A lease that this process holds; a thread touches it."""
+    """A lease that this process holds."""
 
     def __init__(self, folder: Path, number: int, on_loss: Callable[[FolderHeldError], None]) -> None:
-        self._folder = folder
+        self.path = _path(folder, number)
         self._number = number
         self._on_loss = on_loss
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
-
-    def start(self) -> None:
-        """Start touching the file."""
-        self._thread.start()
-
-    def release(self) -> None:
-        """Mark the file as released, so that the next holder need not wait."""
-        self._ended.set()
-        path = _path(self._folder, self._number)
-        with contextlib.suppress(OSError):  # a lease that can't be released expires after this process
-            write_json(path, Released(is_released=True))
 
     def beat(self) -> None:
         """Touch the file, unless another process holds the lease by now."""
         is_there = True
         try:
-            os.utime(_path(self._folder, self._number))
+            os.utime(self.path)
         except FileNotFoundError:
             is_there = False
-            if not self._folder.is_dir():
+            if not self.path.parent.is_dir():
                 return  # the folder is missing too: the file system is unavailable for now
         except OSError:
             return  # the file system stalls: the next heartbeat detects a takeover
-        newest = _read_newest(self._folder)
+        newest = _read_newest(self.path.parent)
         if not is_there or (newest is not None and newest.number > self._number):
-            self._on_loss(_lost(newest))
-
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            self.beat()
+            self._on_loss(
+                FolderHeldError(
+                    f"the run's folder was taken over: {newest or 'another process'}",
+                    meaning="this process was suspended, or lost its file system, for minutes, and was considered dead",
+                    fix="do nothing if the other process is training; see its log",
+                )
+            )
 
 
 def _take(folder: Path, say: Callable[[str], None], pause: Callable[[float], None]) -> int:
-    """Take the lease; return its number."""
     folder.mkdir(parents=True, exist_ok=True)
     newest, own = _newest(folder), Holder.here()
     replaced = None
-    if newest is not None and newest.may_be_alive:
-        if newest.holder is not None and newest.holder.is_replaced_by(own) and not newest.is_running_here:
+    if newest is not None and newest.may_be_alive():
+        former = newest.holder
+        is_of_this_job = former is not None and former.job_id == own.job_id != ""
+        if former is not None and is_of_this_job and former.start < own.start and not newest.is_running_here:
             replaced = newest
         else:
             _wait_until_dead(folder, newest, say, pause)
     number = newest.number + 1 if newest else 1
-    path = _path(folder, number)
     try:
-        _create(path, own)
+        _create(folder, number, own)
     except FileExistsError:
         raise _refusal(_newest(folder)) from None
     newest = _newest(folder)
     if newest is not None and newest.number > number:  # other processes took and released it since the first read
-        path.unlink(missing_ok=True)
+        _path(folder, number).unlink(missing_ok=True)
         raise _refusal(newest)
     for lease in _numbers(folder):
         if lease < number:
             _path(folder, lease).unlink(missing_ok=True)
     if replaced is not None:
-        say(f"the run's folder was held by {_name(replaced)}, from an earlier start of this job: waiting "
+        say(f"the run's folder was held by {replaced}, from an earlier start of this job: waiting "
             f"{_TAKEOVER_SECONDS:.0f} s, so that it ends if its node only lost Slurm's controller")  # fmt: skip
         pause(_TAKEOVER_SECONDS)
     return number
 
 
 def _wait_until_dead(folder: Path, lease: Lease, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
-    """Wait until a lease is certainly dead.
-
-    Raises:
-        FolderHeldError: it is alive.
-    """
+    """Wait until a lease is certainly dead; raise FolderHeldError if it is alive."""
     if lease.is_running_here:
         raise _refusal(lease)
     seconds = NUM_MISSED_BEATS * BEAT_SECONDS
-    say(f"the run's folder is held by {_name(lease)}: checking for up to {seconds:.0f} s whether it is still alive")
+    say(f"the run's folder is held by {lease}: checking for up to {seconds:.0f} s whether it is still alive")
     for _ in range(NUM_MISSED_BEATS):
         pause(BEAT_SECONDS)
         now = _newest(folder)
-        if now is None or not now.may_be_alive:
+        if now is None or not now.may_be_alive():
             return
         if (now.number, now.touched) != (lease.number, lease.touched):
             raise _refusal(now)
 
 
+def _refusal(lease: Lease | None) -> FolderHeldError:
+    return FolderHeldError(
+        f"another process is training in this run's folder: {lease or 'another process'}",
+        meaning="the run was submitted twice, or an earlier job of it did not end",
+        fix="cancel that job, or wait until it ends; then: ftkit resume",
+    )
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def _read_newest(folder: Path) -> Lease | None:
+    try:
+        return _newest(folder)
+    except OSError:  # another user's folder may not be readable
+        return None
+
+
 def _newest(folder: Path) -> Lease | None:
     while numbers := _numbers(folder):
-        with contextlib.suppress(FileNotFoundError):  # the next holder has just removed it
-            return _read(folder, max(numbers))
+        number, content = max(numbers), None
+        try:
+            # Opening the file makes NFS ask its server, which `stat` alone would not.
+            with _path(folder, number).open(encoding="utf-8", errors="replace") as file:
+                touched = os.fstat(file.fileno()).st_mtime
+                text = file.read()
+        except FileNotFoundError:  # the next holder has just removed it
+            continue
+        with contextlib.suppress(InvalidJsonError):
+            content = parse_json(text, Holder | Released)  # type: ignore[arg-type] # mypy takes no union for a type
+        return Lease(number, content, touched)
     return None
 
 
@@ -303,23 +313,9 @@ def _numbers(folder: Path) -> list[int]:
     return [int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)\.json", name))]
 
 
-def _read(folder: Path, number: int) -> Lease:
-    """Read a lease. Opening the file makes NFS ask its server, which `stat` alone would not."""
-    with _path(folder, number).open(encoding="utf-8", errors="replace") as file:
-        touched = os.fstat(file.fileno()).st_mtime
-        text = file.read()
-    try:
-        content = parse_json(text, Holder | Released)  # type: ignore[arg-type] # mypy takes no union for a type
-    except InvalidJsonError:
-        content = None
-    if isinstance(content, Released):
-        return Lease(number, None, is_released=True, touched=touched)
-    return Lease(number, content, is_released=False, touched=touched)
-
-
-def _create(path: Path, content: Holder | Released) -> None:
-    """Create a file exclusively: only one of several processes succeeds."""
-    with path.open("x", encoding="utf-8") as file:
+def _create(folder: Path, number: int, content: Holder | Released) -> None:
+    """Create a lease exclusively: only one of several processes succeeds."""
+    with _path(folder, number).open("x", encoding="utf-8") as file:
         file.write(to_json(content))
 
 
@@ -330,27 +326,3 @@ def _path(folder: Path, number: int) -> Path:
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path, but a name
-
-
-def _is_running(holder: Holder) -> bool:
-    return process.start_time(holder.pid) == holder.process_start
-
-
-def _name(lease: Lease | None) -> str:
-    return str(lease.holder) if lease and lease.holder else "another process"
-
-
-def _refusal(lease: Lease | None) -> FolderHeldError:
-    return FolderHeldError(
-        f"another process is training in this run's folder: {_name(lease)}",
-        meaning="the run was submitted twice, or an earlier job of it did not end",
-        fix="cancel that job, or wait until it ends; then: ftkit resume",
-    )
-
-
-def _lost(lease: Lease | None) -> FolderHeldError:
-    return FolderHeldError(
-        f"the run's folder was taken over: {_name(lease)}",
-        meaning="this process was suspended, or lost its file system, for minutes, and was considered dead",
-        fix="do nothing if the other process is training; see its log",
-    )

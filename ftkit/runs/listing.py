@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ftkit.config.image_reference import image_file
 from ftkit.files import DamagedFileError, PrivateFileError, read_json
 from ftkit.runs.find import RunFolder, list_runs
-from ftkit.runs.job import SchedulerName, SubmittedRun
+from ftkit.runs.job import SchedulerName, SubmittedRun, read_submitted
 from ftkit.runs.records import Count
 from ftkit.spec import Name
 
@@ -55,9 +55,7 @@ class PlanEntry:
 class RunEntry:
     """A run according to its own files.
 
-    Attributes:
-        damage: what is wrong with them; empty if nothing is.
-        is_private: whether that is only that this user may not read them.
+    `damage` tells what is wrong with them; `is_private`, whether that is only that this user may not read them.
     """
 
     folder: RunFolder
@@ -66,6 +64,10 @@ class RunEntry:
     damage: str
     is_private: bool = False
 
+    @property
+    def sweep(self) -> SweepEntry | None:
+        return self.plan.sweep if self.plan else None
+
 
 def read_entry(folder: RunFolder) -> RunEntry:
     """Read a run for a listing. Damage is recorded, not raised."""
@@ -73,13 +75,11 @@ def read_entry(folder: RunFolder) -> RunEntry:
     try:
         plan = read_json(folder.layout.plan, PlanEntry)
         damages += [] if plan else ["plan.json is missing"]
-    except PrivateFileError as error:
-        damages.append(error.what)
-        is_private = True
     except DamagedFileError as error:
         damages.append(error.what)
+        is_private = isinstance(error, PrivateFileError)
     try:
-        run = folder.submitted
+        run = read_submitted(folder.layout)
     except DamagedFileError as error:
         damages += [] if is_private else [error.what]
     return RunEntry(folder, plan, run, "; ".join(damages), is_private=is_private)
@@ -91,10 +91,7 @@ def find_sweep(reference: str, workspace: Workspace) -> list[RunEntry]:
     Empty if there is no such sweep.
     """
     entries = [read_entry(folder) for folder in list_runs(workspace)]  # the newest first
-    ids = [
-        entry.plan.sweep.id
-        for entry in entries
-        if entry.plan and entry.plan.sweep and reference in (entry.plan.sweep.id, entry.plan.sweep.name)
-    ]
-    found = [each for each in entries if ids and each.plan and each.plan.sweep and each.plan.sweep.id == ids[0]]
+    sweeps = [entry.sweep for entry in entries if entry.sweep]
+    newest = next((each.id for each in sweeps if reference in (each.id, each.name)), None)
+    found = [entry for entry in entries if entry.sweep and entry.sweep.id == newest]
     return sorted(found, key=lambda entry: (len(entry.folder.name), entry.folder.name))

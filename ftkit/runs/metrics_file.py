@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 2**23
 """Longer lines are skipped: the longest records, evaluations with samples, take a few hundred KiB."""
-TAIL_BYTES = 2**26
+_MAX_TAIL_BYTES = 2**26
 """Number of bytes at the end of a file in which its newest record is searched."""
+_TAIL_BYTES = 2**14
+"""Number of bytes that are read first in this search."""
 
 _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 """The first characters of the records of steps and starts, as `to_line` writes them."""
@@ -29,42 +31,6 @@ _STEP_LINE, _START_LINE = b'{"event": "step"', b'{"event": "start"'
 def read_records(path: Path) -> Iterator[Record]:
     """Read all records of a run, one at a time; none if there are none yet."""
     return (record for line in _lines(path) if (record := from_line(line)) is not None)
-
-
-class CheckedRecords:
-    """Reads all records of a run, one at a time, and finds damage in the same pass.
-
-    Attributes:
-        problem: after the last record, what `find_damage` returns.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.problem = ""
-        self._path = path
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records."""
-        number = 0
-        try:
-            with open_regular(self._path) as file:
-                for line in _short_lines(file):
-                    if (record := from_line(line)) is not None:
-                        yield record
-                    else:
-                        number += line.endswith(b"\n") and is_damaged(line)
-        except OSError as error:
-            self.problem = _why_unreadable(self._path, error)
-        else:
-            self.problem = _count_damage(self._path, number)
-
-
-def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
-    """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
-    records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
-    if not records:
-        return []
-    known = {(each.step, each.time) for each in read_outline(metrics) if isinstance(each, EvaluationRecord)}
-    return [record for record in records if (record.step, record.time) not in known]
 
 
 def read_outline(path: Path) -> Iterator[Record]:
@@ -80,6 +46,101 @@ def read_outline(path: Path) -> Iterator[Record]:
         has_step |= isinstance(record, StepRecord)
         if record is not None:
             yield record
+
+
+def read_job_evaluations(metrics: Path, evaluations: Path) -> list[EvaluationRecord]:
+    """Return evaluations by separate jobs that the trainer has not yet copied into metrics.jsonl."""
+    records = [record for record in read_records(evaluations) if isinstance(record, EvaluationRecord)]
+    if not records:
+        return []
+    known = {(each.step, each.time) for each in read_outline(metrics) if isinstance(each, EvaluationRecord)}
+    return [record for record in records if (record.step, record.time) not in known]
+
+
+def find_damage(path: Path, *, tail_bytes: int | None = None, records: list[Record] | None = None) -> str:
+    """Return which records can't be read, and why; empty if all can, or if there is no file yet.
+
+    Readers skip such records, so a run with an unreadable file would look like one that has not started. With
+    `tail_bytes`, only the lines in so many bytes at the end of the file are checked. The readable ones are appended to
+    `records`.
+    """
+    num_damaged, where = 0, ""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - (tail_bytes or size)))
+            if file.tell():
+                file.readline()  # the rest of a line
+                where = " near its end"
+            for line in _short_lines(file):
+                if records is not None and (record := from_line(line)) is not None:
+                    records.append(record)
+                else:  # the last line may still be being written
+                    num_damaged += line.endswith(b"\n") and is_damaged(line)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except PermissionError:
+        return PrivateFileError(path).what
+    except OSError as error:
+        return DamagedFileError(path, one_line(error)).what
+    return f"{path.name} has {plural(num_damaged, 'damaged line')}{where}" if num_damaged else ""
+
+
+def read_last_step(path: Path) -> StepRecord | None:
+    """Read the newest step's record from the end of the file, without steps that a later start repeats."""
+    resumed_from: float = math.inf
+    for line in _lines_backwards(path):
+        record = from_line(line) if line.startswith((_STEP_LINE, _START_LINE)) else None
+        if isinstance(record, StartRecord):
+            resumed_from = min(resumed_from, record.resumed_from)
+        elif isinstance(record, StepRecord) and record.step <= resumed_from:
+            return record
+    return None
+
+
+def read_last_record(path: Path) -> Record | None:
+    """Read the newest record from the end of the file."""
+    return next((record for line in _lines_backwards(path) if (record := from_line(line))), None)
+
+
+class RecordTail:
+    """Reads the records that were added to a file since the last read, or with `skips_old`, since it was created."""
+
+    def __init__(self, path: Path, *, skips_old: bool = False) -> None:
+        self._path = path
+        self._offset = 0
+        if skips_old and path.is_file():
+            self._offset = path.stat().st_size
+
+    def read_new(self) -> Iterator[Record]:
+        """Yield the records of new complete lines; a line counts as read once it was yielded."""
+        try:
+            with open_regular(self._path) as file:
+                file.seek(self._offset)
+                for line in _short_lines(file):
+                    if not line.endswith(b"\n"):
+                        return
+                    self._offset = file.tell()
+                    record = from_line(line)
+                    if record is not None:
+                        yield record
+        except OSError:
+            return
+
+
+def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
+    """Append a record in one write, so that a reader never sees half a line.
+
+    `begins_line` tells that the write before this one failed, and may have left a part of a line.
+
+    Raises:
+        OSError: it can't be written, or only in part.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * begins_line + to_line(record) + "\n")
+
+
+# --- Lines ---------------------------------------------------------------------------------------
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -100,82 +161,13 @@ def _short_lines(file: IO[bytes]) -> Iterator[bytes]:
         is_inside = not is_complete
 
 
-def find_damage(path: Path, *, tail_bytes: int | None = None) -> str:
-    """Return which records can't be read, and why; empty if all can, or if there is no file yet.
-
-    Readers skip such records, so a run with an unreadable file would look like one that has not started.
-
-    Args:
-        path: metrics.jsonl.
-        tail_bytes: check only the lines in so many bytes at the end of the file; all lines if None.
-    """
-    is_whole = True
-    try:
-        with open_regular(path) as file:
-            if tail_bytes is not None and file.seek(0, 2) > tail_bytes:
-                file.seek(-tail_bytes, 2)
-                is_whole = False
-                file.readline()  # the rest of a line
-            elif tail_bytes is not None:
-                file.seek(0)
-            # The last line may still be being written.
-            number = sum(line.endswith(b"\n") and is_damaged(line) for line in _short_lines(file))
-    except OSError as error:
-        return _why_unreadable(path, error)
-    return _count_damage(path, number, "" if is_whole else " near its end")
-
-
-def _why_unreadable(path: Path, error: OSError) -> str:
-    """Return why a file can't be read; empty if there is none."""
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return ""
-    if isinstance(error, PermissionError):
-        return PrivateFileError(path).what
-    return DamagedFileError(path, one_line(error)).what
-
-
-def _count_damage(path: Path, number: int, where: str = "") -> str:
-    return f"{path.name} has {plural(number, 'damaged line')}{where}" if number else ""
-
-
-def append_record(path: Path, record: Record, *, begins_line: bool = False) -> None:
-    """Append a record in one write, so that a reader never sees half a line.
-
-    Args:
-        path: metrics.jsonl.
-        record: the record.
-        begins_line: whether the write before this one failed, and may have left a part of a line.
-
-    Raises:
-        OSError: it can't be written, or only in part.
-    """
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * begins_line + to_line(record) + "\n")
-
-
-def read_last_step(path: Path, *, tail_bytes: int = 16_384) -> StepRecord | None:
-    """Read the newest step's record from the end of the file, without steps that a later start repeats."""
-    resumed_from: float = math.inf
-    for line in _lines_backwards(path, tail_bytes):
-        record = from_line(line) if line.startswith((_STEP_LINE, _START_LINE)) else None
-        if isinstance(record, StartRecord):
-            resumed_from = min(resumed_from, record.resumed_from)
-        elif isinstance(record, StepRecord) and record.step <= resumed_from:
-            return record
-    return None
-
-
-def read_last_record(path: Path, *, tail_bytes: int = 2_048) -> Record | None:
-    """Read the newest record from the end of the file."""
-    return next((record for line in _lines_backwards(path, tail_bytes) if (record := from_line(line))), None)
-
-
-def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a file from last to first, reading growing tails of it up to `TAIL_BYTES`."""
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file from last to first, reading growing tails of it up to `_MAX_TAIL_BYTES`."""
+    tail_bytes = _TAIL_BYTES
     try:
         with open_regular(path) as file:
             start = size = file.seek(0, 2)
-            end = max(0, size - TAIL_BYTES)
+            end = max(0, size - _MAX_TAIL_BYTES)
             unfinished = b""
             while start > end and len(unfinished) < MAX_LINE_BYTES:
                 start = max(end, size - tail_bytes)
@@ -186,33 +178,3 @@ def _lines_backwards(path: Path, tail_bytes: int) -> Iterator[bytes]:
                 size, tail_bytes = start, min(tail_bytes * 8, MAX_LINE_BYTES)
     except OSError:
         return
-
-
-class RecordTail:
-    """Reads the records that were added to a file since the last read."""
-
-    def __init__(self, path: Path, *, skips_old: bool = False) -> None:
-        self._path = path
-        self._offset = _size(path) if skips_old else 0
-
-    def read_new(self) -> Iterator[Record]:
-        """Yield the records of new complete lines; a line counts as read once it was yielded."""
-        try:
-            with open_regular(self._path) as file:
-                file.seek(self._offset)
-                for line in _short_lines(file):
-                    if not line.endswith(b"\n"):
-                        return
-                    self._offset = file.tell()
-                    record = from_line(line)
-                    if record is not None:
-                        yield record
-        except OSError:
-            return
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ruamel.yaml import YAML
 
@@ -18,11 +18,12 @@ from ftkit.errors import plural
 from ftkit.files import read_json_if_valid, read_small
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.paths import is_path
+from ftkit.runs.manifest import Values, mapping
 from ftkit.runs.metrics_file import read_outline, read_records
 from ftkit.runs.records import EvaluationRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ftkit.config.recipe import RecipePlan
@@ -34,17 +35,15 @@ RECIPE_FILE = "recipe.yaml"
 _REPEATED = ("name", "model", "data", "training", "evaluation")
 """Sections of a recipe that affect training or evaluation."""
 _ROPE = {"rope_scaling", "max_position_embeddings"}
-Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 40
 _MAX_POINTS = 400
-_NUM_TICKS = 5
 _STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#57606a}.grid{stroke:#d0d7de;stroke-width:1}"
+    "text{font:12px system-ui,sans-serif;fill:#57606a}.axis{fill:none;stroke:#d0d7de}"
     ".train{fill:none;stroke:#0969da;stroke-width:1.5}.valid{fill:none;stroke:#bc4c00;stroke-width:1.5}"
     ".dot{fill:#bc4c00}"
-    "@media(prefers-color-scheme:dark){text{fill:#8d96a0}.grid{stroke:#30363d}}"
+    "@media(prefers-color-scheme:dark){text{fill:#8d96a0}.axis{stroke:#30363d}}"
 )
 
 
@@ -56,25 +55,36 @@ def write_card(
     kind: Literal["model", "adapters"],
     license_name: str | None = None,
 ) -> None:
-    """Write the card of an export, the picture of its loss, and its recipe.
+    """Write the card of an export after `step` training steps, the picture of its loss, and its recipe.
 
-    Args:
-        folder: the export's folder.
-        layout: the run's folder with its manifest and its records, if they exist.
-        recipe: the run's resolved recipe.
-        step: number of training steps of the weights.
-        kind: whether a full model or adapters are exported.
-        license_name: the license of the base model, if it is known.
+    `license_name` is the license of the base model, if it is known.
     """
     curve = loss_curve(layout.metrics, step)
     if curve is not None:
         (folder / CURVE_FILE).write_text(curve, encoding="utf-8")
-    (folder / RECIPE_FILE).write_text(_yaml(typed_recipe(recipe)), encoding="utf-8")
-    card = _card(layout, recipe, step, kind, license_name, has_curve=curve is not None)
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    yaml, text = YAML(typ="rt", pure=True), StringIO()  # "safe" sorts keys
+    yaml.dump(_typed_recipe(recipe), text)
+    (folder / RECIPE_FILE).write_text(text.getvalue(), encoding="utf-8")
+    base = None if recipe.model.weights == "random" else recipe.model.weights
+    head = {
+        "library_name": "peft" if kind == "adapters" else "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": base if base is not None and not is_path(base) else None,
+        "license": license_name,
+        "tags": ["ftkit", recipe.training.method],
+    }
+    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None)
+    parts = [
+        f"---\n{front}\n---\n\n# {layout.root.name}",
+        _list(_facts(recipe, step, kind, base, license_name)),
+        "## Measured on the validation split\n\n" + _metrics(layout, step),
+        *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if curve is not None else []),
+        "## How to repeat it\n\n" + _repeat(layout, recipe),
+    ]
+    (folder / CARD_FILE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def typed_recipe(recipe: RecipePlan) -> dict[str, Any]:
+def _typed_recipe(recipe: RecipePlan) -> Values:
     """Return a recipe that `ftkit run FILE` accepts: with all values, since defaults may change between versions."""
     values = recipe.model_dump(mode="json", include=set(_REPEATED))
     shape, model = values["model"].pop("architecture"), values["model"]
@@ -89,42 +99,14 @@ def typed_recipe(recipe: RecipePlan) -> dict[str, Any]:
     return values
 
 
-def _yaml(values: dict[str, Any]) -> str:
-    yaml, text = YAML(typ="rt", pure=True), StringIO()  # "safe" sorts keys
-    yaml.dump(values, text)
-    return text.getvalue()
-
-
-def _card(
-    layout: RunLayout, recipe: RecipePlan, step: int, kind: Literal["model", "adapters"], license_name: str | None,
-    *, has_curve: bool,
-) -> str:  # fmt: skip
-    manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
-    base = None if recipe.model.weights == "random" else recipe.model.weights
-    head = {
-        "library_name": "peft" if kind == "adapters" else "transformers",
-        "pipeline_tag": "text-generation",
-        "base_model": base if base is not None and not is_path(base) else None,
-        "license": license_name,
-        "tags": ["ftkit", recipe.training.method],
-    }
-    front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None)
-    parts = [
-        f"---\n{front}\n---\n\n# {layout.root.name}",
-        _list(_facts(recipe, step, kind, base, license_name)),
-        "## Measured on the validation split\n\n" + _metrics(layout, step),
-        *([f"## Loss\n\n![Loss by step]({CURVE_FILE})"] if has_curve else []),
-        "## How to repeat it\n\n" + _repeat(manifest, recipe),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
 def _facts(
     recipe: RecipePlan, step: int, kind: str, base: str | None, license_name: str | None
 ) -> list[tuple[str, object]]:
-    training, lora = recipe.training, recipe.training.adapters
+    training, lora, source = recipe.training, recipe.training.adapters, recipe.data.source
     revision = f", revision {recipe.model.revision}" if recipe.model.revision else ""
     size = f", rank {lora.rank}, alpha {lora.alpha}" if lora else ""
+    values = source.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    data = [f"{key} {value}" for key, value in values.items() if isinstance(value, str | int | float)]
     return [
         ("Content", "a full model" if kind == "model" else "adapters, which peft loads onto the base model"),
         ("Base model", f"{base}{revision}" if base else "none: training began with random weights"),
@@ -133,18 +115,12 @@ def _facts(
         ("Method", training.method + size),
         ("Steps", f"{step}, {plural(training.global_batch_size, 'pack')} of {training.sequence_length} tokens each"),
         ("Learning rate", f"{training.learning_rate:g}"),
-        ("Data", _data(recipe)),
+        ("Data", ", ".join(data) or type(source).__name__),
     ]
 
 
-def _data(recipe: RecipePlan) -> str:
-    values = recipe.data.source.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    scalars = {key: value for key, value in values.items() if isinstance(value, str | int | float)}
-    return ", ".join(f"{key} {value}" for key, value in scalars.items()) or type(recipe.data.source).__name__
-
-
 def _list(facts: list[tuple[str, object]]) -> str:
-    return "\n".join(f"* {name}: {value}" for name, value in facts)
+    return "\n".join(f"* {name}: {value}" for name, value in facts if value is not None)
 
 
 def _metrics(layout: RunLayout, step: int) -> str:
@@ -171,18 +147,20 @@ def _scores(record: EvaluationRecord) -> dict[str, float]:
     return scores if accuracy is None else {"SQL execution": accuracy} | scores
 
 
-def _repeat(manifest: dict[str, Any], recipe: RecipePlan) -> str:
-    ftkit, command = manifest.get("ftkit"), manifest.get("command")
+def _repeat(layout: RunLayout, recipe: RecipePlan) -> str:
+    manifest = read_json_if_valid(layout.manifest, Values) or {}
+    command = manifest.get("command")
     typed = f" It was started with `{shlex.join(map(str, command))}`." if isinstance(command, list) else ""
     facts = [
-        ("ftkit", ftkit.get("version") if isinstance(ftkit, dict) else None),
+        ("ftkit", mapping(manifest.get("ftkit")).get("version")),
         ("Image", manifest.get("container_image")),
         ("Cluster", manifest.get("cluster")),
         ("Data fingerprint", manifest.get("data_fingerprint")),
         ("Seed", recipe.training.seed),
     ]
-    facts_text = _list([(name, value) for name, value in facts if value is not None])
-    return f"[{RECIPE_FILE}]({RECIPE_FILE}) is the complete recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{facts_text}"
+    return (
+        f"[{RECIPE_FILE}]({RECIPE_FILE}) is the complete recipe: `ftkit run ./{RECIPE_FILE}`.{typed}\n\n{_list(facts)}"
+    )
 
 
 def read_license(base: Path) -> str | None:
@@ -194,11 +172,11 @@ def read_license(base: Path) -> str | None:
     if not lines or lines[0].strip() != "---":
         return None
     for line in lines[1:]:
-        if line.strip() == "---":
-            return None
         key, _, value = line.partition(":")
         if key == "license" and value.strip():
             return value.strip().strip("\"'")
+        if line.strip() == "---":
+            break
     return None
 
 
@@ -206,14 +184,9 @@ def read_license(base: Path) -> str | None:
 
 
 def loss_curve(metrics: Path, last_step: int) -> str | None:
-    """Draw the loss of training and of validation by step; None if fewer than two steps were recorded.
-
-    Args:
-        metrics: the records of the run.
-        last_step: later steps are not drawn: the exported checkpoint does not include them.
-    """
-    trained: dict[float, float] = {}
-    validated: dict[float, float] = {}
+    """Draw the loss of training and of validation up to the exported step; None if fewer than two were recorded."""
+    trained: dict[int, float] = {}
+    validated: dict[int, float] = {}
     for record in read_records(metrics):  # the last record of a step that was repeated after a restart
         if not isinstance(record, StepRecord | EvaluationRecord) or record.step > last_step:
             continue
@@ -221,61 +194,38 @@ def loss_curve(metrics: Path, last_step: int) -> str | None:
             (trained if isinstance(record, StepRecord) else validated)[record.step] = record.loss
     if len(trained) < 2:  # noqa: PLR2004 - a line has two ends
         return None
-    return _draw(_averaged(sorted(trained.items())), sorted(validated.items()))
-
-
-def _averaged(points: Sequence[Point]) -> list[Point]:
-    """Downsample to the resolution of the picture; each point is the mean of its neighbors."""
+    points = sorted(trained.items())
     size = math.ceil(len(points) / _MAX_POINTS)
     groups = [points[first : first + size] for first in range(0, len(points), size)]
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+    means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+    return _draw(means, sorted(validated.items()))
 
 
-def _draw(trained: Sequence[Point], validated: Sequence[Point]) -> str:
+def _draw(trained: Sequence[tuple[float, float]], validated: Sequence[tuple[float, float]]) -> str:
     steps = [x for x, _ in (*trained, *validated)]
     losses = [y for _, y in (*trained, *validated)]
-    rows, columns = ticks(min(losses), max(losses)), ticks(min(steps), max(steps))
-    low, high = min(rows[0], *losses), max(rows[-1], *losses)
-    first, last = min(steps), max(*steps, min(steps) + 1)
+    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
-    def place(point: Point) -> Point:
-        x = _LEFT + (point[0] - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-        y = _TOP + (high - point[1]) / ((high - low) or 1) * (_HEIGHT - _TOP - _BOTTOM)
-        return x, y
+    def place(points: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
+        across, down = (right - _LEFT) / max(1, last - first), (bottom - _TOP) / ((high - low) or 1)
+        return [(f"{_LEFT + (x - first) * across:.1f}", f"{_TOP + (high - y) * down:.1f}") for x, y in points]
 
-    parts = []
-    for value in rows:
-        y = place((first, value))[1]
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in columns:
-        x = place((value, low))[0]
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{value:g}</text>')
-    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">step</text>')
-    parts.append(_line("train", map(place, trained)))
-    parts.append(_legend(_LEFT, "train", "training loss"))
-    if validated:
-        parts.append(_line("valid", map(place, validated)))
-        parts += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in map(place, validated)]
-        parts.append(_legend(_LEFT + 130, "valid", "validation loss"))
+    parts = [f'<path class="axis" d="M{_LEFT} {_TOP}V{bottom}H{right}"/>']
+    for y, value in ((_TOP, high), (bottom, low)):
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{value:.4g}</text>')
+    for x, value in ((_LEFT, first), (right, last)):
+        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<text x="{right}" y="{_HEIGHT - 6}" text-anchor="end">step</text>')
+    curves = [("train", "training loss", trained), ("valid", "validation loss", validated)]
+    for column, (kind, text, points) in enumerate(curves):
+        if points:
+            line, x = "L".join(f"{x} {y}" for x, y in place(points)), _LEFT + 130 * column
+            parts.append(f'<path class="{kind}" d="M{line}"/><path class="{kind}" d="M{x} 16h18"/>')
+            parts.append(f'<text x="{x + 24}" y="20">{text}</text>')
+    parts += [f'<circle class="dot" cx="{x}" cy="{y}" r="3"/>' for x, y in place(validated)]
     label = f"training loss {trained[0][1]:.3g} to {trained[-1][1]:.3g}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
-        f"<style>{_STYLE}</style>" + "".join(parts) + "</svg>\n"
+        f"<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
     )
-
-
-def _line(kind: str, points: Iterable[Point]) -> str:
-    return f'<path class="{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
-
-
-def _legend(x: int, kind: str, text: str) -> str:
-    return f'<path class="{kind}" d="M{x} 16h18"/><text x="{x + 24}" y="20">{text}</text>'
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return evenly spaced round numbers between two numbers, including these if they are round."""
-    span = max(high - low, 1e-6 * max(1.0, abs(high)))
-    unit = 10 ** math.floor(math.log10(span / _NUM_TICKS))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= _NUM_TICKS)
-    return [round(number * step, 12) for number in range(math.ceil(low / step), math.floor(high / step) + 1)] or [low]

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
@@ -17,20 +17,27 @@ Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class StageRecord:
+class Record:
+    """A record of metrics.jsonl, whose line has the event and the time in seconds since the epoch."""
+
+    event: ClassVar[str]
+    time: Seconds
+
+    def __init_subclass__(cls, *, event: str) -> None:
+        cls.event = event
+
+
+@dataclass(frozen=True)
+class StageRecord(Record, event="stage"):
     """The run enters a stage that takes a while."""
 
-    event: ClassVar[str] = "stage"
-    time: Seconds
     stage: str
 
 
 @dataclass(frozen=True)
-class StartRecord:
+class StartRecord(Record, event="start"):
     """Training starts, or continues after `resumed_from` steps."""
 
-    event: ClassVar[str] = "start"
-    time: Seconds
     num_steps: Count
     resumed_from: Count
     world_size: Count
@@ -45,28 +52,23 @@ Checks = dict[str, int | str]
 
 
 @dataclass(frozen=True)
-class VerificationRecord:
-    """The results of the checks before step 1: counts, and texts."""
+class VerificationRecord(Record, event="proof"):
+    """The results of the checks before step 1."""
 
-    event: ClassVar[str] = "proof"
-    time: Seconds
     checks: Checks
 
     @property
     def texts(self) -> dict[str, str]:
-        """The results as texts, by the names of the checks."""
         return {name: f"{value:,}" if isinstance(value, int) else value for name, value in self.checks.items()}
 
 
 @dataclass(frozen=True)
-class MemoryRecord:
-    """The memory of the device at the end of a stage, in GiB: on rank 0, and the largest over the ranks.
+class MemoryRecord(Record, event="memory"):
+    """The memory of the device at the end of a stage, and its peak, in GiB: on rank 0, and the largest over the ranks.
 
-    The peak is that of the stage. On CPUs, allocated and reserved are the process's resident set.
+    On CPUs, allocated and reserved are the process's resident set.
     """
 
-    event: ClassVar[str] = "memory"
-    time: Seconds
     stage: str
     allocated_gib: float
     peak_gib: float
@@ -77,14 +79,9 @@ class MemoryRecord:
 
 
 @dataclass(frozen=True)
-class FirstStepRecord:
-    """The first step of a start is complete, `seconds` after the job script started torchrun.
+class FirstStepRecord(Record, event="first_step"):
+    """The first step of a start is complete, `seconds` after the job script started torchrun, in these phases."""
 
-    `phases` has the seconds of each phase, in their order.
-    """
-
-    event: ClassVar[str] = "first_step"
-    time: Seconds
     step: Count
     seconds: Seconds
     phases: dict[str, Seconds]
@@ -117,7 +114,7 @@ class RouterStats:
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepRecord(Record, event="step"):
     """The state after an optimizer step.
 
     `loss` is the mean over the target tokens of this step. `tokens` counts the tokens of all documents so far, without
@@ -129,8 +126,6 @@ class StepRecord:
     routers did in this step; `loss` is without the load-balancing loss.
     """
 
-    event: ClassVar[str] = "step"
-    time: Seconds
     step: Count
     num_steps: Count
     epoch: float
@@ -150,15 +145,13 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class AnomalyRecord:
+class AnomalyRecord(Record, event="anomaly"):
     """An anomalous step, with its packs.
 
     `nonfinite`: its loss or gradient is not finite, and the optimizer step was skipped. `spike`: its loss or gradient
     is far above those of the steps before it.
     """
 
-    event: ClassVar[str] = "anomaly"
-    time: Seconds
     step: Count
     kind: Literal["nonfinite", "spike"]
     loss: float
@@ -177,7 +170,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(Record, event="evaluation"):
     """A measurement on the validation split.
 
     `execution_accuracy` is the score `sql`, in [0, 1]; `sources` is as in a `StepRecord`; `scores` has the mean of each
@@ -185,8 +178,6 @@ class EvaluationRecord:
     checkpoint (`ftkit eval --as-job`).
     """
 
-    event: ClassVar[str] = "evaluation"
-    time: Seconds
     step: Count
     when: Literal["before", "during", "after", "job"]
     loss: float
@@ -210,11 +201,9 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
-class CheckpointRecord:
+class CheckpointRecord(Record, event="checkpoint"):
     """A checkpoint is complete, `seconds` after it was started; training waited for `stalled_seconds` of them."""
 
-    event: ClassVar[str] = "checkpoint"
-    time: Seconds
     step: Count
     path: str
     seconds: Seconds
@@ -222,18 +211,16 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
-class FailedCheckpointRecord:
+class FailedCheckpointRecord(Record, event="failed_checkpoint"):
     """A checkpoint could not be written, and training continues; it is the `num_failed`th in a row."""
 
-    event: ClassVar[str] = "failed_checkpoint"
-    time: Seconds
     step: Count
     reason: str
     num_failed: Count
 
 
 @dataclass(frozen=True)
-class ShardingRecord:
+class ShardingRecord(Record, event="sharding"):
     """How a script's model is sharded at its first optimizer step, or when it failed before.
 
     `sharding` is `fsdp2`, `fsdp1`, `zero3`, `ddp` or `none`; `num_units` counts the modules whose parameters are
@@ -241,8 +228,6 @@ class ShardingRecord:
     expected.
     """
 
-    event: ClassVar[str] = "sharding"
-    time: Seconds
     sharding: str
     num_units: Count
     num_parameters: Count
@@ -252,16 +237,14 @@ class ShardingRecord:
 
 
 @dataclass(frozen=True)
-class ScriptStepRecord:
+class ScriptStepRecord(Record, event="script-step"):
     """The number of optimizer steps that a script has taken."""
 
-    event: ClassVar[str] = "script-step"
-    time: Seconds
     step: Count
 
 
 @dataclass(frozen=True)
-class EndRecord:
+class EndRecord(Record, event="end"):
     """The trainer ended normally: all steps done, or stopped on request after a checkpoint.
 
     `training_seconds` are those of the last start. `best_step` is the step of the best evaluation, which is exported.
@@ -269,8 +252,6 @@ class EndRecord:
     for which it is unknown.
     """
 
-    event: ClassVar[str] = "end"
-    time: Seconds
     outcome: Literal["completed", "stopped"]
     step: Count
     training_seconds: Seconds
@@ -280,23 +261,7 @@ class EndRecord:
     has_checkpoint: bool = True
 
 
-Record = (
-    StageRecord
-    | StartRecord
-    | VerificationRecord
-    | MemoryRecord
-    | FirstStepRecord
-    | StepRecord
-    | AnomalyRecord
-    | EvaluationRecord
-    | CheckpointRecord
-    | FailedCheckpointRecord
-    | ShardingRecord
-    | ScriptStepRecord
-    | EndRecord
-)
-
-_KINDS: dict[str, type[Record]] = {kind.event: kind for kind in get_args(Record)}
+_KINDS: dict[str, type[Record]] = {kind.event: kind for kind in Record.__subclasses__()}
 
 
 @cache
@@ -323,10 +288,7 @@ def from_line(line: str | bytes) -> Record | None:
 
 
 def is_damaged(line: bytes) -> bool:
-    """Return whether a line is no record of any version of ftkit: not a JSON object with an event. Empty lines may be.
-
-    Writers leave an empty line after a failed write.
-    """
+    """Return whether a line is no record of any version of ftkit. Writers leave an empty line after a failed write."""
     if line.isspace():
         return False
     try:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import tarfile
 import tempfile
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftkit.errors import NotFoundError, plural
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.paths import is_address
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.bundle import is_bundle, unpack
+from ftkit.runs.bundle import unpack
 from ftkit.runs.compare import ComparedRun, Difference, find_differences, read_run
-from ftkit.runs.storage.store import Store
-from ftkit.runs.storage.sync import missing_copy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from ftkit.runs.storage import Store
+from ftkit.runs.sync import missing_copy
 
 TOLERANCE = 0.01
 """Largest relative difference of a loss from the original's, on other devices or another number of them."""
@@ -42,17 +39,15 @@ class Original:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run reproduced its original.
+    """Whether a run reproduced its original, the run with that id.
 
     Attributes:
-        original: the id of that run.
         num_common: records of both runs after the same number of tokens.
         is_complete: whether these are all of the original's records.
         is_same_size: whether both trained on the same number of devices of the same kind.
         first_step: the first step with a different loss; None if all are equal, bit for bit.
         largest_ratio: the largest relative difference of a loss; infinite if one is NaN.
         beyond_step: the first step whose loss is outside the tolerance; None if all are within.
-        differences: other differences between the runs.
     """
 
     original: str
@@ -85,45 +80,42 @@ class Verdict:
         return f"{text}{size} ({records}). Other recorded differences: {', '.join(others) or 'none'}"
 
 
-@contextmanager
-def opened(place: str) -> Iterator[RunLayout]:
-    """Open a run from its folder, its manifest.json, a bundle, or the address of its copy.
+def read_original(place: str) -> Original:
+    """Read a run that is to be repeated: from its folder, its manifest.json, a bundle, or the address of its copy.
 
     Raises:
-        NotFoundError: there is no such run.
-        DamagedFileError: a bundle is damaged.
-        PrerequisiteError: a copy can't be read.
+        DamagedFileError: the manifest or a bundle is damaged.
     """
     path = Path(place)
     with tempfile.TemporaryDirectory(prefix="ftkit-") as temporary:
         # Two levels down: a run's folder is in `runs` of a workspace.
-        folder = Path(temporary, "runs", "original")
-        layout = RunLayout(folder)
+        layout = RunLayout(Path(temporary, "runs", "original"))
         if is_address(place):
             _fetch(place, layout)
         elif path.is_dir():
             layout = RunLayout(path)
         elif not path.is_file():
             raise NotFoundError(f"there is no run, manifest or bundle {place}", fix="list the runs with 'ftkit runs'")
-        elif is_bundle(path):
-            unpack(path, folder)
+        elif tarfile.is_tarfile(path):
+            unpack(path, layout.root)
         elif path.name == layout.manifest.name:
             layout = RunLayout(path.parent)
-        elif read_json_if_valid(path, dict[str, Any]) is None:
+        elif read_json_if_valid(path, dict[str, object]) is None:
             raise DamagedFileError(path, "it is neither a bundle nor the manifest of a run")
         else:
-            folder.mkdir(parents=True)
+            layout.root.mkdir(parents=True)
             layout.manifest.write_bytes(path.read_bytes())
-        yield layout
+        manifest = read_json(layout.manifest, dict[str, Any])
+        if manifest is None or not isinstance(manifest.get("run"), str):
+            raise NotFoundError(
+                f"{place} has no manifest of a run",
+                meaning="an early version of ftkit wrote it, or it is not a run",
+                fix="give a run, its manifest.json, a bundle of 'ftkit runs bundle', or the address of a copy",
+            )
+        return Original(replace(read_run(layout), id=str(manifest["run"]), metrics_problem=""), manifest)
 
 
 def _fetch(address: str, layout: RunLayout) -> None:
-    """Download the small files of a run's copy.
-
-    Raises:
-        NotFoundError: there is no copy.
-        PrerequisiteError: it can't be read.
-    """
     store = Store(address)
     names = store.sizes()
     if layout.manifest.name not in names:
@@ -132,26 +124,6 @@ def _fetch(address: str, layout: RunLayout) -> None:
     for path in (layout.manifest, layout.plan, layout.metrics):
         if path.name in names:
             store.get(path.name, path)
-
-
-def read_original(place: str) -> Original:
-    """Read a run that is to be repeated, to compare the repetition with it.
-
-    Raises:
-        NotFoundError: there is no such run, or it has no manifest.
-        DamagedFileError: the manifest or a bundle is damaged.
-        PrerequisiteError: a copy can't be read.
-    """
-    with opened(place) as layout:
-        manifest = read_json(layout.manifest, dict[str, Any])
-        if manifest is None or not isinstance(manifest.get("run"), str):
-            raise NotFoundError(
-                f"{place} has no manifest of a run",
-                meaning="an early version of ftkit wrote it, or it is not a run",
-                fix="give a run, its manifest.json, a bundle of 'ftkit runs bundle', or the address of a copy",
-            )
-        found = read_run(layout)
-    return Original(ComparedRun(manifest["run"], found.inputs, found.results, found.curve), manifest)
 
 
 def judge(layout: RunLayout) -> Verdict | None:
@@ -164,27 +136,22 @@ def compare_with(original: ComparedRun, run: ComparedRun) -> Verdict:
     """Compare a run's losses with those of its original."""
     expected = {point.tokens: point.loss for point in original.curve}
     common = [(point.step, point.loss, expected[point.tokens]) for point in run.curve if point.tokens in expected]
-    unequal = [
-        (step, _ratio(loss, expected_loss)) for step, loss, expected_loss in common if repr(loss) != repr(expected_loss)
-    ]
-    beyond = [step for step, ratio in unequal if not ratio <= TOLERANCE]
+    ratios = {}
+    for step, loss, wanted in common:
+        if repr(loss) != repr(wanted):  # two NaN are equal
+            is_finite = math.isfinite(loss) and math.isfinite(wanted) and wanted != 0
+            ratios[step] = abs(loss - wanted) / abs(wanted) if is_finite else math.inf
     places = [[each.inputs["cluster"].get(key) for key in _PLACE_KEYS] for each in (original, run)]
     return Verdict(
-        original.id,
-        len(common),
-        len(common) == len(expected),
-        places[0] == places[1],
-        unequal[0][0] if unequal else None,
-        max((ratio for _, ratio in unequal), default=0.0),
-        beyond[0] if beyond else None,
-        tuple(find_differences([original, run])),
+        original=original.id,
+        num_common=len(common),
+        is_complete=len(common) == len(expected),
+        is_same_size=places[0] == places[1],
+        first_step=next(iter(ratios), None),
+        largest_ratio=max(ratios.values(), default=0.0),
+        beyond_step=next((step for step, ratio in ratios.items() if ratio > TOLERANCE), None),
+        differences=tuple(find_differences([original, run])),
     )
-
-
-def _ratio(loss: float, expected_loss: float) -> float:
-    if not (math.isfinite(loss) and math.isfinite(expected_loss)):
-        return math.inf
-    return abs(loss - expected_loss) / abs(expected_loss) if expected_loss else math.inf
 
 
 def original_to_json(original: Original) -> str:

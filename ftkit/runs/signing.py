@@ -26,11 +26,7 @@ class SignatureError(UnusableFileError):
 
 
 def require_signing_key(key: Path) -> None:
-    """Refuse to sign with a file that is no SSH key, before any work is done.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or the file is neither a private nor a public SSH key.
-    """
+    """Refuse to sign with a file that is no SSH key, before any work is done."""
     _require_ssh_keygen()
     text = _key_text(key)
     if "PRIVATE KEY" not in text and not _is_public_key(text.split()):
@@ -47,15 +43,8 @@ def signature_file(path: Path) -> Path:
 def sign(path: Path, key: Path, purpose: Purpose) -> Path:
     """Sign a file and return the signature's file, which is in the same folder.
 
-    Args:
-        path: the file.
-        key: the private key; or a public key whose private key the agent holds.
-        purpose: the signature's namespace.
-
-    On a terminal, ssh-keygen may ask for the key's passphrase.
-
-    Raises:
-        PrerequisiteError: ssh-keygen is missing, or refused the key.
+    `key` is the private key, or a public key whose private key the agent holds. On a terminal, ssh-keygen may ask for
+    the key's passphrase.
     """
     _require_ssh_keygen()
     signature = signature_file(path)
@@ -76,13 +65,7 @@ def sign(path: Path, key: Path, purpose: Purpose) -> Path:
 
 
 def verify_beside(path: Path, key: Path, purpose: Purpose) -> None:
-    """Verify the signature next to a file with a public key.
-
-    Raises:
-        NotFoundError: there is no signature.
-        SignatureError: it does not match.
-        PrerequisiteError: the key can't be read, or ssh-keygen is missing.
-    """
+    """Verify the signature next to a file. Arguments and errors as in `verify`."""
     signature = signature_file(path)
     if not signature.is_file():
         raise NotFoundError(
@@ -94,28 +77,31 @@ def verify_beside(path: Path, key: Path, purpose: Purpose) -> None:
 
 
 def verify(path: Path, signature: Path, key: Path, purpose: Purpose) -> None:
-    """Verify one signature of a file.
-
-    Args:
-        path: the file.
-        signature: the signature.
-        key: the public key, or a file of allowed signers (`ssh-keygen(1)`) with `PRINCIPAL`, or `*`.
-        purpose: the signature's namespace.
+    """Verify a signature of a file with a public key, or a file of allowed signers (`ssh-keygen(1)`) with `PRINCIPAL`.
 
     Raises:
         SignatureError: it does not match.
         PrerequisiteError: the key can't be read, or ssh-keygen is missing.
     """
     _require_ssh_keygen()
+    text = _key_text(key)
+    if "PRIVATE KEY" in text:
+        raise PrerequisiteError(
+            f"{key} is a private key", meaning="a signature is checked with the public one", fix="give the public key"
+        )
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     with tempfile.TemporaryDirectory(prefix="ftkit-") as folder:
-        allowed = _allowed_signers(key, Path(folder))
+        signers = key
+        if lines and all(_is_public_key(line.split()) for line in lines):  # such as id_ed25519.pub
+            signers = Path(folder, "signers")
+            signers.write_text("".join(f"{PRINCIPAL} {line}\n" for line in lines), encoding="utf-8")
 
         def feed(stdin: IO[bytes]) -> None:
             with path.open("rb") as file:
                 shutil.copyfileobj(file, stdin)
 
         done = process.run_with_input(
-            ["ssh-keygen", "-Y", "verify", "-f", str(allowed), "-I", PRINCIPAL, "-n", purpose, "-s", str(signature)],
+            ["ssh-keygen", "-Y", "verify", "-f", str(signers), "-I", PRINCIPAL, "-n", purpose, "-s", str(signature)],
             feed,
         )
     if done.returncode != 0:
@@ -133,21 +119,6 @@ def _require_ssh_keygen() -> None:
             meaning="signatures are made and verified with OpenSSH",
             fix="install it; on Debian and Ubuntu: apt-get install openssh-client",
         )
-
-
-def _allowed_signers(key: Path, folder: Path) -> Path:
-    """Return an allowed-signers file: the given one, or one made from a plain public key (`id_ed25519.pub`)."""
-    text = _key_text(key)
-    if "PRIVATE KEY" in text:
-        raise PrerequisiteError(
-            f"{key} is a private key", meaning="a signature is checked with the public one", fix="give the public key"
-        )
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    if not lines or not all(_is_public_key(line.split()) for line in lines):
-        return key
-    signers = folder / "signers"
-    signers.write_text("".join(f"{PRINCIPAL} {line}\n" for line in lines), encoding="utf-8")
-    return signers
 
 
 def _key_text(key: Path) -> str:

@@ -28,14 +28,10 @@ _MAX_SHOWN = 4
 
 @dataclass(frozen=True)
 class RankTiming:
-    """What one rank measured: medians over the last `num_steps` steps, in seconds.
+    """What one rank measured: medians over the last `num_steps` steps, in seconds; `step` is the last one.
 
     Attributes:
-        rank: the process's rank.
-        host: its host.
         device: what it computes on, as torch calls it: cpu or cuda.
-        step: the last measured step.
-        num_steps: number of measured steps.
         step_seconds: time of a step, without checkpoints and evaluations.
         data_wait_seconds: time of a step that is spent waiting for its batch.
         compute_seconds: time of the forward of all decoder layers, for the first micro-batch, without collectives.
@@ -70,27 +66,19 @@ class Straggler:
 
     @property
     def reason(self) -> str:
-        """How much slower the ranks are, as text."""
-        return f"{self._slower} (rank{self._plural} {self._shown})"
+        return f"{100 * self.slowdown:.0f}% slower than the others ({self._list('rank')})"
 
     def __str__(self) -> str:
         if not self.is_only_host:
             return f"node {self.host} is {self.reason}"
         # A process has one GPU, so on a single host ranks and GPUs have the same numbers.
-        place = f"rank{self._plural} {self._shown} (GPU{self._plural} {self._shown} of {self.host})"
-        return f"{place} {'are' if self._plural else 'is'} {self._slower}"
+        are = "are" if len(self.ranks) > 1 else "is"
+        return f"{self._list('GPU')} of {self.host} {are} {self.reason}"
 
-    @property
-    def _slower(self) -> str:
-        return f"{100 * self.slowdown:.0f}% slower than the others"
-
-    @property
-    def _shown(self) -> str:
-        return ", ".join(map(str, self.ranks[:_MAX_SHOWN])) + (", …" if len(self.ranks) > _MAX_SHOWN else "")
-
-    @property
-    def _plural(self) -> str:
-        return "s" if len(self.ranks) > 1 else ""
+    def _list(self, noun: str) -> str:
+        plural = "s" if len(self.ranks) > 1 else ""
+        more = ", …" if len(self.ranks) > _MAX_SHOWN else ""
+        return f"{noun}{plural} {', '.join(map(str, self.ranks[:_MAX_SHOWN]))}{more}"
 
 
 def read_timings(layout: RunLayout) -> list[RankTiming]:
@@ -111,10 +99,8 @@ def find_stragglers(timings: Iterable[RankTiming]) -> list[Straggler]:
     is_single = len({each.host for each in known}) == 1
     slow: dict[str, dict[int, float]] = {}
     for one in known:
-        others = [
-            each.compute_seconds for each in known if (each.rank != one.rank if is_single else each.host != one.host)
-        ]
-        slowdown = one.compute_seconds / median(others) - 1 if others else 0.0
+        others = [each for each in known if (each.rank != one.rank if is_single else each.host != one.host)]
+        slowdown = one.compute_seconds / median(each.compute_seconds for each in others) - 1 if others else 0.0
         if slowdown >= _MIN_SLOWDOWN:
             slow.setdefault(one.host, {})[one.rank] = slowdown
     found = [Straggler(host, tuple(ranks), max(ranks.values()), is_single) for host, ranks in slow.items()]

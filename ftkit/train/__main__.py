@@ -18,7 +18,7 @@ from ftkit.data.imports import import_transformers
 from ftkit.errors import FtkitError, redact
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import read_plan
-from ftkit.runs.storage.sync import copied_while_trained
+from ftkit.runs.sync import copied_while_trained
 from ftkit.train.launcher import LAUNCHED, RunRank, faster_imports, follow_launcher
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
-from ftkit.planning.script import RUN_FOLDER, ScriptPlan, read_job_plan
+from ftkit.planning.plan import RUN_FOLDER, ScriptPlan, read_job_plan
 from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.metrics_file import append_record
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord

@@ -12,7 +12,7 @@ import pytest
 from waiting import PATIENCE_SECONDS
 
 from ftkit.cli.page.charts import require_matplotlib
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.planning.layout import RunLayout
 from ftkit.runs import gpu_samples

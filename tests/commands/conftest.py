@@ -81,10 +81,12 @@ def export_run(layout, folder, *_):
     (folder or layout.exports).mkdir(parents=True, exist_ok=True)
     return folder or layout.exports
 sys.modules |= {{  # what loads models
-    "ftkit.evaluate.export": types.SimpleNamespace(ExportRequest=lambda *request: request[-1], export_run=export_run),
+    "ftkit.evaluate.checkpoint_export": types.SimpleNamespace(
+        ExportRequest=lambda *request: request[-1], export_run=export_run
+    ),
     "ftkit.evaluate.verify_export": types.SimpleNamespace(
         read_record=lambda *_: None, require_passed=lambda *_: None, verify_export=lambda *_: [],
-        CLOSER_THAN_BASE=0.5, Check=None, distance=None,  # imported by ftkit.evaluate.vllm
+        CLOSER_THAN_BASE=0.5, Check=None, base_of=None, distance=None,  # imported by ftkit.evaluate.vllm
     ),
 }}
 sys.executable = os.environ["MACHINE"] + "/bin/python3"  # the Python that trains

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ftkit.cli.groups import cluster
+from ftkit.cli.groups import cluster_command as cluster
 from ftkit.errors import ProvisionError
 
 PROGRAMS = ("gcloud", "git", "go", "jq", "make", "nebius", "packer", "terraform")

@@ -54,7 +54,7 @@ def _no_packer() -> Iterator[None]:
         sink = io.BytesIO()
         contents = write_root(entries, config, sink)
         partial.write_bytes(SQUASHFS + sink.getvalue())
-        return MadeFile(contents, "a test")
+        return contents
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importing, "build_squashfs", pack)

@@ -176,7 +176,7 @@ def test_layers_that_do_not_match_the_configuration_are_rejected(
     assert others
     source._address = replace(source._address, layers=((blob, others[0][1]), *others))
     store = ImageStore(tmp_path / "images")
-    with pytest.raises(ImageError, match="are not those that its configuration lists"):
+    with pytest.raises(ImageError, match=r"layers of docker"):
         import_image("forged:1", source, store)
     source._address = replace(source._address, layers=tuple(others))
     with pytest.raises(ImageError, match="another image"):

@@ -8,7 +8,7 @@ from family_matrix import tiny_config
 from transformers import AutoModelForCausalLM
 
 from ftkit.errors import PrerequisiteError
-from ftkit.evaluate.load import place, split_layers, weight_bytes
+from ftkit.evaluate.loaded_model import place, split_layers, weight_bytes
 from ftkit.health.rates import DeviceProcesses, MeasureError
 
 pytestmark = pytest.mark.train

@@ -18,7 +18,7 @@ from ftkit.config.execution import method_counts
 from ftkit.config.training import TrainingPlan
 from ftkit.errors import PrerequisiteError, TrainingError
 from ftkit.evaluate import verify_export
-from ftkit.evaluate.formats import check_format
+from ftkit.evaluate.export_formats import check_format
 from ftkit.launch.trained_model import check_adapter
 from ftkit.models.adapters import LoraSpec
 from ftkit.runs.records import EvaluationRecord, StartRecord, VerificationRecord
@@ -241,7 +241,7 @@ def test_verification_and_vllm_reject_adapters_of_experts_with_a_reason(
     with pytest.raises(TrainingError, match="vLLM does not find the experts' adapters"):
         check_format("vllm-lora", run.plan, merges=False)
     monkeypatch.setattr(verify_export, "available_bytes", lambda: 2**20)
-    with pytest.raises(PrerequisiteError, match="verifying adapters of experts takes"):
+    with pytest.raises(PrerequisiteError, match="GiB of memory"):
         verify_export.verify_export(run.layout.export, lambda _: None)
 
 

@@ -15,9 +15,8 @@ from transformers import TrainingArguments
 
 from ftkit.config.context import Context
 from ftkit.launch.resolve import RunArgs
-from ftkit.launch.script import ScriptArgs, accelerate_json, resolve_script
+from ftkit.launch.user_script import ScriptArgs, accelerate_json, placed, resolve_script
 from ftkit.planning.plan import PlacementPlan
-from ftkit.planning.script import placed
 from ftkit.train.distributed.found_sharding import FoundSharding, find_sharding
 from ftkit.train.private_apis.libraries import accelerate_environment
 

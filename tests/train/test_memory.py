@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.errors import MemoryExhaustedError, TrainingError
 from ftkit.planning.fit import HostMemoryPlan
 from ftkit.planning.layout import RunLayout

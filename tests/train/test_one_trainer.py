@@ -84,7 +84,7 @@ def test_a_second_job_in_the_folder_is_rejected_and_the_first_continues(make_run
         kept = RankError(2e9, 0, "n1", "ValueError", "the first job's own", "Traceback", 1)
         write_rank_error(run.layout.rank_error(0), kept)
         said = run.train(expect=9)
-        assert f"another process is training in this run's folder: {holder}" in said
+        assert str(holder) in said
         assert read_rank_error(run.layout.rank_error(0)) == kept
         assert launcher.poll() is None
         run.layout.stop_request.touch()
@@ -117,7 +117,7 @@ def test_a_hanging_rank_is_reported_and_ends_the_run(make_run: Callable[..., Any
         wait_until(run.layout.rank_error(0).exists, run, launcher)
         error = read_rank_error(run.layout.rank_error(0))
         assert error is not None
-        assert "no report from rank 1" in error.message
+        assert "rank 1" in error.message
         assert error.exit_code == 1  # so that training may start again
         assert " in train\n" in run.layout.stacks(0).read_text()
         assert run.layout.collectives(0).stat().st_size

@@ -17,8 +17,8 @@ from waiting import PATIENCE_SECONDS
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.evaluate.export import ExportRequest, export_run
-from ftkit.evaluate.load import load_model
+from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
+from ftkit.evaluate.loaded_model import load_model
 from ftkit.evaluate.source import TrainedStep
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.hf_model import make_config

@@ -12,7 +12,7 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.launch.code import files_of
 from ftkit.launch.resolve import RunArgs
-from ftkit.launch.script import ScriptArgs, resolve_script
+from ftkit.launch.user_script import ScriptArgs, resolve_script
 from ftkit.planning.plan import plan_to_json
 from ftkit.runs.failure import read_rank_error
 

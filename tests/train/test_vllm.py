@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.data.tokenizers import learn_tokenizer
-from ftkit.evaluate.load import load_model
-from ftkit.evaluate.measure import MeasureSettings, measure_target
+from ftkit.evaluate.loaded_model import load_model
+from ftkit.evaluate.scoring import MeasureSettings, measure_target
 from ftkit.evaluate.source import ModelFolder, Target, TrainedStep
 from ftkit.evaluate.verify_export import read_record
 from ftkit.evaluate.vllm import load_with_vllm

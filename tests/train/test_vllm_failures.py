@@ -42,11 +42,6 @@ class LLM:
         raise EngineDeadError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 '''
 
-REPEAT = (
-    "repeat the command with --engine transformers, or with a smaller --batch-size; completions in an --output file "
-    "are kept"
-)
-
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -79,27 +74,19 @@ def test_an_engine_that_dies_while_generating_is_reported_with_its_last_lines(
         cli, ["generate", str(finished_run.layout.export), "--input", "Hello", "--engine", "vllm"]
     )
     assert (done.exit_code, done.stdout) == (9, "")
-    error, shown = (
-        done.stderr.splitlines(),
-        "error: vLLM's engine ended while generating: EngineCore encountered an issue.",
-    )
-    start = next(number for number, line in enumerate(error) if line.startswith(shown))
-    assert [line.strip() for line in error[start + 1 :]] == [
-        "usually a GPU or this machine is out of memory, or a kernel fails on this GPU",
-        REPEAT,
-        "the engine's last lines:",
-        *(f"frame {number}" for number in range(24, 30)),
-        "torch.OutOfMemoryError: CUDA out of memory.",
-        "FatalError: the engine's process ends",
-    ]
+    *_, fix, _, first, second, third, fourth, fifth, sixth, cause, last = map(str.strip, done.stderr.splitlines())
+    assert "--engine transformers" in fix
+    assert [first, second, third, fourth, fifth, sixth] == [f"frame {number}" for number in range(24, 30)]
+    assert cause.startswith("torch.OutOfMemoryError")
+    assert last.startswith("FatalError")
     assert "frame" not in capfd.readouterr().err  # nowhere else
 
 
 def test_a_model_that_the_engine_does_not_load_is_reported(finished_run: Run, stand_in: Any) -> None:
     stand_in("Model architectures ['NoneForCausalLM'] are not supported for now.")
     folder = finished_run.layout.export
-    with pytest.raises(VllmError, match=r"vLLM can't load .*: Model architectures"):
+    with pytest.raises(VllmError, match="NoneForCausalLM"):
         start_engine(folder, folder)
     (check,) = verify_with_vllm(folder, read_record(folder))
     assert not check.passed
-    assert "Model architectures ['NoneForCausalLM'] are not supported" in check.found
+    assert "NoneForCausalLM" in check.found

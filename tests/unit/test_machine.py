@@ -58,4 +58,4 @@ def test_neither_an_empty_environment_nor_that_of_the_test_leads_to_the_machine(
         site = detect_site(environment, ctx.root)
         assert not site.is_slurm_silent
         assert (site.slurm_version, site.enroot, site.apptainer, site.docker) == ("", "", "", "")
-        assert (site.num_gpus, site.networks, site.shared_folders) == (0, (), ())
+        assert (site.num_gpus, site.shared_folders) == (0, ())

@@ -12,15 +12,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
-    from ftkit.runs.history import Span
+    from ftkit.runs.spans import Span
 
 MAX_POINTS = 600
 """Maximum points of a line: more can't be told apart, and make the page slow."""
@@ -44,7 +45,7 @@ _VARIABLES = {
     INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", SURFACE: "var(--surface)",
     **{color: f"var(--{kind.replace(' ', '-')})" for kind, color in SPAN_COLORS.items()},
 }  # fmt: skip
-_STYLE: dict[str, Any] = {
+_STYLE: dict[str, object] = {
     "svg.fonttype": "none", "font.size": 11, "text.color": INK, "axes.edgecolor": GRID, "axes.labelcolor": MUTED,
     "xtick.color": MUTED, "ytick.color": MUTED, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
     "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
@@ -85,6 +86,15 @@ def require_matplotlib() -> None:
 
 
 @dataclass(frozen=True)
+class Chart:
+    """A drawn chart with its heading."""
+
+    title: str
+    svg: str
+    is_wide: bool = False
+
+
+@dataclass(frozen=True)
 class LineChart:
     """Line chart over the tokens of a run, or over its time.
 
@@ -95,7 +105,6 @@ class LineChart:
         lines: any number of lines; colors repeat after eight.
         expected: predicted value, drawn as a dashed line.
         form: formats a value of the vertical axis.
-        from_zero: start the vertical axis at 0.
         height: height in pixels of a chart that is not wide; at least the default.
         is_over_time: whether the horizontal axis is time, in seconds.
         limit: end of the vertical axis; follows from the values if null.
@@ -116,13 +125,12 @@ class LineChart:
 def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
     """Draw a chart as SVG; return an empty string if it has no finite value.
 
-    Args:
-        chart: the chart.
-        is_wide: draw it twice, for wide and for narrow screens; the page shows one of them.
+    With `is_wide`, draw it twice, for wide and for narrow screens; the page shows one of them.
     """
     lines = [line for line in chart.lines if any(map(math.isfinite, line.y))]
     if not lines:
         return ""
+    values = [value for line in lines for value in line.y if math.isfinite(value)]
 
     def draw(axes: Axes) -> None:
         for line in lines:
@@ -134,7 +142,7 @@ def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
         axes.margins(x=0.01, y=0.08)
         if chart.from_zero:
             axes.set_ylim(0, chart.limit)
-        elif _spans_decades([value for line in lines for value in line.y]):
+        elif min(values) > 0 and max(values) > _LOG_FROM * min(values):
             axes.set_yscale("log")
         if chart.is_over_time:
             _format_time(axes, max(line.x[-1] for line in lines))
@@ -148,11 +156,6 @@ def draw_lines(chart: LineChart, *, is_wide: bool = False) -> str:
     if is_wide:
         return _wide_and_narrow(chart.name, chart.description, draw)
     return _svg(chart.name, chart.description, draw, _NARROW, max(chart.height, _HEIGHT - 40))
-
-
-def _spans_decades(values: Sequence[float]) -> bool:
-    finite = [value for value in values if math.isfinite(value)]
-    return min(finite) > 0 and max(finite) > _LOG_FROM * min(finite)
 
 
 def _wide_and_narrow(name: str, description: str, draw: Callable[[Axes], None], height: int = _HEIGHT) -> str:
@@ -243,27 +246,23 @@ def timeline(name: str, description: str, spans: Sequence[Span]) -> str:
 
 
 def _format_time(axes: Axes, total: float) -> None:
-    """Format the horizontal axis as a time axis of `total` seconds."""
+    """Format the horizontal axis as a time axis of `total` seconds, with ticks at round times."""
     from matplotlib.ticker import MultipleLocator
 
     def form(value: float, _: float) -> str:
         return duration(value).removesuffix(" 00 s").removesuffix(" 00 min") if value else "0"
 
-    axes.xaxis.set_major_formatter(form)
-    axes.xaxis.set_major_locator(MultipleLocator(_tick_seconds(total)))
-
-
-def _tick_seconds(total: float) -> float:
-    """Return a round tick interval for an axis of `total` seconds."""
     round_times = sorted(factor * unit for unit in (1, 60, 3600, 86400) for factor in (1, 2, 5, 10, 15, 30))
-    return next((each for each in round_times if total / each <= _MAX_TICKS), total / _MAX_TICKS)
+    interval = next((each for each in round_times if total / each <= _MAX_TICKS), total / _MAX_TICKS)
+    axes.xaxis.set_major_formatter(form)
+    axes.xaxis.set_major_locator(MultipleLocator(interval))
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1e4 else count(value)  # noqa: PLR2004 - four digits are readable without separator
+    return f"{value:.3g}" if abs(value) < 1e4 else count(value)  # noqa: PLR2004 - readable without separator
 
 
-def _format(axis: Any, form: Callable[[float], str]) -> None:
+def _format(axis: Axis, form: Callable[[float], str]) -> None:
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
     axis.set_minor_formatter(NullFormatter())
@@ -283,10 +282,13 @@ def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, 
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r" font-family: [^;\"]*;", "", text)
+    for pattern in (
+        r"<metadata>.*?</metadata>",
+        r"<style.*?</style>",
+        r" font-family: [^;\"]*;",
+        r'(?<=<g) id="[^"]*"',
+    ):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
     text = re.sub(r"#010[123]\w{2}", lambda match: _VARIABLES[match[0]], text)
     head = f'<svg role="img" aria-label="{escape(description)}" viewBox="0 0 {width} {height}"'
     return re.sub(r"<svg[^>]*>", f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1)

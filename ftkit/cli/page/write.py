@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ftkit import __version__
+from ftkit.cli.page.charts import Chart, Line, LineChart, draw_lines
+from ftkit.cli.terminal.comparison_view import compare_runs
+from ftkit.cli.terminal.format import count
 from ftkit.errors import PrerequisiteError, one_line
 from ftkit.files import output_file
+from ftkit.runs.compare import read_run
+from ftkit.runs.gpu_samples import gpu_curve, read_samples
+from ftkit.runs.history import read_history
 
 if TYPE_CHECKING:
-    from ftkit.cli.page.comparison import ComparisonReport
-    from ftkit.cli.page.report import RunReport
+    from collections.abc import Sequence
+
+    from ftkit.cli.page.run_report import RunReport
+    from ftkit.planning.layout import RunLayout
 
 _FOLDER = Path(__file__).parent
 
@@ -25,9 +33,11 @@ def run_page(report: RunReport, *, refresh_seconds: int | None = None) -> str:
     return _render("report.html.j2", run=report, refresh_seconds=refresh_seconds)
 
 
-def comparison_page(report: ComparisonReport, *, refresh_seconds: int | None = None) -> str:
+def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None = None) -> str:
     """Return the page of several runs side by side."""
-    return _render("comparison.html.j2", report=report, refresh_seconds=refresh_seconds)
+    found = compare_runs([read_run(layout) for layout in layouts])
+    charts = _draw_comparison(layouts, found.names)
+    return _render("comparison.html.j2", report=found, charts=charts, refresh_seconds=refresh_seconds)
 
 
 def save_page(page: str, path: Path) -> None:
@@ -47,7 +57,36 @@ def save_page(page: str, path: Path) -> None:
         ) from error
 
 
-def _render(template: str, **values: Any) -> str:
+def _draw_comparison(layouts: Sequence[RunLayout], names: Sequence[str]) -> list[Chart]:
+    """Draw the curves of runs, by tokens. Colors repeat after eight runs."""
+    losses, validation, speeds, power = [], [], [], []
+    for color, (name, layout) in enumerate(zip(names, layouts, strict=True)):
+        history = read_history(layout)
+        steps, evaluated = list(history.steps.values()), history.evaluations
+        tokens, values = [each.tokens for each in steps], [each.loss for each in steps]
+        losses.append(Line(name, tokens, values, is_raw=True, color=color))
+        places, values = [history.tokens_at(each.step) for each in evaluated], [each.loss for each in evaluated]
+        validation.append(Line(name, places, values, has_points=True, color=color))
+        speeds.append(Line(name, *history.speed_curve, is_raw=True, color=color))
+        curve = gpu_curve(read_samples(layout), lambda gpu: gpu.power)
+        if curve.seconds:
+            power.append(Line(name, curve.seconds, curve.mean, color=color))
+    of = f"of {', '.join(names)}"
+    drawn = (
+        ("Loss", LineChart("losses", f"Training loss {of}", "loss", losses)),
+        ("Validation loss", LineChart("validation", f"Validation loss {of}", "loss", validation)),
+        ("Throughput", LineChart("speeds", f"Throughput {of}", "tokens/s per process", speeds, form=count,
+                                 from_zero=True)),
+        ("GPU power", LineChart("power", f"Mean power per GPU {of}", "W per GPU", power, form="{:,.0f}".format,
+                                from_zero=True, is_over_time=True)),
+    )  # fmt: skip
+    charts = [
+        Chart(title, draw_lines(chart, is_wide=title == "Loss"), is_wide=title == "Loss") for title, chart in drawn
+    ]
+    return [chart for chart in charts if chart.svg]
+
+
+def _render(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,

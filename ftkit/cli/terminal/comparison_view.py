@@ -1,172 +1,158 @@
-"""Runs side by side: on the terminal, as JSON, and for the comparison page."""
+"""Runs side by side: on the terminal and as JSON, and the texts that the comparison page shows too."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from ftkit.cli.terminal.console import Column, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
-from ftkit.runs.compare import align_losses, compare_curves, find_differences, have_same_documents, read_run
+from ftkit.runs.compare import align_losses, compare_curves, find_differences, have_same_documents
 from ftkit.runs.manifest import DOCUMENT_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ftkit.cli.page.comparison import ComparisonReport
-    from ftkit.planning.layout import RunLayout
-    from ftkit.runs.compare import AlignedBy, ComparedRun, Difference
+    from ftkit.runs.compare import ComparedRun
+
+_RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step": ("step", str),
+    "tokens": ("tokens", count),
+    "loss": ("loss", "{:.4f}".format),
+    "validation loss": ("validation_loss", "{:.4f}".format),
+    "execution accuracy": ("execution_accuracy", "{:.1%}".format),
+    "processes": ("num_processes", str),
+    "tokens/s per process": ("tokens_per_second_per_process", count),
+    "MFU": ("mfu", "{:.1%}".format),
+    "peak memory, predicted": ("predicted_gib", gib),
+    "peak memory, measured": ("measured_gib", gib),
+    "training time": ("training_seconds", duration),
+    "time with start-up": ("held_seconds", duration),
+    "GPU utilization": ("gpu_utilization", "{:.0f}%".format),
+    "GPU power": ("gpu_power", "{:,.0f} W".format),
+    "energy": ("energy_kwh", energy),
+    "cost": ("cost", "{:,.2f}".format),
+    "restarts": ("num_restarts", str),
+}
+"""Rows of the result table: field of `RunResults`, and its format."""
 
 
-def comparison_report(layouts: Sequence[RunLayout]) -> ComparisonReport:
-    """Collect the content of the comparison page."""
-    from ftkit.cli.page.comparison import ComparisonReport, draw_comparison
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side, as text.
 
-    runs = [read_run(layout) for layout in layouts]
-    names = _names(len(runs))
-    return ComparisonReport(
-        names=names,
-        ids=[run.id for run in runs],
-        results=_results(runs),
-        differences=[(_title(each), list(map(_short, each.values))) for each in find_differences(runs)],
-        verdicts=_remarks(runs),
-        charts=draw_comparison(layouts, names),
+    Attributes:
+        names: letters, then numbers, by which the runs are called.
+        results: title and a value for each run; a row without values is omitted.
+        differences: title and a value for each run.
+        remarks: unreadable records, restarts, other documents, and whether losses are equal to those of the first run.
+    """
+
+    names: list[str]
+    ids: list[str]
+    results: list[tuple[str, list[str]]]
+    differences: list[tuple[str, list[str]]]
+    remarks: list[str]
+
+
+def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
+    """Compare runs."""
+    names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
+    rows = [
+        (title, [_shown(getattr(run.results, field), form) for run in runs])
+        for title, (field, form) in _RESULTS.items()
+    ]
+    return Comparison(
+        names,
+        [run.id for run in runs],
+        [(title, values) for title, values in rows if set(values) != {"-"}],
+        [
+            (f"{each.section}: {each.key}".removeprefix("recipe: "), [_short(value) for value in each.values])
+            for each in find_differences(runs)
+        ],
+        list(_remarks(dict(zip(names, runs, strict=True)))),
     )
 
 
-def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
-    """Print the differences, the results and the losses of runs."""
-    names = _names(len(runs))
-    terminal.facts([(name, Styled(run.id, "bold")) for name, run in zip(names, runs, strict=True)], is_data=True)
-    terminal.text(is_data=True)
-    differences = find_differences(runs)
-    if differences:
-        columns = (Column("WHAT DIFFERS", can_shrink=True), *(Column(name, can_shrink=True) for name in names))
-        terminal.table(columns, [(_title(each), *map(_short, each.values)) for each in differences])
-    else:
-        terminal.text("no differences in recipe, data, image, versions, or cluster", is_data=True)
-    terminal.text(is_data=True)
-    columns = (Column("RESULT"), *(Column(name, is_number=True) for name in names))
-    results = _results(runs)
-    terminal.table(columns, [(title, *(each[title] for each in results)) for title in results[0]])
-    aligned = align_losses(runs)
-    if aligned.points:
-        terminal.text(is_data=True)
-        form = count if aligned.by == "tokens" else str
-        losses = (Column(f"LOSS {name}", is_number=True) for name in names)
-        columns = (Column(aligned.by.upper(), is_number=True), *losses)
-        rows = [(form(place), *map("{:.4f}".format, each)) for place, each in aligned.points]
-        terminal.table(columns, rows)
-        if aligned.num_common > len(rows):
-            terminal.text(f"{len(rows)} of {aligned.num_common} such records", is_data=True)
-    terminal.text(is_data=True)
-    for line in _remarks(runs):
-        terminal.text(line, is_data=True)
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
 
 
-def _names(number: int) -> list[str]:
-    """Return short names for `number` runs: letters, then numbers."""
-    return [chr(ord("A") + index) if index < 26 else str(index) for index in range(number)]  # noqa: PLR2004
+def _short(value: object) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def _title(difference: Difference) -> str:
-    return f"{difference.section}: {difference.key}".removeprefix("recipe: ")
-
-
-def _remarks(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return the lines about unreadable records, restarts and equal losses."""
-    named = zip(_names(len(runs)), runs, strict=True)
-    unreadable = [f"{name}: {run.metrics_problem}" for name, run in named if run.metrics_problem]
-    return [*unreadable, *_restarts(runs), *_other_documents(runs), *_verdicts(runs)]
-
-
-def _restarts(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return a line for each run that was restarted, with the causes, without their details."""
-    lines = []
-    for name, run in zip(_names(len(runs)), runs, strict=True):
+def _remarks(runs: dict[str, ComparedRun]) -> Iterator[str]:
+    for name, run in runs.items():
+        if run.metrics_problem:
+            yield f"{name}: {run.metrics_problem}"
+    for name, run in runs.items():
         found = Counter(each.cause.words for each in run.results.restart_reasons if each)
         if found:
             reasons = ", ".join(reason if number == 1 else f"{reason} ({number})" for reason, number in found.items())
-            lines.append(f"{name} was restarted after: {reasons}")
-    return lines
-
-
-def _other_documents(runs: Sequence[ComparedRun]) -> Iterator[str]:
-    """Yield a line for each run that did not train on the first run's documents."""
-    for name, run in zip(_names(len(runs))[1:], runs[1:], strict=True):
-        if have_same_documents(runs[0], run) is False:
-            one, two = runs[0].inputs["data"], run.inputs["data"]
+            yield f"{name} was restarted after: {reasons}"
+    (first_name, first), *others = runs.items()
+    for name, run in others:
+        if have_same_documents(first, run) is False:
+            one, two = first.inputs["data"], run.inputs["data"]
             numbers = ", ".join(f"{one.get(key, '?')} and {two.get(key, '?')} {key}" for key in DOCUMENT_NUMBERS)
-            yield f"A and {name} trained on different documents, so their losses are not of the same data: {numbers}"
-
-
-def _verdicts(runs: Sequence[ComparedRun]) -> list[str]:
-    names = _names(len(runs))
-    pairs = zip(names[1:], runs[1:], strict=True)
-    return [f"{names[0]} and {name}: {_verdict(runs[0], run)}" for name, run in pairs]
+            yield (
+                f"{first_name} and {name} trained on different documents, so their losses are not of the same data: "
+                f"{numbers}"
+            )
+    for name, run in others:
+        yield f"{first_name} and {name}: {_verdict(first, run)}"
 
 
 def _verdict(first: ComparedRun, other: ComparedRun) -> str:
     found = compare_curves(first, other)
     if found.num_common == 0:
         return "no records at the same number of tokens or the same step"
-    where = "at the same number of tokens" if found.by == "tokens" else "at the same step, after other tokens"
+    is_by_tokens = found.by == "tokens"
+    where = "at the same number of tokens" if is_by_tokens else "at the same step, after other tokens"
     common = f"{plural(found.num_common, 'record')} {where}"
     if found.first_difference is None:
         return f"losses are equal, bit for bit ({common})"
     at_most = "" if found.largest_difference is None else f", by at most {found.largest_difference:.2g}"
-    return f"losses differ from {_place(found.by, found.first_difference)} on{at_most} ({common})"
+    place = f"{count(found.first_difference)} tokens" if is_by_tokens else f"step {found.first_difference}"
+    return f"losses differ from {place} on{at_most} ({common})"
 
 
-def _place(by: AlignedBy, place: int) -> str:
-    """Return where records are compared, as text."""
-    return f"{count(place)} tokens" if by == "tokens" else f"step {place}"
+def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
+    """Print the differences, the results and the losses of runs."""
+    found = compare_runs(runs)
+    terminal.facts(
+        [(name, Styled(id_, "bold")) for name, id_ in zip(found.names, found.ids, strict=True)], is_data=True
+    )
+    terminal.text()
+    if found.differences:
+        columns = [Column(name, can_shrink=True) for name in ("WHAT DIFFERS", *found.names)]
+        terminal.table(columns, [(title, *values) for title, values in found.differences])
+    else:
+        terminal.text("no differences in recipe, data, image, versions, or cluster")
+    terminal.text()
+    columns = [Column("RESULT"), *(Column(name, is_number=True) for name in found.names)]
+    terminal.table(columns, [(title, *values) for title, values in found.results])
+    aligned = align_losses(runs)
+    if aligned.points:
+        terminal.text()
+        form = count if aligned.by == "tokens" else str
+        titles = (aligned.by.upper(), *(f"LOSS {name}" for name in found.names))
+        rows = [(form(place), *map("{:.4f}".format, losses)) for place, losses in aligned.points]
+        terminal.table([Column(title, is_number=True) for title in titles], rows)
+        if aligned.num_common > len(rows):
+            terminal.text(f"{len(rows)} of {aligned.num_common} such records")
+    terminal.text()
+    for line in found.remarks:
+        terminal.text(line)
 
 
-def _short(value: Any) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _results(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
-    """Return the rows of the result table, one value per run; a row without values is omitted."""
-    rows = [_result(run) for run in runs]
-    known = [title for title in rows[0] if any(row[title] != "-" for row in rows)]
-    return [{title: row[title] for title in known} for row in rows]
-
-
-def _result(run: ComparedRun) -> dict[str, str]:
-    found = run.results
-
-    def show(value: float | None, form: Callable[[float], str]) -> str:
-        return "-" if value is None else form(value)
-
-    return {
-        "step": show(found.step, str),
-        "tokens": show(found.tokens, count),
-        "loss": show(found.loss, "{:.4f}".format),
-        "validation loss": show(found.validation_loss, "{:.4f}".format),
-        "execution accuracy": show(found.execution_accuracy, "{:.1%}".format),
-        "processes": show(found.num_processes, str),
-        "tokens/s per process": show(found.tokens_per_second_per_process, count),
-        "MFU": show(found.mfu, "{:.1%}".format),
-        "peak memory, predicted": show(found.predicted_gib, gib),
-        "peak memory, measured": show(found.measured_gib, gib),
-        "training time": show(found.training_seconds, duration),
-        "time with start-up": show(found.held_seconds, duration),
-        "GPU utilization": show(found.gpu_utilization, "{:.0f}%".format),
-        "GPU power": show(found.gpu_power, "{:,.0f} W".format),
-        "energy": show(found.energy_kwh, energy),
-        "cost": show(found.cost, "{:,.2f}".format),
-        "restarts": str(found.num_restarts),
-    }
-
-
-def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+def comparison_as_json(runs: Sequence[ComparedRun]) -> dict[str, object]:
     """Return the values of `ftkit compare --json`."""
     aligned = align_losses(runs)
     return {

@@ -1,7 +1,4 @@
-"""The one class that wraps rich: data to stdout, messages to stderr.
-
-rich is imported on first use, because shell completion does not need it.
-"""
+"""The one class that wraps rich: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -11,20 +8,25 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import click
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.padding import Padding
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
 from ftkit.cli.output import current_output, in_color, styled
-from ftkit.cli.terminal.format import printable
+from ftkit.cli.terminal.format import finite, printable
 from ftkit.errors import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
-    from rich.text import Text
+    from rich.console import ConsoleOptions, RenderableType
 
 _UNLIMITED = 10_000
 _ROOMY = 110
@@ -41,6 +43,8 @@ class Styled:
 
 
 Cell = str | Styled
+Facts = list[tuple[str, Cell]]
+"""Names with their values."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,16 @@ class Terminal:
         """Whether data goes to a screen that can be redrawn."""
         return self._out.is_terminal and not self._out.is_dumb_terminal
 
-    @contextmanager
-    def full_screen(self) -> Iterator[Callable[[Callable[[], None]], None]]:
-        """Take the whole screen; yield a function that redraws it by calling a function that prints data."""
-        with self._out.screen(hide_cursor=True):
-
-            def redraw(draw: Callable[[], None]) -> None:
-                self._out.clear()
-                draw()
-
-            yield redraw
-
     @property
     def is_roomy(self) -> bool:
         """Whether data may have long lines."""
         return self._out.width >= _ROOMY
+
+    @contextmanager
+    def full_screen(self) -> Iterator[Callable[[], None]]:
+        """Take the whole screen; yield a function that clears it."""
+        with self._out.screen(hide_cursor=True):
+            yield self._out.clear
 
     def data(self, text: str) -> None:
         """Write data to stdout as UTF-8, whatever the locale: unchanged for a program, escaped on a terminal."""
@@ -97,48 +96,31 @@ class Terminal:
         sys.stdout.buffer.write(shown.encode(errors="backslashreplace"))
         sys.stdout.buffer.flush()
 
-    def json(self, values: Any) -> None:
-        """Write JSON to stdout."""
-        self.data(json.dumps(values, indent=2) + "\n")
+    def json(self, values: object) -> None:
+        """Write JSON to stdout, with null for numbers that JSON does not have."""
+        self.data(json.dumps(finite(values), indent=2) + "\n")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, is_data: bool = True) -> None:
         """Write a table: to stdout if it is the command's data, else to stderr."""
-        from rich.segment import Segments
-
         console = self._out if is_data else self.talk
         _print(console, Segments(_table_segments(columns, rows, console.width)))
 
-    def facts(self, rows: Sequence[tuple[str, Cell]], *, is_data: bool) -> None:
-        """Write names with their values: to stdout if they are the command's data, else to stderr."""
-        from rich.table import Table
-
+    def facts(self, rows: Sequence[tuple[str, Cell | Sequence[Styled]]], *, is_data: bool) -> None:
+        """Write names with their values, which may have parts in several styles: to stdout if they are data."""
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="bold", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows:
-            grid.add_row(_text(name), _text(value))
+            parts = (value,) if isinstance(value, str | Styled) else value
+            grid.add_row(_text(name), Text.assemble(*map(_text, parts)))
         _print(self._out if is_data else self.talk, grid)
 
-    def passages(self, rows: Sequence[tuple[str, Sequence[Styled]]]) -> None:
-        """Write names with texts in several styles to stdout, line breaks and spaces kept."""
-        from rich.table import Table
-        from rich.text import Text
-
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(style="bold", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, parts in rows:
-            grid.add_row(_text(name), Text.assemble(*(_text(part) for part in parts)))
-        _print(self._out, grid)
-
-    def text(self, cell: Cell = "", *, is_data: bool) -> None:
+    def text(self, cell: Cell = "", *, is_data: bool = True) -> None:
         """Write a paragraph: to stdout if it is the command's data, else to stderr."""
         _print(self._out if is_data else self.talk, _text(cell))
 
     def say(self, cell: Cell = "", *, indent: int = 0) -> None:
         """Write a paragraph to stderr."""
-        from rich.padding import Padding
-
         _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:
@@ -146,20 +128,25 @@ class Terminal:
         console = _console(sys.stderr) if self.talk.quiet else self.talk
         _print(console, _text(Styled(f"warning: {redact(text, os.environ)}", "yellow")))
 
+    def confirm(self, question: str, *, yes: bool) -> bool:
+        """Ask a question on stderr, which `--yes` answers; say so if nothing will be done."""
+        if yes or click.confirm(question, err=True):
+            return True
+        self.say("nothing was changed")
+        return False
+
+
+class _EscapingConsole(Console):
+    """Escapes all text but the control codes and styles that rich itself adds."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for each in super().render(renderable, options):
+            yield each if each.control else Segment(printable(each.text), each.style)
+
 
 def _console(stream: IO[str], *, quiet: bool = False) -> Console:
-    from rich.console import Console
-    from rich.segment import Segment
-
-    class Escaping(Console):
-        """Escapes all text but the control codes and styles that rich itself adds."""
-
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-            for each in super().render(renderable, options):
-                yield each if each.control else Segment(printable(each.text), each.style)
-
     is_terminal, colored = stream.isatty(), in_color(stream)
-    return Escaping(
+    return _EscapingConsole(
         file=styled(stream),
         quiet=quiet,
         force_terminal=is_terminal,
@@ -173,8 +160,6 @@ def _console(stream: IO[str], *, quiet: bool = False) -> Console:
 
 
 def _text(cell: Cell) -> Text:
-    from rich.text import Text
-
     return Text(printable(cell)) if isinstance(cell, str) else Text(printable(cell.text), style=cell.style)
 
 
@@ -194,10 +179,6 @@ def _print(console: Console, renderable: RenderableType) -> None:
 
 def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Segment]:
     """Lay out a table, one line per row, no wider than `width` if the columns that can shrink allow it."""
-    from rich.cells import cell_len, set_cell_size
-    from rich.segment import Segment
-    from rich.style import Style
-
     lines = [[Styled(column.title, "bold") for column in columns], *rows]
     widths = _widths(columns, [[cell_len(_one_line(cell)) for cell in line] for line in lines], width)
     last = len(columns) - 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _AGES = 1000 * 365 * _DAY
@@ -17,12 +16,10 @@ def printable(text: str) -> str:
 
     Line breaks and tabs are kept. JSON remains valid, with the same values: it has no characters that become `\x`.
     """
-    return _UNPRINTABLE.sub(_escape, text.replace("\r\n", "\n"))
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < ord(" ") else f"\\u{code:04x}"
+    return _UNPRINTABLE.sub(
+        lambda match: f"\\x{ord(match[0]):02x}" if match[0] < " " else f"\\u{ord(match[0]):04x}",
+        text.replace("\r\n", "\n"),
+    )
 
 
 def count(number: float) -> str:
@@ -84,7 +81,7 @@ def short_path(path: Path) -> str:
     return str(path)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """Replace numbers that JSON does not have, such as a NaN loss, with null, also in lists and dictionaries."""
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -5,61 +5,88 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.console import Cell, Styled
+from ftkit.cli.terminal.console import Cell, Facts, Styled
 from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.data_sources import GeneratedSource
 from ftkit.errors import plural
+from ftkit.launch.inputs import describe_detected
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ftkit.cli.terminal.console import Terminal
     from ftkit.launch.preflight import Findings
     from ftkit.models.architecture import ModelPlan
-    from ftkit.planning.fit.memory import Moment
-    from ftkit.planning.plan import CodePlan, JobPlan, RunPlan
+    from ftkit.planning.fit import HostMemoryPlan
+    from ftkit.planning.fit.memory import MemoryPlan, Moment
+    from ftkit.planning.plan import JobPlan, RunPlan, ScriptPlan
 
 
-def plan_facts(plan: RunPlan) -> list[tuple[str, Cell]]:
+def plan_facts(plan: RunPlan) -> Facts:
     """Return the rows of the plan's table."""
-    facts: list[tuple[str, Cell]] = [
+    return [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
         ("method", _method(plan)),
         ("engine", f"{plan.engine.name}: {plan.engine.reason}"),
-        ("processes", describe_placement(plan)),
+        ("processes", _placement(plan)),
         ("batch", _batch(plan)),
         ("execution", _execution(plan)),
         ("steps", _steps(plan)),
-        ("memory", _memory(plan)),
-        *_host_memory(plan),
+        ("memory", _memory(plan.memory)),
+        *([("host memory", _host_memory(plan, plan.host_memory))] if plan.host_memory else []),
         ("speed", _speed(plan)),
-        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {describe_runtime(plan)}"),
-        ("run folder", short_path(plan.layout.root)),
+        *_place(plan),
         ("data", f"{_data(plan)} in {short_path(plan.data_directory)}"),
-    ]
-    facts.append(("documents", _documents(plan)))
-    if len(plan.recipe.data.sources) > 1:
-        facts.append(("sources", _shares(plan)))
-    facts += code_facts(plan.code)
-    if plan.image:
-        facts.append(("image", _image(plan)))
-    return facts + [("note", Styled(note, "yellow")) for note in plan.notes]
+        ("documents", _documents(plan)),
+        *([("sources", _shares(plan))] if len(plan.recipe.data.sources) > 1 else []),
+        *_code(plan),
+        *([("image", _image(plan))] if plan.image else []),
+        *(("note", Styled(note, "yellow")) for note in plan.notes),
+    ]  # fmt: skip
 
 
-def code_facts(code: Sequence[CodePlan]) -> list[tuple[str, Cell]]:
-    """Return a row for each copy of code."""
+def script_facts(plan: ScriptPlan) -> Facts:
+    """Return the rows of a script's plan."""
+    script, config = plan.script, plan.script.accelerate
+    accelerate = "no configuration: accelerate and the Trainer replicate the model in every process"
+    if config is not None:
+        source = f"from recipe {script.recipe}" if script.recipe else "as given"
+        kind, precision = config.get("distributed_type", "NO"), config.get("mixed_precision", "no")
+        accelerate = f"{kind}, {precision}, {source}: accelerate.json"
+    signal = "nothing is sent" if script.stop_signal == "none" else f"SIG{script.stop_signal} is sent to the script"
+    again = "not restarted (--requeue)"
+    if script.can_restart:
+        restarts = plural(script.resources.max_restarts, "restart")
+        again = f"restarted, to continue from its checkpoint; up to {restarts} after a crash"
     return [
-        (
-            "code",
-            f"{each.name}: {short_path(Path(each.source))}, sha256 {each.sha256[:12]}"
-            + (f", commit {each.commit[:12]}" if each.commit else "")
-            + (" with uncommitted changes" if each.has_uncommitted_changes else ""),
-        )
-        for each in code
+        ("run", plan.id),
+        ("script", " ".join([script.path, *script.args])),
+        *_code(plan),
+        ("processes", _placement(plan)),
+        ("accelerate", accelerate),
+        ("when stopped", f"{signal}; it is {again}"),
+        *_place(plan),
+        *([("image", plan.image)] if plan.image else []),
     ]
+
+
+def _place(plan: JobPlan) -> Facts:
+    runtime = "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
+    return [
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.scheduler}, {runtime}"),
+        ("run folder", short_path(plan.layout.root)),
+    ]
+
+
+def _code(plan: JobPlan) -> Facts:
+    facts: Facts = []
+    for each in plan.code:
+        commit = f", commit {each.commit[:12]}" if each.commit else ""
+        changes = " with uncommitted changes" if each.has_uncommitted_changes else ""
+        text = f"{each.name}: {short_path(Path(each.source))}, sha256 {each.sha256[:12]}{commit}{changes}"
+        facts.append(("code", text))
+    return facts
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
@@ -116,8 +143,7 @@ def _method(plan: RunPlan) -> str:
     return f"{training.method} fine-tuning in {training.precision}{base}{rank}: {trained}{balance}"
 
 
-def describe_placement(plan: JobPlan) -> str:
-    """Describe the nodes, processes and devices in one line."""
+def _placement(plan: JobPlan) -> str:
     place = plan.placement
     nodes, each = plural(place.num_nodes, "node"), plural(place.processes_per_node, "process")
     threads = plural(place.threads_per_process, "thread")
@@ -160,20 +186,18 @@ def _steps(plan: RunPlan) -> str:
     return f"{plan.num_steps:,} ({f'{epochs}, ' if epochs else ''}{tokens})"
 
 
-def _memory(plan: RunPlan) -> str:
-    memory = plan.memory
-    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
-    return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}: {parts}"
+def _memory(memory: MemoryPlan) -> str:
+    return f"peak about {gib(memory.total)} per process, {_MOMENTS[memory.moment]}{_parts(memory)}"
 
 
-def _host_memory(plan: RunPlan) -> list[tuple[str, Cell]]:
-    memory = plan.host_memory
-    if memory is None:
-        return []
-    parts = " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+def _parts(memory: MemoryPlan | HostMemoryPlan) -> str:
+    return ": " + " + ".join(f"{name} {gib(amount)}" for name, amount in memory.parts.items() if amount)
+
+
+def _host_memory(plan: RunPlan, memory: HostMemoryPlan) -> str:
     is_compared = plan.cluster.scheduler == "local" or plan.cluster.memory_per_node_gib is not None
     unknown = "" if is_compared else "; the profile sets no memory_per_node_gib to compare it with"
-    return [("host memory", f"about {gib(memory.total)} per node: {parts}{unknown}")]
+    return f"about {gib(memory.total)} per node{_parts(memory)}{unknown}"
 
 
 _MOMENTS: dict[Moment, str] = {
@@ -187,11 +211,8 @@ _MOMENTS: dict[Moment, str] = {
 def _speed(plan: RunPlan) -> str:
     speed = plan.speed
     if speed is None:
-        return (
-            "not predicted: the profile sets no GPU model"
-            if plan.placement.device == "cuda"
-            else "not predicted on CPUs"
-        )
+        is_gpu = plan.placement.device == "cuda"
+        return "not predicted: the profile sets no GPU model" if is_gpu else "not predicted on CPUs"
     each = speed.tokens_per_second / plan.placement.world_size
     text = f"about {duration(speed.step_seconds)} per step, {count(each)} tokens/s per GPU ({speed.mfu:.0%} MFU)"
     if plan.fill_ratio is None:
@@ -205,20 +226,13 @@ def _speed(plan: RunPlan) -> str:
     return f"{text}; {duration(plan.training_seconds)} for all steps{price}"
 
 
-def describe_runtime(plan: JobPlan) -> str:
-    """Describe the container runtime."""
-    return "no container" if plan.cluster.runtime == "none" else f"container by {plan.cluster.runtime}"
-
-
 def _data(plan: RunPlan) -> str:
     data = plan.recipe.data
-    state = "prepared" if plan.is_data_prepared else "to be prepared"
+    state = "prepared" if plan.data.is_prepared else "to be prepared"
     if data.task is not None:
-        state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.is_data_prepared else ", not run yet")
+        state += f"; task {short_path(Path(data.task.file))}" + ("" if plan.data.is_prepared else ", not run yet")
     if not isinstance(data.format, AutoFormat):
         return f"{describe_format(data.format)}; {state}"
-    from ftkit.launch.inputs import describe_detected
-
     return f"{describe_detected(data)}; {state}"
 
 
@@ -238,7 +252,7 @@ def _documents(plan: RunPlan) -> Cell:
 def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
     sources = plan.recipe.data.sources
-    if plan.is_data_prepared:
+    if plan.data.is_prepared:
         from ftkit.data.store import PreparedData
 
         counted = PreparedData(plan.data_directory).read_manifest().sources

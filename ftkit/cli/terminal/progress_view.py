@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TaskID, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rich.console import RenderableType
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.images.events import ProgressEvent
+
+
+_ONE_LINE = Column(no_wrap=True, overflow="ellipsis")
 
 
 class _OfBytes(ProgressColumn):
@@ -28,20 +39,11 @@ class _OfBytes(ProgressColumn):
         return self._column.render(task) if task.fields["counts"] else Text()
 
 
-class _TaskText(ProgressColumn):
-    """A column with a task's text, truncated to one line."""
-
-    def __init__(self) -> None:
-        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
-
-    def render(self, task: Task) -> RenderableType:
-        return Text(task.fields["text"], style="dim")
-
-
-class ProgressView:
+class ProgressView(ExitStack):
     """Shows progress events while it is open."""
 
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self._terminal = terminal
         self._stage = ""
         self._last_text = ""
@@ -50,20 +52,12 @@ class ProgressView:
             _OfBytes(BarColumn(bar_width=30)),
             _OfBytes(DownloadColumn(binary_units=True)),
             TimeElapsedColumn(),
-            _TaskText(),
+            TextColumn("{task.fields[text]}", style="dim", markup=False, table_column=_ONE_LINE),
             console=terminal.talk,
             transient=True,
             disable=not terminal.is_live,
         )
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+        self.enter_context(self._bars)
 
     def report(self, progress: ProgressEvent) -> None:
         """Show a progress event."""

@@ -58,58 +58,62 @@ _CHECKS = {
 def checks_text(record: VerificationRecord) -> str:
     """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
     others = {name: (f"{{}} {name}", "") for name in record.checks if name not in _CHECKS}
-    found = ((words, noun, record.checks.get(name, 0)) for name, (words, noun) in (_CHECKS | others).items())
-    return ", ".join(words.format(_counted(value, noun)) for words, noun, value in found if value not in (0, "0"))
+    parts = []
+    for name, (words, noun) in (_CHECKS | others).items():
+        value = record.checks.get(name, 0)
+        if value in (0, "0"):
+            continue
+        if isinstance(value, int):
+            value = plural(value, noun) if noun else f"{value:,}"
+        parts.append(words.format(value))
+    return ", ".join(parts)
 
 
-def _counted(value: int | str, noun: str) -> str:
-    if isinstance(value, int):
-        return plural(value, noun) if noun else f"{value:,}"
-    return value
-
-
-def record_line(record: Record) -> str:  # noqa: C901, PLR0912 - one case for each kind of record
+def record_line(record: Record) -> str:  # noqa: C901, PLR0911, PLR0912 - one case for each kind of record
     """Return a record as one line of text."""
     match record:
         case StageRecord():
-            line = record.stage
+            return record.stage
         case StartRecord():
-            line = start_line(record)
+            where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
+            if record.resumed_from:
+                return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
+            return f"training begins, {plural(record.num_steps, 'step')}: {where}"
         case VerificationRecord():
-            line = f"checks passed: {checks_text(record)}"
+            return f"checks passed: {checks_text(record)}"
         case MemoryRecord():
-            line = (
-                f"memory after {record.stage}: {record.largest_allocated_gib:.2f} GiB, "
-                f"peak {record.largest_peak_gib:.2f} GiB"
-            )
+            now, peak = record.largest_allocated_gib, record.largest_peak_gib
+            return f"memory after {record.stage}: {now:.2f} GiB, peak {peak:.2f} GiB"
         case FirstStepRecord():
-            line = first_step_line(record)
+            longest = sorted(record.phases.items(), key=lambda phase: -phase[1])[:3]
+            phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest)
+            return f"step {record.step} ended {record.seconds:.1f} s after the start; longest: {phases}"
         case StepRecord():
-            line = step_line(record)
+            step = f"{record.step:>{len(str(record.num_steps))}}/{record.num_steps}"
+            rate, speed = f"{record.learning_rate:.2e}", count(record.tokens_per_second)
+            return f"step {step}  loss {record.loss:.4f}  learning rate {rate}  {speed} tokens/s"
         case AnomalyRecord():
-            line = anomaly_line(record)
+            if record.kind == "nonfinite":
+                return f"step {record.step} skipped: its loss or gradient is not finite"
+            return f"step {record.step} is a spike: loss {record.loss:.4f}, gradient norm {record.grad_norm:.3g}"
         case EvaluationRecord():
-            line = evaluation_line(record)
+            when = f"{record.when} training" if record.when in {"before", "after"} else f"at step {record.step}"
+            return f"validation {when}: {measured(record)}"
         case CheckpointRecord():
-            line = (
-                f"checkpoint of step {record.step} written in {record.seconds:.1f} s, "
-                f"training waited {record.stalled_seconds:.1f} s"
-            )
+            waited = f"training waited {record.stalled_seconds:.1f} s"
+            return f"checkpoint of step {record.step} written in {record.seconds:.1f} s, {waited}"
         case FailedCheckpointRecord():
-            line = (
-                f"checkpoint of step {record.step} could not be written: {record.reason} "
-                f"({plural(record.num_failed, 'failure')} in a row)"
-            )
+            failures = f"{plural(record.num_failed, 'failure')} in a row"
+            return f"checkpoint of step {record.step} could not be written: {record.reason} ({failures})"
         case ShardingRecord():
-            line = record.warning or sharding_text(record)
+            return record.warning or sharding_text(record)
         case ScriptStepRecord():
-            line = plural(record.step, "optimizer step")
+            return plural(record.step, "optimizer step")
         case EndRecord():
-            line = (
-                f"{record.outcome} after {plural(record.step, 'step')}, "
-                f"{duration(record.training_seconds)} of training since the last start"
-            ) + early_stopping(record)
-    return line
+            took = f"{duration(record.training_seconds)} of training since the last start"
+            return f"{record.outcome} after {plural(record.step, 'step')}, {took}{early_stopping(record)}"
+        case _:
+            raise TypeError(record.event)
 
 
 def early_stopping(record: EndRecord) -> str:
@@ -117,42 +121,6 @@ def early_stopping(record: EndRecord) -> str:
     if record.early_stopping_patience is None:
         return ""
     return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
-
-
-def first_step_line(record: FirstStepRecord) -> str:
-    """Describe how long a start took, with its longest phases."""
-    longest = sorted(record.phases.items(), key=lambda phase: -phase[1])[:3]
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest)
-    return f"step {record.step} ended {record.seconds:.1f} s after the start; longest: {phases}"
-
-
-def anomaly_line(record: AnomalyRecord) -> str:
-    """Describe an anomaly of a step."""
-    if record.kind == "nonfinite":
-        return f"step {record.step} skipped: its loss or gradient is not finite"
-    return f"step {record.step} is a spike: loss {record.loss:.4f}, gradient norm {record.grad_norm:.3g}"
-
-
-def step_line(record: StepRecord) -> str:
-    """Describe a step."""
-    return (
-        f"step {record.step:>{len(str(record.num_steps))}}/{record.num_steps}  loss {record.loss:.4f}  "
-        f"learning rate {record.learning_rate:.2e}  {count(record.tokens_per_second)} tokens/s"
-    )
-
-
-def start_line(record: StartRecord) -> str:
-    """Describe the start of training."""
-    where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
-    if record.resumed_from:
-        return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
-    return f"training begins, {plural(record.num_steps, 'step')}: {where}"
-
-
-def evaluation_line(record: EvaluationRecord) -> str:
-    """Describe an evaluation."""
-    when = f"{record.when} training" if record.when in {"before", "after"} else f"at step {record.step}"
-    return f"validation {when}: {measured(record)}"
 
 
 def measured(record: EvaluationRecord) -> str:

@@ -31,11 +31,7 @@ class Credentials:
 
 
 def from_user(host: str, username: str | None, password: str) -> Credentials:
-    """Return credentials from the command line; NGC has one user name for everybody.
-
-    Raises:
-        ImageError: the user name is missing, or the password is empty.
-    """
+    """Return credentials from the command line; NGC has one user name for everybody."""
     name = username or (_NGC_USER if host == _NGC_HOST else "")
     if not name or not password:
         what = "a password on standard input" if name else "a user name (--username)"
@@ -44,11 +40,7 @@ def from_user(host: str, username: str | None, password: str) -> Credentials:
 
 
 def find_credentials(host: str) -> Credentials | None:
-    """Return the credentials for a registry from docker's configuration; None if it has none.
-
-    Raises:
-        PrerequisiteError: its credential helper fails.
-    """
+    """Return the credentials for a registry from docker's configuration; None if it has none."""
     try:
         docker = docker_sdk()
     except PrerequisiteError:
@@ -85,9 +77,6 @@ def trusting_adapter(host: str) -> HTTPAdapter:
 
     These are the machine's certificates, those of `SSL_CERT_FILE` or `SSL_CERT_DIR` in their place, and docker's for
     this registry.
-
-    Raises:
-        PrerequisiteError: a certificate of docker's can't be read.
     """
     from requests.adapters import HTTPAdapter  # noqa: PLC0415 - comes with the extra
 

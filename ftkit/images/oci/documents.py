@@ -110,30 +110,28 @@ class DocumentKind(_Document):
     layers: object = None
 
 
-def read_document(body: bytes, whose: str) -> Index | Manifest:
-    """Parse an index or a manifest.
+def untrusted(what: str) -> ImageError:
+    """Return the error for content that differs from the digests or documents that lead to it."""
+    return ImageError(
+        what,
+        meaning="a download or a disk is corrupted, a broken program pushed it, or someone changed the image",
+        fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
+        name="untrusted-image",
+    )
 
-    Raises:
-        ImageError: it is neither, or could be read as both.
-    """
+
+def read_document(body: bytes, whose: str) -> Index | Manifest:
+    """Parse an index or a manifest."""
     kind = parse_json(DocumentKind, body, f"{whose} has a manifest that")
     if kind.manifests is None:
         return parse_json(Manifest, body, f"{whose} has a manifest that")
     if kind.config is not None or kind.layers is not None:
-        raise ImageError(
-            f"{whose} has a manifest that is also an index",
-            meaning="different programs would read different images from it; this does not happen by accident",
-            fix="don't use this image, and report it to the registry's administrator",
-        )
+        raise untrusted(f"{whose} has a manifest that is also an index: different programs would read different images")
     return parse_json(Index, body, f"{whose} has an index that")
 
 
 def parse_json(model: type[ModelT], body: bytes, what: str) -> ModelT:
-    """Parse JSON and validate it; `what` begins the error's message.
-
-    Raises:
-        ImageError: it is not JSON, or does not match the schema.
-    """
+    """Parse JSON and validate it; `what` begins the error's message."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

@@ -12,17 +12,10 @@ import re
 from typing import TYPE_CHECKING, Final, Self
 
 from ftkit.config.image_reference import Digest
-from ftkit.errors import ImageError, NotFoundError, plural
+from ftkit.errors import NotFoundError, plural
 from ftkit.images.events import retry
 from ftkit.images.oci.connection import Connection
-from ftkit.images.oci.documents import (
-    Configuration,
-    Descriptor,
-    Index,
-    Manifest,
-    parse_json,
-    read_document,
-)
+from ftkit.images.oci.documents import Configuration, Descriptor, Index, Manifest, parse_json, read_document, untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,12 +76,7 @@ class Registry:
         return self._document(self._reference.wanted, self._reference.digest)[1]
 
     def manifest(self) -> tuple[Manifest, tuple[Digest, ...]]:
-        """Return the image's manifest for this machine's architecture, and the digests that lead to it, its own last.
-
-        Raises:
-            NotFoundError: the registry has no such image.
-            ImageError: access is denied, or the response is not the requested document.
-        """
+        """Return the manifest for this machine's architecture, and the digests that lead to it, its own last."""
         document, digest = self._document(self._reference.wanted, self._reference.digest)
         digests = [digest]
         for _ in range(_MAX_NESTED):
@@ -97,7 +85,7 @@ class Registry:
             entry = entry_for_this_machine(document, self._reference)
             document, digest = self._document(entry.digest, entry.digest, entry.size)
             digests.append(digest)
-        raise ImageError(f"{self._reference} is an index of indexes that leads to no image", fix="push it again")
+        raise untrusted(f"{self._reference} is an index of indexes that leads to no image")
 
     def _document(
         self, wanted: str, digest: Digest | None, size: int = _MAX_MANIFEST
@@ -107,21 +95,14 @@ class Registry:
         return read_document(body, str(self._reference)), Digest(f"sha256:{hashlib.sha256(body).hexdigest()}")
 
     def configuration(self, manifest: Manifest) -> Configuration:
-        """Return an image's configuration.
-
-        Raises:
-            ImageError: it does not have the manifest's digest, or does not match the manifest's layers.
-        """
+        """Return an image's configuration."""
         wanted = manifest.config
         data = self.document(f"blobs/{wanted.digest}", wanted.digest, min(wanted.size, _MAX_CONFIGURATION))
         configuration = parse_json(Configuration, data, f"{self._reference} has a configuration that")
         if len(configuration.rootfs.diff_ids) != len(manifest.layers):
-            raise ImageError(
-                f"{self._reference} is not one image: its manifest has {plural(len(manifest.layers), 'layer')}, its "
-                f"configuration {len(configuration.rootfs.diff_ids)}",
-                meaning="it was pushed by a broken program, or someone put other layers under the image's name",
-                fix="push the image again, and report it to the registry's administrator",
-            )
+            num_layers = plural(len(manifest.layers), "layer")
+            what = f"its manifest has {num_layers}, its configuration {len(configuration.rootfs.diff_ids)}"
+            raise untrusted(f"{self._reference} is not one image: {what}")
         return configuration
 
     def document(self, path: str, digest: Digest | None = None, limit: int = _MAX_MANIFEST) -> bytes:
@@ -146,9 +127,6 @@ class Registry:
         """Write to the repository and return the response's headers, by names in any case.
 
         `address` is a path in the repository, or an address that the registry gave for an upload.
-
-        Raises:
-            ImageError: access is denied, the registry can't be reached, or the response violates the protocol.
         """
         return retry(
             lambda: self._connection.send(method, address, content, media_type),
@@ -156,12 +134,7 @@ class Registry:
         )  # fmt: skip
 
     def download(self, layer: Descriptor, path: Path, advance: Callable[[int], None]) -> None:
-        """Download a layer into `path`; continue after a lost connection; never write more than the layer's size.
-
-        Raises:
-            ImageError: the registry sent other content, or all retries failed: the connection was lost, or a MiB took
-                longer than `CHUNK_SECONDS`.
-        """
+        """Download a layer into `path`; continue after a lost connection; never write more than the layer's size."""
         running = hashlib.sha256()
 
         def attempt() -> None:
@@ -194,11 +167,7 @@ class Registry:
 
     def _compare(self, digest: Digest, found: str) -> None:
         if digest.hex != found:
-            raise ImageError(
-                f"{self._reference.host} sent other content than {digest} of {self._reference.path}",
-                meaning="the download or the registry's disk is corrupted, or someone changed the image",
-                fix="try again; if it persists, don't use the image, and report it to the registry's administrator",
-            )
+            raise untrusted(f"{self._reference.host} sent other content than {digest} of {self._reference.path}")
 
 
 def entry_for_this_machine(index: Index, reference: RegistryImage) -> Descriptor:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from ftkit.config.image_reference import Digest, shortened
 from ftkit.errors import ImageError, PrerequisiteError
+from ftkit.images.oci.documents import untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from io import BufferedIOBase
     from types import ModuleType
 
 
@@ -42,12 +44,6 @@ class Readable(Protocol):
     """A stream to read from; an empty result is its end."""
 
     def read(self, size: int, /) -> bytes: ...
-
-
-class Writable(Protocol):
-    """A stream to write to."""
-
-    def write(self, data: bytes, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,10 @@ class TarReader:
         """Yield the members; content that was not read is skipped. An ImageError if the stream is damaged."""
         path, target, size = b"", b"", -1
         while True:
-            self._skip_rest()
+            for _ in self.content():  # that was not read
+                pass
+            self._exactly(self._padding)
+            self._padding = 0
             header = self._exactly(BLOCK)
             if header == _ZEROS:
                 while self._source.read(CHUNK):  # to the end, so that the writer does not get SIGPIPE
@@ -109,27 +108,21 @@ class TarReader:
         while self._unread:
             chunk = self._source.read(min(CHUNK, self._unread))
             if not chunk:
-                raise _truncated()
+                raise _damaged("it is truncated")
             self._unread -= len(chunk)
             yield chunk
-
-    def _skip_rest(self) -> None:
-        for _ in self.content():
-            pass
-        self._exactly(self._padding)
-        self._padding = 0
 
     def _exactly(self, size: int) -> bytes:
         data = self._source.read(size) if size else b""
         while len(data) < size:
             more = self._source.read(size - len(data))
             if not more:
-                raise _truncated()
+                raise _damaged("it is truncated")
             data += more
         return data
 
 
-def write_member(sink: Writable, member: Member) -> None:
+def write_member(sink: BufferedIOBase, member: Member) -> None:
     """Write the header of a member; the caller writes its content next, then `write_padding`."""
     records = b""
     if len(member.path) >= 100:  # noqa: PLR2004 - the field's width
@@ -145,13 +138,13 @@ def write_member(sink: Writable, member: Member) -> None:
     sink.write(_header(member))
 
 
-def write_padding(sink: Writable, size: int) -> None:
+def write_padding(sink: BufferedIOBase, size: int) -> None:
     """Fill the last block of content of `size` bytes with zeros."""
     if size % BLOCK:
         sink.write(_ZEROS[: -size % BLOCK])
 
 
-def write_end(sink: Writable) -> None:
+def write_end(sink: BufferedIOBase) -> None:
     """Write the end marker of the stream."""
     sink.write(_ZEROS * 2)
 
@@ -195,7 +188,7 @@ def _clean(path: bytes) -> bytes:
     if max(map(len, parts), default=0) > _MAX_NAME:
         raise _damaged(f"a name of more than {_MAX_NAME} bytes")
     if b".." in parts or b"\0" in path:
-        raise ImageError(f"the image's tar stream has a path that is invalid, or leads out of it: {shortened(path)}")
+        raise _damaged(f"a path is invalid, or leads out of the image: {shortened(path)}")
     return b"/".join(parts)
 
 
@@ -247,15 +240,10 @@ def _pax_record(key: bytes, value: bytes) -> bytes:
     return b"%d%s" % (length, rest)
 
 
-def _truncated() -> ImageError:
-    meaning = "the sender was stopped or lost the connection"
-    return ImageError("the image's tar stream is truncated", meaning=meaning, fix="try again")
-
-
 def _damaged(how: str) -> ImageError:
     return ImageError(
         f"the image's tar stream is damaged: {how}",
-        meaning="it was corrupted in transit, or written by a broken program",
+        meaning="the sender was stopped, it was corrupted in transit, or it was written by a broken program",
         fix="try again; build and push the image again if the error persists",
     )
 
@@ -360,7 +348,7 @@ def _origin(link: Member, origins: dict[bytes, bytes]) -> bytes:
     """Return the file that a hard link leads to, through other links if need be."""
     origin = origins.get(link.target, link.target)
     if origin == link.path:
-        raise ImageError(f"a layer of the image is damaged: {shortened(origin)} is a hard link to itself")
+        raise untrusted(f"a layer of the image is damaged: {shortened(origin)} is a hard link to itself")
     return origin
 
 
@@ -378,10 +366,8 @@ def _with_content(orphans: dict[bytes, list[Member]], layer: Layer) -> Iterator[
                 for other in others:
                     yield replace(other, target=first.path), iter(())
     for target, links in orphans.items():
-        raise ImageError(
-            f"a layer of the image is damaged: {shortened(links[0].path)} links to {shortened(target)}, which does not "
-            "exist in it"
-        )
+        what = f"{shortened(links[0].path)} links to {shortened(target)}, which does not exist in it"
+        raise untrusted(f"a layer of the image is damaged: {what}")
 
 
 class _LayerStream:
@@ -397,11 +383,7 @@ class _LayerStream:
         try:
             data = self._stream.read(size)
         except self._read_errors as error:
-            raise ImageError(
-                f"a layer of the image can't be unpacked: {error}",
-                meaning="it was damaged before it was pushed: its digest is the one in the manifest",
-                fix="build and push the image again",
-            ) from error
+            raise untrusted(f"a layer of the image can't be unpacked: {error}") from error
         self._running.update(data)
         return data
 
@@ -409,12 +391,8 @@ class _LayerStream:
         """Compare the digest of what was read with the configuration's."""
         found = self._running.hexdigest()
         if found != diff_id.hex:
-            raise ImageError(
-                f"a layer of the image is not the one that its configuration lists: it unpacks to sha256:{found}, not "
-                f"to {diff_id}",
-                meaning="it was pushed by a broken program, or someone put other layers under the image's name",
-                fix="don't use this image; push it again, and report it to the registry's administrator",
-            )
+            what = f"it unpacks to sha256:{found}, not to {diff_id}"
+            raise untrusted(f"a layer of the image is not the one that its configuration lists: {what}")
 
 
 @contextmanager

@@ -35,12 +35,10 @@ class HostMemoryPlan:
 
     @property
     def parts(self) -> dict[str, float]:
-        """GiB by part."""
         return dict(vars(self))
 
     @property
     def total(self) -> float:
-        """GiB in total."""
         return sum(self.parts.values())
 
 

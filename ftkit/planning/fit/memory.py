@@ -6,7 +6,6 @@ parameter counts with the real classes. For other families, the formulas are est
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -56,22 +55,20 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, float]:
-        """GiB by part."""
         return {name: value for name, value in vars(self).items() if name != "moment"}
 
     @property
     def total(self) -> float:
-        """GiB in total."""
         return sum(self.parts.values())
 
 
 def tensors_of(setup: Setup) -> Tensors:
     """Return the tensors of a process with the setup's engine."""
-    return Fsdp2Tensors(setup) if setup.engine == "fsdp2" else Zero3Tensors(setup)
+    return Tensors(setup) if setup.engine == "fsdp2" else Zero3Tensors(setup)
 
 
-class Tensors(ABC):
-    """Bytes of the tensors of a process: those that exist between steps, and others at several points of a step.
+class Tensors:
+    """Bytes of the tensors of a process with FSDP2: those that exist between steps, and others at points of a step.
 
     Trained weights have fp32 masters, gradients and two AdamW states (16 bytes per parameter in total; ZeRO-3 also has
     them in the compute dtype); frozen weights exist once. All are sharded. While a layer runs, its unsharded weights
@@ -89,13 +86,17 @@ class Tensors(ABC):
         """Trained parameters on all processes; those that tensor parallelism does not divide are on each of a group."""
         self.table = setup.shape.vocab_size * setup.shape.hidden_size
         self.activations = Activations(setup)
+        # A layer that tensor parallelism divides among all GPUs is never resharded.
+        self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.training.tensor_parallel
+        self.trained_around = self.counts.around if self.training.adapters is None else 0
+        self.around = self.width * self.counts.around
 
     # Between steps
 
     @property
-    @abstractmethod
     def has_masters(self) -> bool:
         """Whether the fp32 weights and their gradients are in the GPU's memory."""
+        return self.training.offload != "all"
 
     @property
     def copies(self) -> float:
@@ -126,32 +127,29 @@ class Tensors(ABC):
     # In a step
 
     @property
-    @abstractmethod
     def accumulated_gradients(self) -> float | None:
         """Gradients of earlier micro-batches; None in a step of one, which has none until the backward pass."""
+        if self.setup.num_micro_batches == 1:
+            return None
+        if not self.setup.defers_sync:
+            return self.gradients
+        in_layers = (self.stored - self.trained_around) / self.training.tensor_parallel
+        return self.training.reduce_bytes * (self.trained_around + in_layers)
 
-    @abstractmethod
-    def unsharded_weights(self, layers: int) -> float:
-        """Return the unsharded weights while `layers` layers wait for their backward pass."""
+    @cached_property
+    def layer(self) -> float:
+        """The unsharded weights of the largest layer. Adapters are all-gathered in fp32."""
+        adapters = 0 if self.training.adapters is None else self.trained_layer
+        saved = saved_by_quantization(self.shape, self.training) + self.setup.num_gathered_in_fp8
+        frozen = self.width * self.counts.largest_layer / self.training.tensor_parallel
+        return frozen + FP32 * adapters - saved / self.shape.num_hidden_layers
 
-    @abstractmethod
-    def in_flight(self, layers: int) -> float:
-        """Return what a layer's backward pass communicates: its gradients, and the weights of the next of `layers`."""
-
-    @property
-    @abstractmethod
-    def loss_logits(self) -> float:
-        """The logits and their gradients while the loss is computed."""
-
-    @property
-    @abstractmethod
-    def kept_logits(self) -> float:
-        """What stays of them in the backward pass."""
-
-    @property
-    @abstractmethod
-    def reduced_last(self) -> float:
-        """Unsharded weights and gradients at the optimizer step, which follows the last reduction at once."""
+    @cached_property
+    def trained_layer(self) -> float:
+        """Trained parameters of the largest layer."""
+        if self.training.adapters:
+            return self.stored / self.training.tensor_parallel / self.shape.num_hidden_layers
+        return self.counts.largest_layer / self.training.tensor_parallel
 
     @cached_property
     def matrix(self) -> float:
@@ -161,15 +159,67 @@ class Tensors(ABC):
         sizes += [each.size for each in self.counts.expert_matrices if are_quantized(self.training.quantization, each)]
         return width * max(sizes, default=0)
 
+    def unsharded_weights(self, layers: int) -> float:
+        """Return the unsharded weights while `layers` layers wait for their backward pass."""
+        if self.num_shards > 1 or self.training.offload == "all":
+            if self.keeps_weights and self.setup.defers_sync:  # until the last micro-batch's backward pass
+                layers = self.shape.num_hidden_layers
+            return self.around + self.layer * (layers if self.keeps_weights else 1)
+        if self.width == FP32:
+            return 0
+        # One process: frozen weights are used without a copy, trained ones have a copy in the compute dtype.
+        return self.width * (self.trained_around + self.trained_layer * layers)
+
+    def in_flight(self, layers: int) -> float:
+        """Return what a layer's backward pass communicates: its gradients, and the weights of the next of `layers`."""
+        size = self.width * self.trained_layer
+        if self.num_shards > 1:
+            reduced = self.training.reduce_bytes * self.trained_layer
+            # The previous layer's gradients are being reduced; this layer's follow once its activations are freed.
+            size += reduced + max(0, reduced - self.activations.layer)
+            size += 2 * self.layer if layers and not self.keeps_weights else 0
+        return size + self.matrix
+
+    @property
+    def loss_logits(self) -> float:
+        """The logits and their gradients while the loss is computed."""
+        padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
+        rows = logits_rows(self.tokens, padded)
+        table = self.width * self.table if padded != self.shape.vocab_size else 0
+        if self.training.adapters is None:
+            table += (self.width + FP32) * self.table
+        return 2 * self.width * rows * padded + table
+
+    @property
+    def kept_logits(self) -> float:
+        """What stays of them in the backward pass."""
+        return self.width * self.table if self.training.adapters is None else 0
+
+    @property
+    def reduced_last(self) -> float:
+        """Unsharded weights and gradients at the optimizer step, which follows the last reduction at once."""
+        reduced = self.training.reduce_bytes if self.num_shards > 1 else 0
+        size: float = (reduced + 2 * self.width) * self.trained_around
+        if self.training.offload == "optimizer":  # one tensor's states at a time
+            size += 8 * self.table / self.num_shards
+        return size
+
     # The points of a step
 
     def moments(self) -> list[MemoryPlan]:
         # Activations are largest after the last layer's gradients are reduced, gradients at the first layer.
         at_its_start = self._in_backward(max(0, self.shape.num_hidden_layers - 2))
-        return [self._in_loading(), self._in_loss(), at_its_start, self._in_backward(0), self._in_optimizer()]
+        optimizer = self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last)
+        return [self._in_loading(), self._in_loss(), at_its_start, self._in_backward(0), optimizer]
 
     def _in_loading(self) -> MemoryPlan:
-        return MemoryPlan("loading", parameters=self.weights / GIB)
+        """Return the memory while weights are loaded: with FSDP2, a tied table exists twice before it is tied."""
+        parameters = self.weights
+        is_tied = self.shape.tie_word_embeddings and self.setup.engine == "fsdp2"
+        if is_tied and self.training.offload != "all":
+            width = FP32 if self.training.adapters is None else self.width
+            parameters += width * self.table / self.num_shards
+        return MemoryPlan("loading", parameters=parameters / GIB)
 
     def _in_loss(self) -> MemoryPlan:
         layers = self.shape.num_hidden_layers
@@ -196,9 +246,6 @@ class Tensors(ABC):
             logits=self.kept_logits,
             communication=self.unsharded_weights(layers + 1) + self.in_flight(layers),
         )
-
-    def _in_optimizer(self) -> MemoryPlan:
-        return self._plan("optimizer", gradients=self.gradients, communication=self.reduced_last)
 
     def _plan(self, moment: Moment, **parts: float) -> MemoryPlan:
         parts |= {"parameters": self.weights, "optimizer": self.states}
@@ -237,89 +284,3 @@ class Zero3Tensors(Tensors):
     @property
     def reduced_last(self) -> float:
         return FP32 * min(ZERO3_LIVE_WEIGHTS, self.trained / self.num_shards)
-
-
-class Fsdp2Tensors(Tensors):
-    """The tensors with FSDP2, which gathers and reduces layer by layer."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        # A layer that tensor parallelism divides among all GPUs is never resharded.
-        self.keeps_weights = setup.keeps_weights or setup.num_layer_shards == 1 < self.training.tensor_parallel
-        self.trained_around = self.counts.around if self.training.adapters is None else 0
-        self.around = self.width * self.counts.around
-
-    @property
-    def has_masters(self) -> bool:
-        return self.training.offload != "all"
-
-    @cached_property
-    def accumulated_gradients(self) -> float | None:
-        if self.setup.num_micro_batches == 1:
-            return None
-        if not self.setup.defers_sync:
-            return self.gradients
-        in_layers = (self.stored - self.trained_around) / self.training.tensor_parallel
-        return self.training.reduce_bytes * (self.trained_around + in_layers)
-
-    @cached_property
-    def layer(self) -> float:
-        """The unsharded weights of the largest layer. Adapters are all-gathered in fp32."""
-        adapters = 0 if self.training.adapters is None else self.trained_layer
-        saved = saved_by_quantization(self.shape, self.training) + self.setup.num_gathered_in_fp8
-        frozen = self.width * self.counts.largest_layer / self.training.tensor_parallel
-        return frozen + FP32 * adapters - saved / self.shape.num_hidden_layers
-
-    @cached_property
-    def trained_layer(self) -> float:
-        """Trained parameters of the largest layer."""
-        if self.training.adapters:
-            return self.stored / self.training.tensor_parallel / self.shape.num_hidden_layers
-        return self.counts.largest_layer / self.training.tensor_parallel
-
-    def unsharded_weights(self, layers: int) -> float:
-        if self.num_shards > 1 or self.training.offload == "all":
-            if self.keeps_weights and self.setup.defers_sync:  # until the last micro-batch's backward pass
-                layers = self.shape.num_hidden_layers
-            return self.around + self.layer * (layers if self.keeps_weights else 1)
-        if self.width == FP32:
-            return 0
-        # One process: frozen weights are used without a copy, trained ones have a copy in the compute dtype.
-        return self.width * (self.trained_around + self.trained_layer * layers)
-
-    def in_flight(self, layers: int) -> float:
-        size = self.width * self.trained_layer
-        if self.num_shards > 1:
-            reduced = self.training.reduce_bytes * self.trained_layer
-            # The previous layer's gradients are being reduced; this layer's follow once its activations are freed.
-            size += reduced + max(0, reduced - self.activations.layer)
-            size += 2 * self.layer if layers and not self.keeps_weights else 0
-        return size + self.matrix
-
-    @cached_property
-    def loss_logits(self) -> float:
-        padded = -(-self.shape.vocab_size // LOGITS_ALIGNMENT) * LOGITS_ALIGNMENT
-        rows = logits_rows(self.tokens, padded)
-        table = self.width * self.table if padded != self.shape.vocab_size else 0
-        if self.training.adapters is None:
-            table += (self.width + FP32) * self.table
-        return 2 * self.width * rows * padded + table
-
-    @property
-    def kept_logits(self) -> float:
-        return self.width * self.table if self.training.adapters is None else 0
-
-    @property
-    def reduced_last(self) -> float:
-        reduced = self.training.reduce_bytes if self.num_shards > 1 else 0
-        size: float = (reduced + 2 * self.width) * self.trained_around
-        if self.training.offload == "optimizer":  # one tensor's states at a time
-            size += 8 * self.table / self.num_shards
-        return size
-
-    def _in_loading(self) -> MemoryPlan:
-        """Return the memory while weights are loaded: a tied table exists twice before it is tied."""
-        if not self.shape.tie_word_embeddings or self.training.offload == "all":
-            return super()._in_loading()
-        width = FP32 if self.training.adapters is None else self.width
-        return MemoryPlan("loading", parameters=(self.weights + width * self.table / self.num_shards) / GIB)

@@ -105,7 +105,9 @@ def test_a_command_imports_only_the_heavy_modules_that_it_needs(
 
 def test_no_module_of_commands_imports_what_takes_seconds() -> None:
     """The shell completes the options and arguments of a command by importing the module of its group."""
-    groups = [getattr(groups_of_commands, name) for name in ("runs", "images", "data", "config", "cluster")]
+    groups = [
+        getattr(groups_of_commands, f"{name}_command") for name in ("runs", "images", "data", "config", "cluster")
+    ]
     nested = [lazy for group in groups for section in group.sections.values() for lazy in section]
     modules = sorted({lazy.module for lazy in (*COMMANDS, *nested)})
     code = f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; print(*sys.modules)"
@@ -204,10 +206,8 @@ def test_a_forwarded_command_takes_the_options_about_output_along(
     ftkit: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr("ftkit.cli.forwarded.find_login_node", lambda _: Mock())
-    monkeypatch.setattr(
-        "ftkit.cli.remote.forward.forward", lambda _, __, path, typed, ___: calls.append((path, typed)) or 0
-    )
+    monkeypatch.setattr("ftkit.cli.forwarded.find_login_node", lambda _: (Mock(), Mock()))
+    monkeypatch.setattr("ftkit.cli.forward.forward", lambda _, __, path, typed, ___: calls.append((path, typed)) or 0)
     ftkit("-q", "--no-color", "status", "demo")
     ftkit("runs", "--json")
     ftkit("runs", "checkpoints", "demo")

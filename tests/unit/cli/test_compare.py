@@ -150,7 +150,7 @@ def test_a_run_is_removed_after_confirmation(
     run, kept = make_run(), make_run("kept")
     complete(run, records)
     monkeypatch.setattr("click.confirm", lambda *_, **__: False)
-    assert "removed nothing" in ftkit("rm", run.id).err
+    assert "nothing was changed" in ftkit("rm", run.id).err
     assert run.layout.root.is_dir()
     monkeypatch.setattr("click.confirm", lambda *_, **__: True)
     assert ftkit("rm", run.id).code == 0

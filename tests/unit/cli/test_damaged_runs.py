@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.runs.failure import RankError, write_rank_error
 from ftkit.runs.metrics_file import find_damage

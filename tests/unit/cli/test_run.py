@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ftkit
-import ftkit.launch.jobs  # keeps the real `render_job`, in place of the one of the first test
+import ftkit.launch.submission  # keeps the real `render_job`, in place of the one of the first test
 from ftkit import assets
 from ftkit.config.image_reference import NamedImage
 from ftkit.data.tokenizers import learn_tokenizer

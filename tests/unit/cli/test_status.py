@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from ftkit.cli.follow import LiveView, PlainView
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.terminal.console import Column, Terminal
 from ftkit.cli.terminal.format import age, count, duration, gib, short_path
-from ftkit.cli.terminal.report import choose_samples
+from ftkit.cli.terminal.run_view import choose_samples
 from ftkit.errors import EXIT_CODES, DiskFullError, TrainingError, as_user_error, plural
 from ftkit.files import write_json
 from ftkit.runs.failure import RankError, record_rank_error, write_rank_error

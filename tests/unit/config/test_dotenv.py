@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ftkit
-from ftkit.cli.remote.forward import SECRETS
+from ftkit.cli.forward import SECRETS
 from ftkit.config.context import ALLOWED, load_dotenv, read_dotenv
 from ftkit.errors import ConfigError
 

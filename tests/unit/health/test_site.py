@@ -12,7 +12,6 @@ from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster
 from ftkit.health.site import (
     Site,
-    find_networks,
     parse_accounts,
     parse_gres,
     parse_mounts,
@@ -37,7 +36,6 @@ def site(sinfo: str = "", **found: object) -> Site:
         "enroot": "",
         "apptainer": "",
         "docker": "",
-        "networks": (),
         "shared_folders": (),
         "local_folder": "",
         "num_gpus": 0,
@@ -89,14 +87,6 @@ def test_shared_file_systems_are_distinguished_from_local_ones() -> None:
     assert parse_mounts(mounts) == ("/home/our data", "/lustre")
 
 
-def test_infiniband_adapters_are_preferred_over_interfaces(tmp_path: Path) -> None:
-    for name in ("lo", "eth0", "docker0"):
-        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
-    assert find_networks(tmp_path) == ("eth0",)
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert find_networks(tmp_path) == ("mlx5_0",)
-
-
 def test_a_known_cluster_gets_the_shipped_profile_with_its_differences() -> None:
     found = propose("debug*|up|4|2|(null)|infinite|1\na4high|up|2|224|gpu:8|12:00:00|1\nold|down|9|8|gpu:8|1:00|1\n")
     assert (found.name, found.extends) == ("ours", "a4-highgpu-8g")
@@ -112,7 +102,7 @@ def test_an_unknown_cluster_gets_its_own_profile(tmp_path: Path) -> None:
     assert found.extends == "slurm"
     assert expected.items() <= found.values.items()
     assert found.values["node_local_dir"] == "/scratch/local"
-    assert "one of a, b" in found.unknown[0]
+    assert "a, b" in found.unknown[0]
     (tmp_path / "opt/sagemaker_cluster").mkdir(parents=True)
     assert propose(sinfo, tmp_path).extends == "aws-p5"
 
@@ -129,11 +119,11 @@ def test_a_partition_is_proposed_that_the_users_accounts_and_qos_may_use() -> No
     assert found.unknown == ()
     found = propose(has_pyxis=True, partitions=parse_partitions(sinfo, limits), accounts=("teaching",))
     assert found.values["partition"] == "big"
-    assert found.unknown == ("partition big is only for the accounts chemistry",)
+    assert [each.split()[-1] for each in found.unknown] == ["chemistry"]
     limits = "PartitionName=gpu AllowAccounts=physics,biology AllowQos=low,high\n"
     found = propose(has_pyxis=True, partitions=parse_partitions(sinfo.splitlines()[1], limits))
     assert found.values.keys() >= {"partition"}
-    assert found.unknown == ("the QOS: set 'qos:' to one of low, high, unless your default is one of them",)
+    assert ["'qos:'" in each and "low, high" in each for each in found.unknown] == [True]
 
 
 def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> None:
@@ -146,7 +136,7 @@ def test_of_several_kinds_of_nodes_the_one_with_the_most_gpus_is_proposed() -> N
     found = propose("".join(f"{kind}|infinite|1\n" for kind in kinds))
     assert (found.values["max_nodes"], found.values["gpu"]) == (18, "h100-80gb")
     assert "gpus_per_node" not in found.values  # the base's 8
-    assert any("several kinds of nodes" in each for each in found.unknown)
+    assert any("several kinds" in each for each in found.unknown)
 
 
 @pytest.mark.parametrize(("kind", "gpu"), [("gpu:nvidia_h100_80gb_hbm3:8(S:0-1)", "h100-80gb"), ("gpu:8", None)])

@@ -113,7 +113,7 @@ def test_a_context_contains_what_the_dockerfile_copies(definition: ImageDefiniti
 
 def test_an_index_with_a_password_is_rejected(definition: ImageDefinition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "https://alice:hush@pypi.example.com/simple")
-    with pytest.raises(ImageError, match="would stay in the image") as caught:
+    with pytest.raises(ImageError, match="PIP_INDEX_URL") as caught:
         assemble(definition)
     assert "hush" not in str(caught.value)
 
@@ -209,4 +209,4 @@ def test_each_fault_of_an_image_is_reported(tmp_path: Path) -> None:
         imports=["no_such_module"],
     )
     assert [fault.partition(" ")[0] for fault in issues] == ["pydantic", "no-such-package", "click", "rich", "import"]
-    assert "was replaced: it was 0.0.1" in issues[2]
+    assert "0.0.1," in issues[2]

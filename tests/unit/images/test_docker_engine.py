@@ -36,7 +36,7 @@ def failure() -> PrerequisiteError:
 
 
 def test_dockers_current_context_selects_the_engine(configuration: Path) -> None:
-    assert f"no docker engine answers at unix://{configuration}/rootless.sock" in failure().what
+    assert f"unix://{configuration}/rootless.sock" in failure().what
 
 
 def test_docker_host_takes_precedence_over_the_context(configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_docker_host_takes_precedence_over_the_context(configuration: Path, monk
 def test_a_context_that_can_not_be_read_is_reported(configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (meta,) = configuration.glob("contexts/meta/*/meta.json")
     meta.write_text("{")
-    assert "can't use docker's context 'rootless'" in failure().what
+    assert "context 'rootless'" in failure().what
     monkeypatch.setenv("DOCKER_CONTEXT", "nope")
-    assert "context 'nope': it does not exist" in failure().what
+    assert "context 'nope'" in failure().what
 
 
 def test_an_engine_behind_ssh_needs_a_package(configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -58,6 +58,6 @@ def test_an_engine_behind_ssh_needs_a_package(configuration: Path, monkeypatch: 
         import paramiko  # noqa: F401
     except ImportError:
         monkeypatch.setenv("DOCKER_HOST", "ssh://me@builder")
-        assert failure().fix == "pip install 'docker[ssh]'"
+        assert "docker[ssh]" in failure().fix
     else:
         pytest.skip("paramiko is installed")

@@ -19,7 +19,7 @@ from ftkit.images.image_store import ImageStore, manifest_file, read_manifest
 from ftkit.images.import_image import ImportResult, RegistrySource, import_image
 from ftkit.images.oci.credentials import Credentials
 from ftkit.images.oci.registry import Registry
-from ftkit.images.squashfs import Contents, MadeFile
+from ftkit.images.squashfs import MadeFile
 from ftkit.images.verify import verify
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def no_packer(monkeypatch: pytest.MonkeyPatch) -> None:
         del config
         shown = "".join(f"{member.path}: {b''.join(content)!r}\n" for member, content in entries)
         partial.write_bytes(SQUASHFS + shown.encode())
-        return MadeFile(Contents(), "a test")
+        return MadeFile("a test")
 
     monkeypatch.setattr(importing, "build_squashfs", pack)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
@@ -127,7 +127,7 @@ def test_an_invalid_digest_is_never_used(
         pushed.manifest = {"manifests": [entry]}
     internet.serve(pushed)
     internet.answers[f"{ROOT}/blobs/{digest}"] = (206, {}, b"ssh-rsa evil\n")
-    with pytest.raises(ImageError, match=r"64 hexadecimal digits|valid string"):
+    with pytest.raises(ImageError, match=r"digest|diff_ids"):
         fetch(store)
     assert keys.read_text() == "mine\n"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["authorized_keys"]
@@ -201,9 +201,9 @@ def test_other_layers_under_the_same_configuration_are_rejected_even_if_the_imag
     evil.manifest["config"] = good.manifest["config"]
     evil.blobs |= good.blobs
     internet.serve(evil)
-    with pytest.raises(ImageError, match="not the one that its configuration lists"):
+    with pytest.raises(ImageError, match=r"unpacks to sha256:"):
         fetch(store)
-    with pytest.raises(ImageError, match="not the one that its configuration lists"):
+    with pytest.raises(ImageError, match=r"unpacks to sha256:"):
         fetch(ImageStore(store.root / "elsewhere"))
 
 
@@ -211,7 +211,7 @@ def test_more_or_fewer_layers_than_in_the_configuration_are_rejected(internet: I
     pushed = internet.image()
     pushed.manifest["layers"] *= 2
     internet.serve(pushed)
-    with pytest.raises(ImageError, match="its manifest has 2 layers, its configuration 1"):
+    with pytest.raises(ImageError, match="2 layers"):
         fetch(store)
 
 
@@ -297,7 +297,7 @@ def test_a_configuration_with_another_schema_is_an_error(
     pushed = internet.image()
     pushed.manifest["config"] = pushed.add(json.dumps(pushed.config | change).encode())
     internet.serve(pushed)
-    with pytest.raises(ImageError, match="configuration that can't be read"):
+    with pytest.raises(ImageError, match="a configuration"):
         fetch(store)
 
 
@@ -434,7 +434,7 @@ def test_an_invalid_response_of_a_token_service_is_an_error(
 @pytest.mark.parametrize("words", ["", "Negotiate", "Digest realm=x", "Bearer", "\x00"])
 def test_an_unsupported_login_scheme_is_reported(internet: Internet, store: ImageStore, words: str) -> None:
     internet.answers[f"{ROOT}/manifests/1"] = (401, {"WWW-Authenticate": words}, b"")
-    with pytest.raises(ImageError, match=r"unsupported kind of login|invalid address"):
+    with pytest.raises(ImageError, match=r"kind of login|address"):
         fetch(store, known=ALICE)
 
 

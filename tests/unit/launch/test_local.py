@@ -13,8 +13,8 @@ from waiting import wait_until
 
 from ftkit import process
 from ftkit.launch.job_states import observe
-from ftkit.launch.jobs import cancel
 from ftkit.launch.scheduler import LocalScheduler
+from ftkit.launch.submission import cancel
 from ftkit.runs.job import Cause, RunState, SubmittedRun
 from ftkit.runs.lease import Holder
 

@@ -91,7 +91,7 @@ def test_other_families_are_counted_by_a_subprocess_once_or_estimated_if_it_fail
 
 def test_a_plan_that_needs_counts_says_why_there_are_none(tmp_path: Path, program: Program) -> None:
     program.output = ProgramOutput(1, "", "Traceback\n  a line\nKeyError: 'nonsense'\n")
-    with pytest.raises(ConfigError, match=r"no head_dim .* class failed too: KeyError: 'nonsense'"):
+    with pytest.raises(ConfigError, match=r"head_dim .*KeyError: 'nonsense'"):
         resolve(tmp_path, MIXTRAL | {"model_type": "starcoder2"})
 
 
@@ -127,7 +127,7 @@ def test_a_configuration_in_the_hub_cache_is_read(tmp_path: Path, program: Progr
 def test_fields_that_contradict_the_configuration_are_rejected_and_missing_ones_are_not(tmp_path: Path) -> None:
     same = {"rope_theta": 1e6, "num_hidden_layers": 32, "max_position_embeddings": 4096}
     assert resolve(tmp_path, MIXTRAL, architecture=same).architecture.max_position_embeddings == 4096
-    with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 in the recipe, 1000000\.0 in the"):
+    with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 .*1000000\.0"):
         resolve(tmp_path, MIXTRAL, architecture={"rope_theta": 1e4})
 
 
@@ -156,16 +156,14 @@ def test_a_configuration_without_the_model_shape_is_rejected(
 
 
 def test_a_folder_without_a_config_is_rejected_with_the_keys_to_set_for_the_nodes(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"read from here\. Correct the path; for a folder that exists only on the nodes"
-    ):
+    with pytest.raises(ConfigError, match=r"Correct the path"):
         resolve_model(ModelSpec(weights=str(tmp_path / "nowhere")), {}, Workspace(tmp_path))
 
 
 def test_a_file_or_an_incomplete_folder_as_model_is_reported_as_such(tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
-    with pytest.raises(NotFoundError, match=r"has no config\.json and no model\.safetensors"):
+    with pytest.raises(NotFoundError, match=r"config\.json .*model\.safetensors"):
         resolve_model(ModelSpec(weights=str(weights.parent)), {}, Workspace(tmp_path))
     weights.touch()
     (weights.parent / "config.json").touch()
@@ -192,5 +190,5 @@ def test_added_tokens_use_free_rows_or_grow_the_embedding(tmp_path: Path, progra
     assert kept.architecture.vocab_size == 5
     assert program.calls == 0
     (tmp_path / "tokenizer.json").write_text('{"model": []}')
-    with pytest.raises(ConfigError, match="its tokens can't be counted"):
+    with pytest.raises(ConfigError, match="can't be counted"):
         resolve(tmp_path, MIXTRAL, added_tokens=("<|t|>",))

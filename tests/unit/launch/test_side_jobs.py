@@ -64,7 +64,7 @@ def served(plan: RunPlan, image: str | None = None, **args: Any) -> str:
 
 
 def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> None:
-    with pytest.raises(NotFoundError, match=r"vllm:0\.33 is not imported"):
+    with pytest.raises(NotFoundError, match=r"vllm:0\.33 is not"):
         served(slurm_plan)
     images = slurm_plan.workspace / "images"
     images.mkdir()
@@ -82,7 +82,7 @@ def test_serving_uses_as_many_gpus_as_the_weights_need(slurm_plan: RunPlan) -> N
 
 
 def test_serving_requires_a_serving_image_and_training_a_training_image(slurm_plan: RunPlan) -> None:
-    with pytest.raises(ConfigError, match="is a training image"):
+    with pytest.raises(ConfigError, match="training image"):
         served(slurm_plan, "olmo3:25.02")
     with pytest.raises(ConfigError, match="can't train them"):
         resolve(RunArgs(recipe="demo", image="vllm:0.33", cluster="slurm"), Context.here())

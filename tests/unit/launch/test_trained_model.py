@@ -90,7 +90,7 @@ def test_target_modules_that_peft_found_nowhere_are_not_adapted(plan: RunPlan, t
         check_adapter(plan.recipe.model_copy(update={"model": model, "training": training}))
 
     check("q_proj", "down_proj")
-    with pytest.raises(ConfigError, match="list gate_up_proj too, but its file has no such adapters: peft finds"):
+    with pytest.raises(ConfigError, match="list gate_up_proj too"):
         check("q_proj", "gate_up_proj", "down_proj")
 
     (tmp_path / ADAPTER_FILE).rename(tmp_path / "adapter_model.bin")

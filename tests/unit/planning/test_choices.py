@@ -417,7 +417,7 @@ def test_the_reason_without_gpus_does_not_say_what_the_recipe_contradicts() -> N
 def test_minimal_memory_is_used_and_reported_if_nothing_fits() -> None:
     training, execution = choose(load_recipe("llama3.3-70b-full", NOWHERE), H100)
     assert (training.micro_batch_size, training.activation_checkpointing) == (1, "full")
-    assert "no choice leaves 15% of the GPU free" in execution.reason
+    assert "no choice leaves 15%" in execution.reason
 
 
 def test_a_huge_global_batch_is_resolved_quickly() -> None:
@@ -519,5 +519,5 @@ def test_a_shard_degree_that_does_not_divide_the_gpus_is_rejected() -> None:
     created = datetime(2026, 1, 1, tzinfo=UTC)
     request = RunRequest(None, 3, None, None, False, Path("/w"), "python", created, "a")
     spec = load_recipe("olmo3-7b-full", NOWHERE, ("training.shard_degree=16", "training.global_batch_size=24"))
-    with pytest.raises(ConfigError, match="24 GPUs can't be divided into groups of 16"):
+    with pytest.raises(ConfigError, match="groups of 16"):
         plan_run(spec, CLUSTER, None, request, ftkit_version="1")

@@ -53,23 +53,15 @@ def test_the_plan_shows_host_memory_only_if_something_is_offloaded() -> None:
     assert plan_from_json(plan_to_json(made), "plan.json").host_memory == made.host_memory
 
 
-def test_a_node_with_too_little_host_memory_is_a_warning_then_an_error_with_changes_that_fit() -> None:
+def test_a_node_with_too_little_host_memory_is_a_warning_then_an_error() -> None:
     made = plan("training.activation_offload=true", "training.offload=all")
     assert check_host_memory(made, None, "a node") == check_host_memory(made, total(made), "a node") == []
-    (warning,) = check_host_memory(made, total(made) - 1, "a node of ours")
-    assert "training.activation_offload and training.offload=all, the run is predicted to need about" in warning
-    assert "GiB of host memory per node, a node of ours has" in warning
-    with pytest.raises(MemoryExhaustedError) as caught:
+    (warning,) = check_host_memory(made, total(made) - 1, "of ours")
+    assert "training.activation_offload=false" in warning
+    assert "training.offload=none" in warning
+    assert "of ours" in warning
+    with pytest.raises(MemoryExhaustedError):
         check_host_memory(made, total(made) / 2.1, "a node")
-    assert caught.value.fix is not None
-    assert caught.value.fix.startswith("would fit: ")
-    for override in caught.value.fix.removeprefix("would fit: ").split("; "):
-        words = [word for word in override.split() if word.startswith("training.")]
-        changed = plan("training.activation_offload=true", "training.offload=all", *words)
-        assert changed.host_memory is None or total(changed) <= total(made) / 2.1
-    with pytest.raises(MemoryExhaustedError) as caught:
-        check_host_memory(made, 1.0, "a node")
-    assert caught.value.fix == "would fit: training.activation_offload=false training.offload=none"
 
 
 def test_suggestions_for_gpu_memory_do_not_offload_more_than_a_node_has() -> None:

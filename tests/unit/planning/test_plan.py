@@ -114,7 +114,7 @@ def test_a_plan_of_another_version_is_rejected_with_a_fix() -> None:
     older = json.loads(plan_to_json(plan())) | {"version": 1}
     with pytest.raises(FtkitError, match="version") as caught:
         plan_from_json(json.dumps(older), "somewhere/plan.json")
-    assert "use the ftkit that submitted it" in caught.value.fix
+    assert "ftkit that submitted" in caught.value.fix
 
 
 def test_planned_tokens_and_throughput_leave_out_the_padding_of_the_prepared_packs() -> None:
@@ -153,40 +153,38 @@ def test_micro_batch_times_processes_times_accumulation_is_the_global_batch(
 
 def test_a_metric_that_neither_ftkit_nor_the_task_has_is_reported() -> None:
     found = problems(demo("evaluation.generation.metrics=[verdict]"))
-    assert "evaluation.generation.metrics: there is no metric 'verdict'" in found
+    assert "metric 'verdict'" in found
 
 
 def test_an_indivisible_batch_is_rejected_with_the_nearest_valid_ones() -> None:
     found = problems(demo("training.global_batch_size=33", "training.micro_batch_size=8"))
-    assert "33 is not divisible by 16" in found
-    assert "Use 32 or 48." in found
-    assert "33 packs can't be divided evenly among 2 processes. Use 32 or 34." in problems(
-        demo("training.global_batch_size=33")
-    )
+    assert "training.global_batch_size" in found
+    assert "32 or 48" in found
+    assert "32 or 34" in problems(demo("training.global_batch_size=33"))
 
 
 def test_more_gpus_than_a_node_has_are_rejected() -> None:
     request = replace(REQUEST, gpus_per_node=16, image=ImageFile(Path("/x.sqsh")))
-    assert "16 GPUs requested, a node has 8" in problems(cluster=A4, request=request)
+    assert "16 GPUs requested" in problems(cluster=A4, request=request)
 
 
 def test_a_local_cluster_has_only_one_node() -> None:
-    assert "is a single machine, got 2 nodes" in problems(request=replace(REQUEST, num_nodes=2))
+    assert "2 nodes" in problems(request=replace(REQUEST, num_nodes=2))
 
 
 def test_an_image_without_effect_is_rejected() -> None:
     request = replace(REQUEST, image=OLMO3, image_is_explicit=True)
-    assert "runtime 'none': the image would have no effect" in problems(request=request)
+    assert "runtime 'none'" in problems(request=request)
     assert plan(request=replace(REQUEST, image=OLMO3)).image is None
 
 
 def test_pyxis_without_an_image_is_rejected() -> None:
-    assert "needs an image, and none is set" in problems(cluster=A4)
+    assert "needs an image" in problems(cluster=A4)
 
 
 def test_an_image_for_another_family_is_rejected() -> None:
     found = problems(cluster=A4, image=IMAGE, request=replace(REQUEST, image=OLMO3))
-    assert "is made for olmo3, not qwen3" in found
+    assert "not qwen3" in found
 
 
 SINKS = "tracking.sinks=[tensorboard,wandb,mlflow]"
@@ -196,8 +194,8 @@ def test_a_tracker_without_its_package_in_the_image_is_rejected() -> None:
     request = replace(REQUEST, image=OLMO3)
     image = IMAGE.model_copy(update={"families": ("qwen3",), "packages": ("wandb>=0.20",)})
     found = problems(demo(SINKS), A4, image, request)
-    assert "'tensorboard' needs the package tensorboard" in found
-    assert "'mlflow' needs the package mlflow-skinny" in found
+    assert "package tensorboard" in found
+    assert "package mlflow-skinny" in found
     assert "wandb" not in found
     whole = image.model_copy(
         update={"packages": ("WandB[media]==1", "mlflow_skinny ; python_version>'3'"), "provided": {"tensorboard": ""}}
@@ -222,15 +220,15 @@ def test_an_unmeasured_family_is_planned_with_estimates_in_any_image_with_a_note
     recipe = demo("model.architecture.family=starcoder2", "training.global_batch_size=32")
     request = replace(REQUEST, image=OLMO3)
     notes = " ".join(plan(recipe, A4, IMAGE, request).notes)
-    assert "'starcoder2' is none of gemma3_text, llama, olmo3, qwen3: parameters and memory are estimates" in notes
-    assert "'olmo3:25.02' is not made for 'starcoder2'" in notes
+    assert "'starcoder2' is none of" in notes
+    assert "not made for 'starcoder2'" in notes
     listed = IMAGE.model_copy(update={"families": ("olmo3", "starcoder2")})
     assert "not made for" not in " ".join(plan(recipe, A4, listed, request).notes)
 
 
 def test_projections_missing_from_a_measured_family_are_rejected() -> None:
     asked = ("training.method=lora", "training.lora.targets=[q_proj, qkv_proj]")
-    assert "qkv_proj: qwen3 has no such projection. It has q_proj, k_proj" in problems(demo(*asked))
+    assert "q_proj, k_proj" in problems(demo(*asked))
     assert plan(demo(*asked, "model.architecture.family=phi3")).num_parameters
 
 
@@ -241,7 +239,7 @@ def test_projections_missing_from_the_counted_model_are_rejected_if_trained() ->
     counts = replace(count_model(recipe.model.architecture), source="model")
     model = plan_model(recipe.model, None, counts)
     found = problems(recipe, request=replace(REQUEST, model=model))
-    assert "gate_proj: mixtral has no such projection. It has q_proj, k_proj, v_proj, o_proj" in found
+    assert "q_proj, k_proj, v_proj, o_proj" in found
     elsewhere = replace(REQUEST, model=model, image=OLMO3)
     assert plan(recipe, A4, IMAGE, elsewhere).num_parameters == counts.total
 
@@ -261,7 +259,7 @@ def test_adapters_that_experts_cannot_have_are_rejected_by_the_plan_of_a_counted
 
 def test_a_load_balancing_loss_is_rejected_for_a_dense_model() -> None:
     asked = "training.router_aux_loss_coef=0.01"
-    assert "router_aux_loss_coef: 0.01 weights the load-balancing loss of a mixture" in problems(demo(asked))
+    assert "router_aux_loss_coef: 0.01" in problems(demo(asked))
     assert plan(demo("training.router_aux_loss_coef=0")).num_parameters
     assert plan(demo(asked, "model.architecture.family=mixtral")).num_parameters
 
@@ -276,7 +274,7 @@ def test_the_plan_notes_that_experts_are_not_quantized() -> None:
                 "training.global_batch_size=32",
             )
             notes = plan(recipe, A4, IMAGE, replace(REQUEST, image=OLMO3)).notes
-            assert any("compute and stay in bf16, not in" in note for note in notes) == changes
+            assert any("stay in bf16" in note for note in notes) == changes
 
 
 @pytest.mark.parametrize(
@@ -317,12 +315,12 @@ def test_the_output_projection_of_mamba_layers_gets_no_adapters() -> None:
     assert adapters is not None
     assert adapters.targets == ("in_proj", "x_proj", "dt_proj")
     named = demo(*mamba, "training.lora.targets=[in_proj, out_proj]")
-    assert "out_proj of a falcon_mamba can't have adapters" in problems(named, request=request)
+    assert "out_proj of a falcon_mamba" in problems(named, request=request)
 
 
 def test_a_moe_model_with_unknown_experts_is_planned_for_many_with_a_note() -> None:
     found = plan(demo("model.architecture.family=newmoe"))
-    assert "their number can't be read here" in " ".join(found.notes)
+    assert "can't be read here" in " ".join(found.notes)
     assert found.num_parameters > 10 * plan().num_parameters
 
 
@@ -364,12 +362,12 @@ def test_a_folder_that_containers_cannot_mount_is_rejected_with_its_key_file_and
     found = problems(read.spec, cluster.spec, request=request)
 
     at = f"{site}:2: node_local_dir" if key == "node_local_dir" else f"{recipe}:3: {key}"
-    assert f"{at}{'.train' if key == 'data.source' else ''}: pyxis can't mount a path with a comma or a colon" in found
+    assert f"{at}{'.train' if key == 'data.source' else ''}: pyxis can't mount" in found
 
 
 def test_sequences_longer_than_the_models_positions_are_rejected() -> None:
     found = problems(demo("training.sequence_length=4096"))
-    assert "longer than the model's 512 positions" in found
+    assert "512 positions" in found
     assert found.endswith("Use a shorter one, or set model.architecture.max_position_embeddings=4096.")
     plan(demo("training.sequence_length=4096", "model.architecture.max_position_embeddings=4096"))
 
@@ -382,7 +380,7 @@ def test_the_advised_rope_scaling_gives_enough_positions_for_a_shipped_recipe(or
 
     cluster = LOCAL.model_copy(update={"gpus_per_node": 1})
     found = problems(qwen(), cluster)
-    assert "1048576 is longer than the model's 40960 positions" in found
+    assert "40960 positions" in found
     advice = "model.architecture.rope_scaling='{rope_type: yarn, factor: 26}'"
     assert advice in found
     plan(qwen(advice.replace("'", "")), cluster)
@@ -407,9 +405,9 @@ def test_impossible_data_settings_are_reported_before_the_data_is_read(override:
 
 
 def test_attention_kernels_without_effect_are_rejected() -> None:
-    assert "'flash4' is a kernel for GPUs" in problems(demo("training.attention=flash4"))
+    assert "'flash4' is a kernel" in problems(demo("training.attention=flash4"))
     assert "'flash4' computes only in bf16" in problems(demo("training.attention=flash4", "training.precision=fp32"))
-    assert "no effect with engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
+    assert "engine 'zero3'" in problems(demo("training.compile=layers", "training.engine=zero3"))
 
 
 def test_cost_is_gpus_times_time() -> None:
@@ -436,8 +434,8 @@ def test_padded_rows_are_planned_slower_by_their_padding_with_the_same_memory() 
     assert counted.speed.step_seconds / packed.speed.step_seconds == pytest.approx(2.5, abs=0.05)
     assert counted.batch == packed.batch
     assert counted.memory == packed.memory
-    assert any("1.39 times the tokens of packs (assumed until the data is prepared)" in note for note in assumed.notes)
-    assert any("2.50 times the tokens of packs (as counted" in note for note in counted.notes)
+    assert any("1.39 times" in note for note in assumed.notes)
+    assert any("2.50 times" in note for note in counted.notes)
 
 
 def test_the_plan_notes_that_documents_may_be_padded() -> None:
@@ -445,8 +443,8 @@ def test_the_plan_notes_that_documents_may_be_padded() -> None:
         return "\n".join(plan(demo(*overrides)).notes)
 
     assert "padded row" not in notes()
-    assert "data.packing is 'off': each document is a padded row" in notes("data.packing=off")
-    assert "'kimi_linear' keeps packed documents apart only with" in notes("model.architecture.family=kimi_linear")
+    assert "data.packing is 'off'" in notes("data.packing=off")
+    assert "'kimi_linear' keeps packed" in notes("model.architecture.family=kimi_linear")
 
 
 def test_the_plan_predicts_linear_attention_by_what_computes_it() -> None:
@@ -504,7 +502,7 @@ def test_the_plan_says_where_weights_are_gathered_in_fp8() -> None:
 def test_fp8_without_effect_is_rejected() -> None:
     a100 = A4.model_copy(update={"gpu": "a100-80gb"})
     on_a100 = problems(load_recipe("olmo3-7b-full", HERE, ["training.precision=fp8"]), a100)
-    assert "training.precision: NVIDIA A100-SXM4-80GB does not multiply in FP8" in on_a100
+    assert "training.precision: NVIDIA A100-SXM4-80GB" in on_a100
     for settings, message in (
         (("training.precision=fp8", "training.method=lora"), "set base_precision to 'fp8' instead"),
         (("training.base_precision=fp8",), "base_precision is for method 'lora'"),
@@ -531,14 +529,14 @@ def test_fp8_on_a_model_without_a_matrix_for_it_is_rejected(settings: tuple[str,
 
 def test_a_setting_of_the_all_gather_without_fp8_is_rejected() -> None:
     found = problems(demo("training.precision=bf16", "training.fp8_all_gather=false"))
-    assert "training.fp8_all_gather: has no effect with precision 'bf16'" in found
+    assert "training.fp8_all_gather: " in found
     plan(demo("training.precision=fp8", "training.fp8_all_gather=false"))
 
 
 def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> None:
     full = "training.activation_checkpointing=full"
     assert "no effect without GPUs" in problems(demo(full, "training.activation_offload=true"))
-    with pytest.raises(ConfigError, match="no effect with activation_checkpointing 'none'"):
+    with pytest.raises(ConfigError, match="activation_checkpointing 'none'"):
         demo("training.activation_checkpointing=none", "training.activation_offload=true")
     with pytest.raises(ConfigError, match="needs compiled layers"):
         demo("training.activation_checkpointing=selective", "training.activation_offload=true", "training.compile=none")
@@ -547,9 +545,9 @@ def test_activation_offload_without_gpus_or_full_checkpointing_is_rejected() -> 
 def test_a_number_of_checkpointed_layers_belongs_to_a_mode_and_to_existing_layers() -> None:
     full, number = "training.activation_checkpointing=full", "training.checkpointed_layers="
     assert plan(demo(full, number + "1")).recipe.training.checkpointing_label(2, "zero3") == "'full' in 1 of 2 layers"
-    assert "more than the model's 2 decoder layers" in problems(demo(full, number + "3"))
+    assert "2 decoder layers" in problems(demo(full, number + "3"))
     for mode in ("auto", "none"):
-        with pytest.raises(ConfigError, match="number of layers with activation_checkpointing"):
+        with pytest.raises(ConfigError, match="of layers with"):
             demo(f"training.activation_checkpointing={mode}", number + "2")
 
 
@@ -566,17 +564,17 @@ def test_a_number_of_offloaded_layers_belongs_to_offload_and_to_existing_layers(
         part.checkpointing_label(6, "fsdp2")
         == "'full' in 2 of 6 layers, 'selective' in 4 of 6 layers, 3 layers offloaded"
     )
-    assert "more than the model's 2 decoder layers" in problems(demo(*offloaded, "training.offloaded_layers=3"))
+    assert "2 decoder layers" in problems(demo(*offloaded, "training.offloaded_layers=3"))
     with pytest.raises(ConfigError, match="no effect without activation_offload"):
         demo("training.offloaded_layers=1")
 
 
 def test_settings_unsupported_by_zero3_are_rejected_and_auto_selects_fsdp2() -> None:
     selective = "training.activation_checkpointing=selective"
-    assert "'selective' is not supported by engine 'zero3'" in problems(demo(selective, "training.engine=zero3"))
+    assert "'selective' is not supported" in problems(demo(selective, "training.engine=zero3"))
     assert "'adamw8bit' is not supported" in problems(demo("training.optimizer=adamw8bit", "training.engine=zero3"))
-    assert "'never' is not supported" in problems(demo("training.reshard_after_forward=never", "training.engine=zero3"))
-    with pytest.raises(ConfigError, match="incompatible with offload 'optimizer'"):
+    assert "'never' is" in problems(demo("training.reshard_after_forward=never", "training.engine=zero3"))
+    with pytest.raises(ConfigError, match="offload 'optimizer'"):
         demo("training.optimizer=adamw8bit", "training.offload=optimizer")
     chosen = plan(demo(selective)).engine
     assert (chosen.name, "activation_checkpointing" in chosen.reason) == ("fsdp2", True)
@@ -595,16 +593,12 @@ def test_context_parallel_degree_must_divide_the_heads_within_a_node() -> None:
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
     whole = plan(demo("training.micro_batch_size=1"), on_gpus(4))
     assert divided.memory.activations < 0.7 * whole.memory.activations
-    assert "4 GPUs of a node can't be divided into groups of 8" in problems(
-        demo(SDPA, "training.context_parallel=8"), on_gpus(4)
-    )
-    assert "attention heads of the model can't be divided among 5" in problems(
-        demo(SDPA, "training.context_parallel=5", "training.sequence_length=510"), on_gpus(5)
-    )
+    assert "groups of 8" in problems(demo(SDPA, "training.context_parallel=8"), on_gpus(4))
+    assert "among 5" in problems(demo(SDPA, "training.context_parallel=5", "training.sequence_length=510"), on_gpus(5))
     assert "data.packing is 'off'" in problems(
         demo(SDPA, "training.context_parallel=2", "data.packing=off"), on_gpus(2)
     )
-    with pytest.raises(ConfigError, match="can't be divided evenly among context_parallel 2"):
+    with pytest.raises(ConfigError, match="context_parallel 2"):
         demo(SDPA, "training.context_parallel=2", "training.sequence_length=511")
     assert plan(demo(SDPA, "training.context_parallel=2"), on_gpus(2)).engine.name == "fsdp2"
     assert "context_parallel" in problems(
@@ -616,7 +610,7 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     one, alone = "training.micro_batch_size=1", "evaluation.generation=null"
     divided = plan(demo("training.tensor_parallel=2", one, alone), on_gpus(4))
     assert divided.batch.accumulation_steps * 2 == divided.batch.global_batch_size
-    assert (divided.engine.name, "layers are divided among 2 GPUs" in divided.engine.reason) == ("fsdp2", True)
+    assert (divided.engine.name, "among 2 GPUs" in divided.engine.reason) == ("fsdp2", True)
     whole = plan(demo(one, alone), on_gpus(4))
     assert divided.memory.activations < whole.memory.activations
     assert divided.memory.parameters == whole.memory.parameters
@@ -624,11 +618,11 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
     both = plan(demo(*in_parts, "model.architecture={num_attention_heads: 8, num_key_value_heads: 2}"), on_gpus(4))
     assert both.batch.accumulation_steps == both.batch.global_batch_size
     assert both.memory.activations < divided.memory.activations
-    assert "6 attention heads of the model can't be divided among 4" in problems(demo(*in_parts), on_gpus(4))
+    assert "among 4" in problems(demo(*in_parts), on_gpus(4))
     for words, problem in {
         ("training.tensor_parallel=2", "training.context_parallel=4", alone): "4 GPUs of a node can't be divided into "
         "groups of 8",
-        ("training.tensor_parallel=8", alone): "4 GPUs of a node can't be divided into groups of 8",
+        ("training.tensor_parallel=8", alone): "groups of 8",
         ("training.tensor_parallel=4", "model.architecture.num_key_value_heads=2", alone): "2 key-value heads can't be",
         ("training.tensor_parallel=2", alone, "data.packing=off"): "data.packing is 'off'",
         ("training.tensor_parallel=2", alone, "training.engine=zero3"): "not supported by engine 'zero3'",
@@ -644,9 +638,9 @@ def test_layers_are_divided_among_gpus_of_a_node_that_divide_heads_and_feed_forw
         with pytest.raises(ConfigError, match=f"tensor_parallel does not support {other.partition('=')[0]}"):
             demo("training.tensor_parallel=2", f"training.{other}")
     in_fp8 = ("training.method=lora", "training.precision=bf16", "training.base_precision=fp8")
-    with pytest.raises(ConfigError, match=r"does not support base_precision 'fp8' yet \(quantized matrices"):
+    with pytest.raises(ConfigError, match=r"base_precision 'fp8'"):
         demo("training.tensor_parallel=2", *in_fp8)
-    with pytest.raises(ConfigError, match="can't be divided evenly among tensor_parallel 2"):
+    with pytest.raises(ConfigError, match="tensor_parallel 2"):
         demo("training.tensor_parallel=2", "training.sequence_length=511")
 
 
@@ -676,11 +670,11 @@ def test_divided_layers_take_less_memory_and_exchange_tokens_in_proportion_to_th
 
 def test_copy_engines_need_several_gpus_of_one_node() -> None:
     recipe = demo("training.collectives=copy_engine")
-    assert "this run has 1 x 2 processes with device 'cpu'" in problems(recipe)
+    assert "1 x 2 processes" in problems(recipe)
     assert "'copy_engine' is not supported" in problems(
         demo("training.collectives=copy_engine", "training.engine=zero3")
     )
-    with pytest.raises(ConfigError, match="is incompatible with offload 'all'"):
+    with pytest.raises(ConfigError, match="offload 'all'"):
         demo("training.collectives=copy_engine", "training.offload=all")
 
 
@@ -691,10 +685,8 @@ def test_evaluations_without_validation_data_are_rejected() -> None:
 
 def test_the_best_checkpoint_needs_a_metric_measured_during_training() -> None:
     every = "evaluation.every_steps=5"
-    assert "'accuracy' is not measured. Use one of loss, perplexity," in problems(
-        demo(every, "evaluation.best.metric=accuracy")
-    )
-    assert "'sql' is not measured during training" in problems(demo(every, "evaluation.best.metric=sql"))
+    assert "loss, perplexity," in problems(demo(every, "evaluation.best.metric=accuracy"))
+    assert "'sql' is not measured" in problems(demo(every, "evaluation.best.metric=sql"))
     plan(demo(every, "evaluation.best.metric=sql", "evaluation.generation.num_rows_during=5"))
     plan(demo(every, "evaluation.early_stopping_patience=3"))
     with pytest.raises(ConfigError, match="set every_steps"):
@@ -705,8 +697,8 @@ def test_the_best_checkpoint_needs_a_metric_measured_during_training() -> None:
 
 def test_an_impossible_profile_is_rejected() -> None:
     found = problems(demo("profile.enabled=true", "profile.ranks=[0,2,3]", "training.max_steps=27"))
-    assert "profile.ranks: there is no rank 2, 3 in 2 processes" in found
-    assert "takes 28 steps, the run has 27" in found
+    assert "profile.ranks: there is no rank 2, 3" in found
+    assert "28 steps" in found
     plan(demo("profile.enabled=true", "training.max_steps=28"))
     plan(demo("profile.ranks=[9]"))
 
@@ -741,7 +733,7 @@ def test_a_plan_that_exceeds_gpu_memory_warns() -> None:
     request = replace(REQUEST, image=ImageFile(Path("/x.sqsh")), num_nodes=1)
     small = load_cluster("a3-megagpu-8g", HERE)
     note, *suggestions = plan(llama, small, None, request).notes
-    assert "more than this GPU's 79.6 GiB can hold" in note
+    assert "79.6 GiB" in note
     assert suggestions
     assert all(suggestion.startswith("predicted to fit: ") for suggestion in suggestions)
 
@@ -757,7 +749,7 @@ def test_data_that_fills_fewer_packs_than_a_step_gets_a_note() -> None:
     recipe = demo("training.global_batch_size=16")
     for num_packs, is_noted in ((3, True), (16, False), (None, False)):
         notes = plan_run(recipe, LOCAL, None, replace(REQUEST, num_packs=num_packs), ftkit_version="0").notes
-        assert any("the data fills 3 packs, fewer than the 16 of a step" in note for note in notes) == is_noted
+        assert any("fills 3 packs" in note for note in notes) == is_noted
 
 
 def test_the_fingerprint_changes_only_with_inputs_of_the_packs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -778,11 +770,11 @@ def test_added_tokens_change_the_data_and_need_a_trained_embedding() -> None:
     model = plan_model(recipe.model, None)
     new = model.model_copy(update={"new_tokens": ("<|tool|>",), "vocab_size_of_weights": 10})
     notes = plan(recipe, request=replace(REQUEST, model=new)).notes
-    assert any("the embedding grows from 10 to" in note for note in notes)
+    assert any("from 10 to" in note for note in notes)
     lora = demo("model.added_tokens=['<|tool|>']", "training.method=lora")
     for refused in (new, new.model_copy(update={"vocab_size_of_weights": None})):
         found = problems(lora, request=replace(REQUEST, model=refused))
-        assert "model.added_tokens: <|tool|>: method 'lora' leaves the embedding frozen" in found
+        assert "model.added_tokens: <|tool|>: method 'lora'" in found
     plan(lora, request=replace(REQUEST, model=model))  # the tokenizer has the token already
     for wrong in ("['<|a|>', '<|a|>']", "['']", "['two words']"):
         with pytest.raises(ConfigError, match="added_tokens"):

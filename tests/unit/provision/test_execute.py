@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-from ftkit.cli.groups import cluster
+from ftkit.cli.groups import cluster_command as cluster
 from ftkit.errors import ConfigError, NotFoundError, ProvisionError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def test_nothing_is_created_after_a_failed_check_and_so_nothing_is_to_be_destroy
 
 def test_nothing_is_created_without_confirmation(made: Path) -> None:
     done = CliRunner().invoke(cluster, ["create", "small", "--kind", "gcp-vm-l4", *WORDS], input="n\n")
-    assert "created nothing" in done.output
+    assert "nothing was changed" in done.output
     assert not (made / "calls").exists()
 
 

@@ -4,15 +4,13 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import TrainingPlan
 from ftkit.planning.planner import plan_model
-from ftkit.runs.model_card import loss_curve, ticks, write_card
+from ftkit.runs.model_card import loss_curve, write_card
 from ftkit.runs.records import EvaluationRecord
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ def test_a_card_has_the_scores_of_its_own_weights(make_run: RunMaker, records: A
     assert "|  | loss | perplexity | exact match |" in cards[10]
     assert "| after 10 steps | 1.9000 | 9.00 | 10.0% |" in cards[10]
     assert "| after 20 steps | 1.5000 | 9.00 | 25.0% |" in cards[20]
-    assert "Nothing was measured." in cards[15]
+    assert "| loss |" not in cards[15]
 
 
 def test_the_curve_needs_two_steps_and_has_a_limited_number_of_points(make_run: RunMaker, records: Any) -> None:
@@ -88,11 +86,3 @@ def test_the_curve_needs_two_steps_and_has_a_limited_number_of_points(make_run: 
     assert curve is not None
     assert curve.count("L") < 500
     assert "nan" not in curve
-
-
-@given(st.floats(-1e6, 1e6), st.floats(0, 1e6))
-def test_ticks_are_few_and_between_the_ends(low: float, span: float) -> None:
-    found = ticks(low, low + span)
-    assert 1 <= len(found) <= 8
-    slack = 1e-9 * max(1.0, abs(low), span)
-    assert all(low - slack <= tick <= low + span + slack for tick in found)

@@ -26,7 +26,7 @@ from ftkit.runs.records import MemoryRecord, StartRecord
 if TYPE_CHECKING:
     from conftest import RunMaker
 
-UNKNOWN = RunResults(None, None, None, None, None, None, None, None, None, None, 0)
+UNKNOWN = RunResults()
 
 
 def start(time: float, resumed_from: int, world_size: int = 2, torch: str = "2.7") -> StartRecord:

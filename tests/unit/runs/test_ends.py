@@ -10,8 +10,8 @@ import pytest
 
 from ftkit.planning.layout import RunLayout
 from ftkit.runs.ends import End, find_end, find_slurms_words, note_end
+from ftkit.runs.history import read_history
 from ftkit.runs.job import CAUSES, FAILURES, STATES, Cause, RunState
-from ftkit.runs.progress import list_restarts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_note_precedes_the_words_that_follow_from_it(layout: RunLayout) -> Non
 def test_a_damaged_reason_is_unknown(layout: RunLayout) -> None:
     starts = [{"time": 1.0, "after": after} for after in (None, "canceled", {"cause": [7]}, {"cause": "canceled"})]
     layout.manifest.write_text(json.dumps({"starts": starts}))
-    assert [each.reason for each in list_restarts(layout)] == [None, End(Cause.UNKNOWN), End(Cause.CANCELED)]
+    assert [each.reason for each in read_history(layout).restarts] == [None, End(Cause.UNKNOWN), End(Cause.CANCELED)]
 
 
 def test_each_state_that_only_the_scheduler_knows_has_one_cause() -> None:

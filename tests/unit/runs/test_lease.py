@@ -16,6 +16,7 @@ from ftkit.planning.layout import RunLayout
 from ftkit.runs.lease import (
     BEAT_SECONDS,
     NUM_MISSED_BEATS,
+    FolderHeldError,
     Holder,
     current_holder,
     held_lease,
@@ -95,9 +96,9 @@ def test_an_active_holder_on_another_machine_is_not_replaced(layout: RunLayout) 
     def touch(_seconds: float) -> None:
         os.utime(path, (1, path.stat().st_mtime + 10))
 
-    with pytest.raises(TrainingError, match="job 55, process 4711 on n7"), hold(layout, touch, say=told.append):
+    with pytest.raises(TrainingError, match="process 4711 on n7"), hold(layout, touch, say=told.append):
         pytest.fail("two processes hold the lease")
-    assert "job 55, process 4711 on n7" in told[0]
+    assert "process 4711 on n7" in told[0]
     assert current_holder(layout) == ELSEWHERE
 
 
@@ -135,8 +136,8 @@ def test_a_later_start_of_the_same_job_takes_over_after_the_holder_had_time_to_n
             former.beat()
 
         with hold(layout, let_it_beat, say=told.append):
-            assert "taken over" in str(lost[0])
-            assert "job 55, process 4711 on n7, since 1970-01-01 00:00:00 UTC, from an earlier start" in told[0]
+            assert isinstance(lost[0], FolderHeldError)
+            assert "process 4711 on n7, since 1970-01-01 00:00:00 UTC" in told[0]
 
 
 @pytest.mark.parametrize(("job_id", "restarts", "step"), [("55", 0, 1), ("55", 0, 0), ("56", 2, 0), ("", 2, 0)])
@@ -156,7 +157,7 @@ def test_a_later_start_does_not_replace_a_process_that_runs_on_its_own_machine(
     start_as(monkeypatch, "55", 0, 1)
     with hold(layout):
         start_as(monkeypatch, "55", 1, 0)
-        with pytest.raises(TrainingError, match="another process is training"), hold(layout):
+        with pytest.raises(FolderHeldError), hold(layout):
             pytest.fail("two processes hold the lease")
 
 
@@ -188,7 +189,7 @@ def test_a_replaced_holder_is_notified_at_its_next_heartbeat(layout: RunLayout) 
         assert not lost
         leave(layout, ELSEWHERE, 2)
         held.beat()
-    assert "taken over: job 55, process 4711 on n7" in str(lost[0])
+    assert "process 4711 on n7" in str(lost[0])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
@@ -217,7 +218,7 @@ def test_a_running_process_holds_its_lease_however_old_its_last_heartbeat(layout
         (path,) = layout.leases.iterdir()
         os.utime(path, (1, 1))
         assert current_holder(layout) is not None
-        with pytest.raises(TrainingError, match="another process is training"), hold(layout):
+        with pytest.raises(FolderHeldError), hold(layout):
             pytest.fail("two processes hold the lease")
 
 

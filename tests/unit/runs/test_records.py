@@ -28,6 +28,8 @@ from ftkit.runs.records import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 STEP = StepRecord(1.0, 10, 400, 0.5, 1.5, 1e-3, 1.0, 81920, 40960, 1e4, 0.5, 0.1, 0.0, None, None)
 STAGE = StageRecord(0.0, "packing")
 
@@ -52,19 +54,23 @@ def test_lines_that_are_not_records_yield_none() -> None:
     assert from_line(to_line(STEP)[:-1] + ', "novelty": 1}') == STEP
 
 
-def test_the_last_step_is_found_before_records_larger_than_the_tail(tmp_path: Path) -> None:
+def test_the_last_step_is_found_before_records_larger_than_the_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.runs.metrics_file._TAIL_BYTES", 16)
     path = tmp_path / "metrics.jsonl"
     for record in (STAGE, STEP, evaluation(50), STAGE):
         append_record(path, record)
-    assert read_last_step(path, tail_bytes=64) == STEP
-    assert read_last_record(path, tail_bytes=16) == STAGE
+    assert read_last_step(path) == STEP
+    assert read_last_record(path) == STAGE
     assert [*read_records(path)][2] == evaluation(50)
 
 
-def test_the_last_record_may_be_larger_than_the_tail(tmp_path: Path) -> None:
+def test_the_last_record_may_be_larger_than_the_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftkit.runs.metrics_file._TAIL_BYTES", 16)
     path = tmp_path / "metrics.jsonl"
     append_record(path, evaluation(50))
-    assert read_last_record(path, tail_bytes=16) == evaluation(50)
+    assert read_last_record(path) == evaluation(50)
     assert read_last_step(path) is None
 
 

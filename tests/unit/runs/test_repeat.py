@@ -19,7 +19,7 @@ from ftkit.runs.bundle import write_bundle
 from ftkit.runs.compare import ComparedRun, LossPoint, RunResults
 from ftkit.runs.manifest import build_manifest, record_start
 from ftkit.runs.repeat import TOLERANCE, Original, compare_with, judge, original_to_json, read_original
-from ftkit.runs.storage.store import Store
+from ftkit.runs.storage import Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
     from ftkit.runs.job import SubmittedRun
 
-UNKNOWN = RunResults(None, None, None, None, None, None, None, None, None, None, 0)
-
 
 def with_losses(name: str, losses: list[float], num_processes: int = 2) -> ComparedRun:
     inputs: dict[str, dict[str, Any]] = {key: {} for key in ("recipe", "data", "image", "versions")}
     inputs["cluster"] = {"num_nodes": 1, "processes_per_node": num_processes, "device": "cpu"}
     curve = tuple(LossPoint(step, 100 * step, loss) for step, loss in enumerate(losses, start=1))
-    return ComparedRun(name, inputs, UNKNOWN, curve)
+    return ComparedRun(name, inputs, RunResults(), curve)
 
 
 losses = st.lists(st.floats(0.01, 1e3) | st.just(math.nan), min_size=1, max_size=20)
@@ -114,9 +112,9 @@ def test_data_digests_of_the_original_are_compared_with_the_rerun(make_run: RunM
 
 
 def test_a_path_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no run, manifest or bundle"):
+    with pytest.raises(NotFoundError, match=r"missing\.tar"):
         read_original(str(tmp_path / "missing.tar"))
-    with pytest.raises(NotFoundError, match="has no manifest"):
+    with pytest.raises(NotFoundError, match=str(tmp_path)):
         read_original(str(tmp_path))
     for name in ("manifest.json", "notes.tar"):
         damaged = tmp_path / name
@@ -136,7 +134,7 @@ def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_
         manifest = build_manifest(plan, ["ftkit"], tmp_path) | {"repeats": repeats}
         run.layout.manifest.write_text(json.dumps(manifest))
         if is_refused:
-            with pytest.raises(TrainingError, match="not the data of other: train differs"):
+            with pytest.raises(TrainingError, check=lambda error: error.name == "data-of-rerun"):
                 record_start(run.layout.manifest, tmp_path)
         else:
             record_start(run.layout.manifest, tmp_path)
@@ -145,4 +143,6 @@ def test_a_rerun_on_other_data_is_rejected_at_its_start(make_run: RunMaker, tmp_
 def test_an_original_without_losses_can_be_saved(make_run: RunMaker) -> None:
     layout = make_run().layout
     layout.original.write_text(original_to_json(Original(with_losses("a", []), {})))
-    assert "no losses to compare with" in str(judge(layout))
+    verdict = judge(layout)
+    assert verdict is not None
+    assert (verdict.num_common, verdict.is_repeated) == (0, False)

@@ -51,10 +51,10 @@ def test_a_signature_is_valid_only_for_its_file_and_key(key: Path, file: Path, t
 
 def test_a_public_key_does_not_sign_and_a_private_one_does_not_verify(key: Path, file: Path) -> None:
     moved = key.rename(key.with_suffix(".moved"))
-    with pytest.raises(PrerequisiteError, match="did not sign"):
+    with pytest.raises(PrerequisiteError, match="a file"):
         sign(file, public(key), "ftkit-bundle")
     signature_file(file).write_text("x")
-    with pytest.raises(PrerequisiteError, match="is a private key"):
+    with pytest.raises(PrerequisiteError, match=r"key\.moved"):
         verify_beside(file, moved, "ftkit-bundle")
 
 
@@ -75,10 +75,10 @@ def test_a_file_that_is_no_ssh_key_is_refused_before_work_is_done(
 ) -> None:
     require_signing_key(key)
     require_signing_key(public(key))
-    with pytest.raises(PrerequisiteError, match="is not an SSH key"):
+    with pytest.raises(PrerequisiteError, match="a file"):
         require_signing_key(file)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(PrerequisiteError, match="not on PATH"):
+    with pytest.raises(PrerequisiteError, match="ssh-keygen"):
         require_signing_key(key)
-    with pytest.raises(PrerequisiteError, match="not on PATH"):
+    with pytest.raises(PrerequisiteError, match="ssh-keygen"):
         sign(file, key, "ftkit-bundle")

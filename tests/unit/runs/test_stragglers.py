@@ -28,7 +28,7 @@ def test_only_the_host_of_a_slow_rank_is_a_straggler() -> None:
 
 def test_of_a_single_host_the_slow_gpus_are_named_and_not_the_node() -> None:
     (found,) = find_stragglers([timing(rank, 1.3 if rank == 2 else 1.0) for rank in range(8)])
-    assert str(found) == "rank 2 (GPU 2 of h0) is 30% slower than the others"
+    assert str(found).startswith("GPU 2 of h0 is 30% slower")
 
 
 @pytest.mark.parametrize("per_host", [1, 8])
@@ -71,4 +71,4 @@ def test_damaged_files_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert Straggler("h1", tuple(range(8)), 0.2).reason == "20% slower than the others (ranks 0, 1, 2, 3, …)"
+    assert "(ranks 0, 1, 2, 3, …)" in Straggler("h1", tuple(range(8)), 0.2).reason

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.planning.layout import RunLayout
-from ftkit.runs.checkpoints import FORMAT_VERSION, Marker, SavedFile, TrainState, find_damage
-from ftkit.runs.ends import find_end, log_tail
+from ftkit.runs.checkpoints import FORMAT_VERSION, Marker, SavedFile, TrainState, find_damage, list_checkpoints
+from ftkit.runs.ends import excluded_nodes, find_end, log_tail
 from ftkit.runs.failure import RankError, first_error, write_rank_error
 from ftkit.runs.gpu_samples import read_samples
-from ftkit.runs.progress import excluded_nodes, list_checkpoints, seconds_left, summarize
+from ftkit.runs.history import History, read_history
 from ftkit.runs.records import CheckpointRecord, EvaluationRecord, Sample, StartRecord
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def leave_error(layout: RunLayout, rank: int, time: float) -> None:
 
 
 def test_a_run_that_has_not_started_has_an_empty_summary(make_run: RunMaker) -> None:
-    summary = summarize(make_run().layout)
-    assert set(vars(summary).values()) == {None}
+    summary = read_history(make_run().layout)
+    assert summary == History()
 
 
 def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: Any) -> None:
@@ -38,7 +38,7 @@ def test_first_and_last_values_are_distinguished(make_run: RunMaker, records: An
     after = EvaluationRecord(3.0, 20, "after", 1.0, 2.7, 0.9, (sample,))
     checkpoint = CheckpointRecord(2.0, 20, "/x/step-000020", 0.5, 0.1)
     records.write(run, before, records.step(1, 6.0), during, records.step(20, 1.0), checkpoint, after, records.end())
-    summary = summarize(run.layout)
+    summary = read_history(run.layout)
     assert summary.first_step == records.step(1, 6.0)
     assert summary.last_step == records.step(20, 1.0)
     assert (summary.before, summary.after) == (before, after)
@@ -50,24 +50,24 @@ def test_a_resumed_run_is_at_its_checkpoint_until_it_records_a_step(make_run: Ru
     run = make_run()
     stopped = records.end("stopped", 25, export=None)
     records.write(run, records.step(1, 6.0), records.step(20, 1.0), records.step(25, 0.5), stopped)
-    assert (summarize(run.layout).end, seconds_left(summarize(run.layout), 10)) == (stopped, None)
+    assert (read_history(run.layout).end, read_history(run.layout).seconds_left(10)) == (stopped, None)
     records.write(run, StartRecord(1e9, 400, 20, 2, "fsdp2", "cpu", 1000, {}))
-    summary = summarize(run.layout)
+    summary = read_history(run.layout)
     assert summary.last_step == records.step(20, 1.0)
-    assert (summary.end, seconds_left(summary, 10)) == (None, 380 * 0.5)
+    assert (summary.end, summary.seconds_left(10)) == (None, 380 * 0.5)
     # The first record of a start includes compiling; the run's next one does not.
     for step, left in ((30, None), (40, 180.0)):
         records.write(run, records.step(step, 0.4))
-        assert seconds_left(summarize(run.layout), 10) == left
+        assert read_history(run.layout).seconds_left(10) == left
     records.write(run, StartRecord(1e9, 400, 0, 2, "fsdp2", "cpu", 1000, {}))
-    assert summarize(run.layout).last_step is None
+    assert read_history(run.layout).last_step is None
 
 
 def test_paths_of_a_moved_run_are_where_its_files_are_now(make_run: RunMaker, records: Any, tmp_path: Path) -> None:
     run = make_run()
     records.write(run, CheckpointRecord(2.0, 20, str(run.layout.checkpoint(20)), 0.5, 0.1), records.end())
     moved = RunLayout(run.layout.root.rename(tmp_path / "moved"))
-    summary = summarize(moved)
+    summary = read_history(moved)
     assert summary.checkpoint is not None
     assert summary.end is not None
     assert summary.checkpoint.path == str(tmp_path / "moved" / "checkpoints" / "step-000020")

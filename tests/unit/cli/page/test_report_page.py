@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ftkit.cli.page.report import read_report
+from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import run_page
 from ftkit.cli.report import page_handler
 from ftkit.runs.records import (

@@ -122,14 +122,14 @@ def test_a_layer_is_read_at_most_twice_whatever_the_number_of_hidden_links(
 
 @pytest.mark.parametrize("entries", [[("a", "a", "link")], [("a", "b", "link"), ("b", "a", "link")]])
 def test_a_hard_link_to_itself_is_an_error(tmp_path: Path, entries: list[Entry]) -> None:
-    with pytest.raises(ImageError, match="hard link to itself"):
+    with pytest.raises(ImageError, match=r"b'[ab]' is a"):
         whole(tmp_path, entries)
 
 
 def test_a_layer_that_does_not_match_the_configuration_is_rejected(tmp_path: Path) -> None:
     layer = make_layer(tmp_path / "0", [("a", "content", "file")], zipped=True)
     other = make_layer(tmp_path / "1", [("a", "altered", "file")], zipped=True)
-    with pytest.raises(ImageError, match="not the one that its configuration lists"):
+    with pytest.raises(ImageError, match=layer.diff_id):
         list(flatten([replace(layer, blob=other.blob)]))
 
 

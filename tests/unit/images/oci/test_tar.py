@@ -75,13 +75,13 @@ def test_tarfile_reads_the_written_members(members: list[tuple[str, bytes, str, 
 
 def test_a_truncated_stream_is_an_error() -> None:
     whole = archive([(tarfile.TarInfo("a"), bytes(5000))], tarfile.PAX_FORMAT).getvalue()
-    with pytest.raises(ImageError, match="stream is truncated"):
+    with pytest.raises(ImageError, match="truncated"):
         read_all(io.BytesIO(whole[:3000]))
 
 
 def test_a_stream_without_an_end_marker_is_an_error() -> None:
     whole = archive([(tarfile.TarInfo("a"), bytes(512))], tarfile.PAX_FORMAT).getvalue()
-    with pytest.raises(ImageError, match="stream is truncated"):
+    with pytest.raises(ImageError, match="truncated"):
         read_all(io.BytesIO(whole[:1024]))
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_header_is_an_error() -> None:
 
 
 def test_a_path_outside_the_root_is_rejected() -> None:
-    with pytest.raises(ImageError, match="leads out of it"):
+    with pytest.raises(ImageError, match=r"a/\.\./\.\./etc/passwd"):
         read_all(archive([(tarfile.TarInfo("a/../../etc/passwd"), b"x")], tarfile.PAX_FORMAT))
 
 

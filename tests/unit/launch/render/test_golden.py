@@ -18,15 +18,15 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.launch.render import (
     NodeChecks,
-    SideJobOptions,
+    SideJob,
     render_checks,
     render_job,
     render_preparation,
     render_side_job,
 )
 from ftkit.launch.side_jobs import serve_command
-from ftkit.planning.plan import CodePlan, JobPlan
-from ftkit.planning.script import Script, ScriptPlan, accelerate_config
+from ftkit.planning.plan import CodePlan, JobPlan, Script, ScriptPlan
+from ftkit.planning.planner import accelerate_config
 
 if TYPE_CHECKING:
     from conftest import PlanMaker
@@ -91,10 +91,11 @@ def test_the_preparation_script_matches_the_golden_file_and_requests_no_gpu(clus
 @pytest.mark.parametrize("cluster", SIDE_JOBS)
 def test_the_evaluation_script_matches_the_golden_file(cluster: str, make_plan: PlanMaker) -> None:
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
-    job = SideJobOptions("evaluate", 2, plan.layout.logs / "evaluation.log", "2:00:00", ("/data of mine",))
+    layout, training_job = plan.layout, None if cluster == "apptainer" else "4711"
+    job = SideJob("evaluate", plan, 2, layout.evaluation_script, layout.logs / "evaluation.log", "2:00:00",
+                  ("/data of mine",), training_job=training_job)  # fmt: skip
     settings = '{"metrics": ["calls"], "file": "/data of mine/rows.jsonl"}'
-    training_job = None if cluster == "apptainer" else "4711"
-    script = render_side_job("evaluate.sbatch.j2", plan, job, training_job=training_job, settings=settings)
+    script = render_side_job(job, settings=settings).script
     compare(script, f"evaluate-{cluster}.sbatch")
     assert ("--exclusive" in script) == (
         plan.cluster.gpus_per_node == 2
@@ -106,11 +107,11 @@ def test_the_serving_script_matches_the_golden_file(cluster: str, make_plan: Pla
     plan = replace(make_plan(cluster, 2), fingerprint="0123456789abcdef")
     if plan.container_image:
         plan = replace(plan, container_image="/shared/ftkit/images/vllm-0.33.sqsh")
-    job = SideJobOptions("serve", 2, plan.layout.logs / "serving.log", environment=("VLLM_API_KEY",))
+    log = plan.layout.logs / "serving.log"
+    job = SideJob("serve", plan, 2, plan.layout.serving_script, log, environment=("VLLM_API_KEY",))
     words = serve_command(plan.layout.export, plan, 2)
     port = 8000 if cluster == "dev" else None
-    address_file = plan.layout.root / "serving"
-    script = render_side_job("serve.sbatch.j2", plan, job, words=words, port=port, address_file=address_file)
+    script = render_side_job(job, words=words, port=port).script
     compare(script, f"serve-{cluster}.sbatch")
     assert ("VLLM_API_KEY" in script) == (plan.cluster.runtime != "none")
 
@@ -143,8 +144,9 @@ def compare(script: str, name: str) -> None:
 
 
 def test_every_golden_file_belongs_to_a_test() -> None:
-    files = {path.name for path in GOLDEN.iterdir() if path.is_file()}
-    scripts = {name for name in files if not name.startswith("cluster-")}  # tested elsewhere
+    scripts = {
+        path.name for path in GOLDEN.iterdir() if path.is_file() and not path.name.startswith("cluster-")
+    }  # tested elsewhere
     assert scripts == set(NAMES)
 
 

@@ -1,34 +1,41 @@
-"""Content of report.html, read from the run's folder."""
+"""Content of report.html, read from the run's folder, with its charts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ftkit.cli.page.report_charts import Chart, draw_charts
+from ftkit.cli.page.charts import Chart, Line, LineChart, bar_chart, bars_height, draw_lines, timeline
 from ftkit.cli.terminal.format import count, duration, energy, gib
-from ftkit.errors import plural
+from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
-from ftkit.planning.plan import PlanError, RunPlan
-from ftkit.planning.script import ScriptPlan, read_job_plan
+from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
-from ftkit.runs.gpu_samples import read_samples, summarize_samples
-from ftkit.runs.history import History, read_history
-from ftkit.runs.manifest import explain_missing_digests
-from ftkit.runs.progress import Restart, list_restarts
-from ftkit.runs.records import AnomalyRecord, EvaluationRecord, FirstStepRecord, Sample
-from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
+from ftkit.runs.facts import RunFacts, read_facts
+from ftkit.runs.gpu_samples import gpu_curve
+from ftkit.runs.history import History
+from ftkit.runs.records import Sample
+from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ftkit.data.inspection import Sample as TrainedSample  # noqa: TC004 - no pydantic reads this dataclass
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.gpu_samples import GpuSummary
+    from ftkit.planning.plan import ScriptPlan
+    from ftkit.runs.gpu_samples import GpuSummary, NodeSample
+    from ftkit.runs.records import StepRecord
 
 _NUM_EXAMPLES = 6
-_NUM_ANOMALIES = 12
+_NUM_SAMPLES = 3
+_SAMPLE_CHARACTERS = 3000
 _MAX_TILES_PER_ROW = 6
+_NARROWEST = 1 / 600
+"""Smallest visible fraction of a run's time on the timeline."""
 _TIME_USE = {
     "training": "forward, backward, optimizer", "data wait": "waiting for data", "other": "other",
     "checkpoint": "waiting for checkpoints", "evaluation": "evaluation", "start-up": "start-up",
@@ -56,40 +63,31 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A validation question, with the completions before and after training."""
-
-    before: Sample | None
-    after: Sample
-
-
-@dataclass(frozen=True)
 class RunReport:
-    """Content of a run's page."""
+    """Content of a run's page.
+
+    Attributes:
+        examples: validation questions, with the completions before and after training.
+        time_use: kind, title, time and fraction of the total.
+        inputs: names and values, by section.
+        samples: documents of the first pack as the trainer sees them.
+    """
 
     id: str
     name: str
     state: str
     summary: str
     created: str
+    history: History
+    facts: RunFacts
     tiles: list[Tile]
     charts: list[Chart]
     comparisons: list[Comparison]
     time_use: list[tuple[str, str, str, float]]
-    evaluations: list[EvaluationRecord]
-    examples: list[Example]
-    anomalies: list[AnomalyRecord]
-    restarts: list[Restart]
-    stragglers: list[Straggler]
-    checks: dict[str, str]
-    first_step: FirstStepRecord | None
-    facts: dict[str, list[tuple[str, str]]]
-    doubts: list[str]
+    examples: list[tuple[Sample | None, Sample]]
+    inputs: dict[str, list[tuple[str, str]]]
     command: str
-    metrics_problem: str
-    """Which records of the run can't be read, and why; empty if all can."""
-    verdict: str = ""
-    samples: list[Any] = field(default_factory=list)
+    samples: tuple[TrainedSample, ...]
 
     @property
     def tile_columns(self) -> int:
@@ -100,66 +98,48 @@ class RunReport:
     @property
     def score_names(self) -> list[str]:
         """Names of the scores of completions in any evaluation, except SQL accuracy, which has its own chart."""
-        return sorted({name for each in self.evaluations for name in each.scores} - {"sql"})
+        return sorted({name for each in self.history.evaluations for name in each.scores} - {"sql"})
 
 
-def read_report(layout: RunLayout, state: str, *, samples: Sequence[Any] = (), verdict: str = "") -> RunReport:
-    """Collect the content of a run's page.
-
-    Args:
-        layout: the run's folder.
-        state: state of the run, in a word.
-        samples: trained documents (`ftkit.data.inspection.Sample`), if they can be read.
-        verdict: for a rerun, whether it reproduced the original.
-    """
-    history, gpus = read_history(layout), read_samples(layout)
+def read_report(layout: RunLayout, state: str) -> RunReport:
+    """Collect the content of a run's page; `state` is the run's state in a word."""
+    facts = read_facts(layout)
+    history = facts.history
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
-    try:
-        job = read_job_plan(layout)
-    except PlanError:
-        job = None
-    plan = job if isinstance(job, RunPlan) else None
-    validation = list(history.evaluations)
+    job, plan = facts.plan, facts.trainer
     return RunReport(
         id=layout.root.name,
         name=job.name if job else layout.root.name,
         state=state,
         summary=_summary(job) if job else "the plan of this run can't be read",
         created=f"{job.created:%Y-%m-%d %H:%M} UTC" if job else "",
-        tiles=[*_tiles(plan, history), *_gpu_tiles(summarize_samples(gpus), history)],
-        charts=draw_charts(plan, history, gpus),
+        history=history,
+        facts=facts,
+        tiles=[*_tiles(plan, history), *(_gpu_tiles(facts.gpus, history) if facts.gpus else [])],
+        charts=_draw_charts(plan, history, facts.samples),
         comparisons=_comparisons(plan, history) if plan else [],
         time_use=_time_use(history),
-        evaluations=validation,
         examples=_examples(history),
-        anomalies=list(history.anomalies[-_NUM_ANOMALIES:]),
-        restarts=list_restarts(layout),
-        stragglers=find_stragglers(read_timings(layout)),
-        checks=history.checks.texts if history.checks else {},
-        first_step=history.first_step,
-        facts=_facts(plan, manifest, history) if plan else {},
-        doubts=explain_missing_digests(layout),
+        inputs=_inputs(plan, manifest, history) if plan else {},
         command=" ".join(map(str, manifest.get("command", []))),
-        metrics_problem=history.problem,
-        verdict=verdict,
-        samples=list(samples),
+        samples=_samples(layout),
     )
 
 
 def _summary(plan: RunPlan | ScriptPlan) -> str:
     place = plan.placement
-    if isinstance(plan, ScriptPlan):
+    if not isinstance(plan, RunPlan):
         words = " ".join([plan.script.path, *plan.script.args])
         return f"{words}; {plural(place.world_size, 'process')}, {plan.cluster.name}"
-    recipe = plan.recipe
+    recipe, where = plan.recipe, plural(place.world_size, "CPU process")
+    if place.device == "cuda":
+        where = f"{place.world_size} × {plan.cluster.gpu or 'GPU'}"
+    if place.num_nodes > 1:
+        where += f" on {plural(place.num_nodes, 'node')}"
     model = recipe.model.architecture.family if recipe.model.weights == "random" else recipe.model.weights
-    device = plan.cluster.gpu or "GPU" if place.device == "cuda" else "CPU process"
-    where = f"{place.world_size} × {device}" if place.device == "cuda" else plural(place.world_size, "CPU process")
-    nodes = f" on {plural(place.num_nodes, 'node')}" if place.num_nodes > 1 else ""
-    method = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}.get(
-        recipe.training.method, recipe.training.method
-    )
-    return f"{method} of {model}, {count(plan.num_parameters)} parameters; {where}{nodes}, {plan.cluster.name}"
+    names = {"full": "Full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+    method = names.get(recipe.training.method, recipe.training.method)
+    return f"{method} of {model}, {count(plan.num_parameters)} parameters; {where}, {plan.cluster.name}"
 
 
 def _tiles(plan: RunPlan | None, history: History) -> list[Tile]:
@@ -203,10 +183,7 @@ def _cost(plan: RunPlan, history: History) -> float | None:
     return None if seconds is None else plan.cost_of(seconds / plan.placement.world_size)
 
 
-def _gpu_tiles(summary: GpuSummary | None, history: History) -> list[Tile]:
-    """Return the tiles of the GPUs' utilization, power and energy."""
-    if summary is None:
-        return []
+def _gpu_tiles(summary: GpuSummary, history: History) -> list[Tile]:
     tiles = []
     if summary.utilization is not None:
         active = "" if summary.sm_activity is None else f"{summary.sm_activity:.0f}% of the SMs"
@@ -248,7 +225,6 @@ def _comparisons(plan: RunPlan, history: History) -> list[Comparison]:
 
 
 def _time_use(history: History) -> list[tuple[str, str, str, float]]:
-    """Return kind, title, time and fraction of the total."""
     used = history.time_use
     total = sum(used.values())
     return [
@@ -258,21 +234,21 @@ def _time_use(history: History) -> list[tuple[str, str, str, float]]:
     ]
 
 
-def _examples(history: History) -> list[Example]:
+def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
     """Pair the completions after training with those before; put pairs first that became correct."""
     after = history.last_evaluation
     if after is None or after.when == "before":
         return []
     before = history.evaluations[0] if history.evaluations[0].when == "before" else None
     earlier = {each.question: each for each in before.samples} if before else {}
-    pairs = [Example(earlier.get(each.question), each) for each in after.samples]
-    learned = [pair for pair in pairs if pair.before and pair.after.correct and not pair.before.correct]
-    wrong = [pair for pair in pairs if not pair.after.correct]
+    pairs = [(earlier.get(each.question), each) for each in after.samples]
+    learned = [pair for pair in pairs if pair[0] and pair[1].correct and not pair[0].correct]
+    wrong = [pair for pair in pairs if not pair[1].correct]
     rest = [pair for pair in pairs if pair not in learned and pair not in wrong]
     return (learned[: _NUM_EXAMPLES - 2] + wrong[:2] + rest)[:_NUM_EXAMPLES]
 
 
-def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
+def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
     """Return the run's inputs, by section."""
     recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
     git = (manifest.get("ftkit") or {}).get("git") or {}
@@ -313,3 +289,112 @@ def _facts(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[st
         ],
     }  # fmt: skip
     return {title: [(name, value) for name, value in rows if value] for title, rows in sections.items()}
+
+
+@cache  # a live page is drawn again and again
+def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
+    """Return documents as the trainer sees them, a few screens of each; none if data or tokenizer is missing here."""
+    if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
+        return ()
+    from ftkit.data.inspection import samples_of_packs
+    from ftkit.data.store import PreparedData
+
+    try:
+        plan = read_plan_to_use(layout)
+        if not plan.data.is_prepared:
+            return ()
+        found = list(islice(samples_of_packs(PreparedData(plan.data_directory), [0]), _NUM_SAMPLES))
+    except (FtkitError, OSError, ValueError):  # a page without samples is better than none
+        return ()
+    return tuple(map(_shortened, found))
+
+
+def _shortened(sample: TrainedSample) -> TrainedSample:
+    """Truncate a document's text to a few screens: a sequence can be as long as a book."""
+    segments, left = [], _SAMPLE_CHARACTERS
+    for segment in sample.segments:
+        if left > 0:
+            cut = segment.text if len(segment.text) <= left else f"{segment.text[:left]} …"
+            segments.append(replace(segment, text=cut))
+            left -= len(segment.text)
+    return replace(sample, segments=tuple(segments))
+
+
+# --- Charts ---------------------------------------------------------------------------------------
+
+
+def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
+    """Draw the charts that a run has data for."""
+    device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
+    steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
+    losses = [
+        Line("training", [each.tokens for each in steps], [each.loss for each in steps], is_raw=True),
+        Line("validation", [history.tokens_at(each.step) for each in validation], [each.loss for each in validation],
+             has_points=True, color=1),
+    ]  # fmt: skip
+    course = f"from {steps[0].loss:.4g} to {last.loss:.4g} over {count(last.tokens)} tokens" if last else ""
+    loss = LineChart("loss", f"Training loss {course}", "loss", losses)
+    speed = LineChart(
+        "speed", f"Tokens per second per {device}", f"tokens/s per {device}",
+        [Line("measured", *history.speed_curve, is_raw=True, color=4)],
+        expected=plan.speed.tokens_per_second / plan.placement.world_size if plan and plan.speed else None,
+        form=count, from_zero=True, height=bars_height(len(history.memory)),
+    )  # fmt: skip
+    memory = bar_chart(
+        "memory", "Peak memory of each stage, maximum over all processes",
+        [(each.stage, each.largest_peak_gib) for each in history.memory],
+        marks=[("plan", plan.memory.total)] if plan else [],
+    )  # fmt: skip
+    spans = history.spans
+    visible = merge_spans(spans, (spans[-1].end - spans[0].begin) * _NARROWEST) if spans else []
+    kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
+    charts = [
+        Chart("Loss", draw_lines(loss, is_wide=True), is_wide=True),
+        Chart("Learning rate", _over_tokens("learning rate", history, lambda each: each.learning_rate, 2)),
+        Chart("Gradient norm", _over_tokens("gradient norm", history, lambda each: each.grad_norm, 3, is_raw=True)),
+        Chart("Throughput", draw_lines(speed)),
+        Chart("Memory by stage", memory),
+        Chart("Load of the busiest expert", _draw_experts(history)),
+        *_gpu_charts(gpus, history),
+        Chart("Timeline", timeline("time", f"Time by activity: {kinds}", visible), is_wide=True),
+    ]
+    return [chart for chart in charts if chart.svg]
+
+
+def _over_tokens(
+    title: str, history: History, value: Callable[[StepRecord], float], color: int, *, is_raw: bool = False
+) -> str:
+    steps = list(history.steps.values())
+    line = Line(title, [each.tokens for each in steps], [value(each) for each in steps], is_raw=is_raw, color=color)
+    return draw_lines(LineChart(title.replace(" ", "-"), f"{title} by tokens", title, [line], from_zero=True))
+
+
+def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
+    """Return charts of utilization and power over time: the mean of the GPUs, and the range from lowest to highest."""
+    begin = history.spans[0].begin if history.spans else None
+    several = len({(sample.host, gpu.index) for sample in samples for gpu in sample.gpus}) > 1
+    shown = "mean; area: lowest to highest GPU" if several else "mean"
+    charts = []
+    for title, unit, color, limit, value in (
+        ("GPU utilization", "%", 2, 104.0, lambda gpu: gpu.utilization),
+        ("GPU power", "W", 1, None, lambda gpu: gpu.power),
+    ):
+        curve = gpu_curve(samples, value, begin)
+        line = Line(shown, curve.seconds, curve.mean, color=color, band=(curve.lowest, curve.highest))
+        chart = LineChart(
+            title.replace(" ", "-").lower(), f"{title} over time: {shown}", f"{unit} ({shown})", [line],
+            form="{:,.0f}".format, from_zero=True, is_over_time=True, limit=limit,
+        )  # fmt: skip
+        charts.append(Chart(title, draw_lines(chart)))
+    return charts
+
+
+def _draw_experts(history: History) -> str:
+    """Draw the load of the busiest experts by tokens; nothing for a dense model."""
+    found = [(step.tokens, step.routers) for step in history.steps.values() if step.routers is not None]
+    tokens, unit = [each for each, _ in found], "× the mean load of its layer"
+    lines = [
+        Line("of all layers", tokens, [routers.max_utilization for _, routers in found], color=1),
+        Line("mean over the layers", tokens, [routers.mean_max_utilization for _, routers in found]),
+    ]
+    return draw_lines(LineChart("experts", f"Busiest expert, {unit}, by tokens", unit, lines, from_zero=True))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.evaluate.compare import Ratio, paired_interval
+from ftkit.evaluate.results import Ratio, paired_interval
 
 SCORES = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=1, max_size=20)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import time
 from base64 import b64encode
@@ -13,10 +14,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ftkit.cli.arguments import current_workspace, run_args
 from ftkit.cli.output import current_output, log_output
+from ftkit.cli.submit import copy_selected_code, split_script_args
 from ftkit.cli.terminal.console import Terminal
+from ftkit.config.load import load_cluster
 from ftkit.errors import ConfigError, Problem, one_line, plural
+from ftkit.launch.code import pack_copies
+from ftkit.launch.resolve import recipe_name
+from ftkit.launch.sweep import expand
+from ftkit.launch.user_script import copy_script
+from ftkit.planning.layout import SCRIPT_CODE
 from ftkit.remote.remote_runs import Records, printed_ids
+from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
 from ftkit.remote.ssh import (
     CODE_FOLDER,
     Login,
@@ -28,6 +38,7 @@ from ftkit.remote.ssh import (
     unreachable,
     with_project,
 )
+from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence  # noqa: TC004 - no pydantic reads these dataclasses
@@ -59,19 +70,10 @@ def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str
     Raises:
         FtkitError: it could not be run there.
     """
-    from ftkit.remote.sending import digest_of, project_files, project_name
-    from ftkit.wheel import code_identity
-
     files = project_files(ctx)
-    request = Request(
-        "run",
-        code_identity(),
-        project_name(ctx.project),
-        digest_of(files),
-        login.cluster,
-        (*path, *typed),
-        {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ},
-    )
+    variables = {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ}
+    project, digest = project_name(ctx.project), digest_of(files)
+    request = Request("run", code_identity(), project, digest, login.cluster, (*path, *typed), variables)
     forwarded = _Forwarded(login, request, files, Terminal())
     if path[0] in SUBMITTING:
         return _submit(forwarded, ctx, path[0], typed, params)
@@ -150,13 +152,8 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
         return forwarded.run((name, *words))
     records, output = Records.of(os.environ), bytearray()
     with records.submission(login, ctx.project, (name, *words)) as submission:
-        request = replace(
-            forwarded.request,
-            action="once",
-            words=(name, "--no-follow", *words),
-            secrets=secrets,
-            submission=submission,
-        )
+        words = [name, "--no-follow", *words]
+        request = replace(forwarded.request, action="once", words=tuple(words), secrets=secrets, submission=submission)
 
         def attempt() -> int:
             output.clear()
@@ -165,23 +162,18 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
         code = forwarded.until_answered(attempt, "the run is submitted only once, even if the request is repeated")
         text = output.decode(errors="replace")
         ids = printed_ids(text) if not code else []
-        if ids:
-            _record(records, ids, login, ctx.project, terminal)
+        try:
+            if ids:
+                records.add(ids, login, ctx.project)
+        except OSError as error:  # the runs exist
+            terminal.warn(
+                f"could not record {', '.join(ids)} on this machine ({records.folder}): {one_line(error)}; commands "
+                f"for it need the cluster's name: ftkit --cluster {login.cluster} status {ids[0]}"
+            )
     if code or not params.get("follow") or len(ids) != 1:
         terminal.data(text)
         return code
     return forwarded.follow(("status", ids[0], "--follow", *current_output().words), copies_log=False)
-
-
-def _record(records: Records, ids: Sequence[str], login: Login, project: Path, terminal: Terminal) -> None:
-    """Record submitted runs on this machine; warn if that is impossible, because the runs exist."""
-    try:
-        records.add(ids, login, project)
-    except OSError as error:
-        terminal.warn(
-            f"could not record {', '.join(ids)} on this machine ({records.folder}): {one_line(error)}; commands for it "
-            f"need the cluster's name: ftkit --cluster {login.cluster} status {ids[0]}"
-        )
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
@@ -190,12 +182,6 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     Raises:
         ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
     """
-    from ftkit.cli.arguments import run_args
-    from ftkit.cli.submit import split_script_args
-    from ftkit.launch.resolve import recipe_name
-    from ftkit.launch.sweep import expand
-    from ftkit.remote.sending import list_sent, pack_run, send_files
-
     login, terminal = forwarded.login, forwarded.terminal
     names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
     words: tuple[str, ...] = params["words"]
@@ -207,13 +193,8 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     recipe = args.recipe if params["script"] else recipe_name(args, ctx)
     parcel, code = pack_run(recipe, trials, words, login, ctx), _pack_code(params)
     files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
-    wanted = replace(
-        forwarded.request,
-        action="missing",
-        files=files | code.files,
-        local_files=list_sent(parcel.local_files),
-        code=code.digest,
-    )
+    sent = list_sent(parcel.local_files)
+    wanted = replace(forwarded.request, action="missing", files=files | code.files, local_files=sent, code=code.digest)
     answer = ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]
     archive = code.archive if answer["code"] else b""
@@ -227,7 +208,7 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     if missing:
         size = plural(len(missing), "local file")
         terminal.say(f"sending {size} ({num_bytes / _GIB:.2f} GiB) to {login.address}")
-        send_files(login, missing, with_rsync=_has_rsync() and answer["rsync"])
+        send_files(login, missing, with_rsync=shutil.which("rsync") is not None and answer["rsync"])
     options = [*_options(typed, click.get_current_context().command), *code.options]
     # With a script, what follows '--' are its arguments.
     return [*options, *parcel.words, "--", *script_args] if params["script"] else [*options, "--", *parcel.words]
@@ -251,13 +232,7 @@ class _Code:
 
 
 def _pack_code(params: Mapping[str, Any]) -> _Code:
-    from ftkit.cli.arguments import current_workspace
-    from ftkit.cli.submit import copy_selected_code
-    from ftkit.launch.code import pack_copies
-    from ftkit.launch.script import copy_script
-    from ftkit.planning.layout import SCRIPT_CODE
-
-    script: Path | None = params["script"]
+    script, config = params["script"], params["accelerate_config"]
     copies = copy_selected_code(params["with_code"], is_dev=params["is_dev"])
     if script is not None:
         copies.insert(0, copy_script(script, current_workspace()))
@@ -268,8 +243,8 @@ def _pack_code(params: Mapping[str, Any]) -> _Code:
     if script is not None:
         options += ["--script", f"{folder}/{SCRIPT_CODE}/{script.name}"]
     files: dict[str, str] = {}
-    if params["accelerate_config"]:
-        text = params["accelerate_config"].read_text(encoding="utf-8")
+    if config is not None:
+        text = config.read_text(encoding="utf-8")
         name = f"sent/accelerate-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
         files[name] = text
         options += ["--accelerate-config", name]
@@ -291,30 +266,19 @@ def _options(typed: Sequence[str], command: click.Command) -> list[str]:
     return kept
 
 
-def _has_rsync() -> bool:
-    import shutil
-
-    return shutil.which("rsync") is not None
-
-
 def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) -> None:
-    from ftkit.config.load import load_cluster
-
     limit = load_cluster(login.cluster, ctx).send_limit_gib
     if num_bytes <= limit * _GIB:
         return
-    size = (
-        f"{plural(num_files, 'local file')} ({num_bytes / _GIB:.1f} GiB)"
-        if num_files
-        else f"{num_bytes / _MIB:.0f} MiB of code"
-    )
+    size = f"{num_bytes / _MIB:.0f} MiB of code"
+    if num_files:
+        size = f"{plural(num_files, 'local file')} ({num_bytes / _GIB:.1f} GiB)"
     if sys.stdin.isatty():
         click.confirm(f"Send {size} to {login.address}?", default=False, abort=True, err=True)
         return
-    raise ConfigError(
-        [Problem(f"cluster {login.cluster}", "send_limit_gib", f"{size} would be sent, more than {limit:g} GiB.",
-                 "Raise it in the profile, or copy them there and give their paths there.")]
-    )  # fmt: skip
+    what = f"{size} would be sent, more than {limit:g} GiB."
+    fix = "Raise it in the profile, or copy them there and give their paths there."
+    raise ConfigError([Problem(f"cluster {login.cluster}", "send_limit_gib", what, fix)])
 
 
 def _without_own_options(typed: Sequence[str]) -> list[str]:

@@ -20,8 +20,7 @@ from ftkit.launch.scheduler import InterruptedSubmitError, UncertainSubmitError,
 from ftkit.launch.slurm import find_job
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
 from ftkit.planning.layout import RunLayout
-from ftkit.planning.plan import PlanError, RunPlan, plan_to_json
-from ftkit.planning.script import ScriptPlan, read_job_plan
+from ftkit.planning.plan import PlanError, RunPlan, ScriptPlan, plan_to_json, read_job_plan
 from ftkit.process import ProgramTimeoutError
 from ftkit.runs.ends import End, note_end
 from ftkit.runs.job import Cause, RunState, Submission, SubmittedRun, read_submission, write_submission
@@ -45,23 +44,18 @@ PlanT = TypeVar("PlanT", bound=RunPlan | ScriptPlan)
 
 @dataclass(frozen=True)
 class NewJob(Generic[PlanT]):
-    """The job of a new run, ready to be submitted.
-
-    Attributes:
-        plan: plan of the run.
-        script: script of the training job.
-        manifest: content of the run's manifest.json.
-        environment: environment variables of the jobs.
-        preparation: script of a job that prepares the run, on which the training job depends.
-        files: more files of the run's folder, by their path in it.
-    """
+    """The job of a new run, ready to be submitted."""
 
     plan: PlanT
     script: str
     manifest: dict[str, Any]
+    """Content of the run's manifest.json."""
     environment: Mapping[str, str]
+    """Environment variables of the jobs."""
     preparation: str | None = None
+    """Script of a job that prepares the run, on which the training job depends."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """More files of the run's folder, by their path in it."""
 
 
 def submit(job: NewJob[Any]) -> SubmittedRun:
@@ -81,25 +75,23 @@ def submit(job: NewJob[Any]) -> SubmittedRun:
 
 
 def _create_folder(job: NewJob[Any]) -> None:
-    """Write plan, manifest and other files under a temporary name, then give the folder its own.
-
-    Raises:
-        PrerequisiteError: the workspace can't be written to.
-    """
-    final = job.plan.layout.root
+    """Write plan, manifest and other files under a temporary name, then give the folder its own."""
+    layout, final = job.plan.layout, job.plan.layout.root
+    contents: dict[str, str | bytes] = {
+        layout.plan.name: plan_to_json(job.plan),
+        layout.script.name: job.script,
+        **job.files,
+    }
+    if job.preparation is not None:
+        contents[layout.preparation_script.name] = job.preparation
     try:
         with atomic_folder(final, final.with_name(f".unfinished-{job.plan.id}")) as root:
-            unfinished = RunLayout(root)
-            contents: dict[str, str | bytes] = {unfinished.script.name: job.script, **job.files}
-            if job.preparation is not None:
-                contents[unfinished.preparation_script.name] = job.preparation
-            unfinished.logs.mkdir()
-            unfinished.plan.write_text(plan_to_json(job.plan), encoding="utf-8")
+            RunLayout(root).logs.mkdir()
             for name, content in contents.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
-            write_json(unfinished.manifest, job.manifest)
+            write_json(RunLayout(root).manifest, job.manifest)
     except OSError as error:
         raise PrerequisiteError(
             f"can't create the run's folder: {error}",
@@ -111,24 +103,20 @@ def _create_folder(job: NewJob[Any]) -> None:
 def read_resumable_plan(layout: RunLayout) -> RunPlan | ScriptPlan:
     """Read the plan of a run, to submit the run again.
 
-    Raises:
-        PlanError: it can't be read, or it is the plan of a run in another folder.
+    Raises `PlanError` if it can't be read, or is the plan of a run in another folder.
     """
     plan = read_job_plan(layout)
-    if not _is_same(plan.layout.root, layout.root):
+    try:
+        is_same = plan.layout.root.samefile(layout.root)
+    except (OSError, ValueError):  # it does not exist, or the path is impossible
+        is_same = False
+    if not is_same:
         raise PlanError(
             f"the plan in {layout.plan} is that of the run in {plan.layout.root}",
             meaning="the folder was copied or moved; its plan and its job script still have the old paths",
             fix="move it back, or start a new run",
         )
     return plan
-
-
-def _is_same(first: Path, second: Path) -> bool:
-    try:
-        return first.samefile(second)
-    except (OSError, ValueError):  # it does not exist, or the path is impossible
-        return False
 
 
 def resume(
@@ -141,60 +129,54 @@ def resume(
 ) -> SubmittedRun:
     """Submit a run again; training continues from the newest checkpoint.
 
-    Args:
-        plan: plan of the run.
-        environment: environment variables of the jobs.
-        command: the typed command line, for the manifest.
-        changed: a new plan, which replaces the run's plan and script; they are submitted unchanged if null.
-        image_facts: digests of the image, for the manifest.
-        project: folder whose `sbatch/` overrides parts of new scripts; only shipped parts if null.
+    `command` and `image_facts` are for the manifest. `changed` replaces the run's plan and script, which are submitted
+    unchanged if it is null. A project's `sbatch/` overrides parts of new scripts.
 
     Raises:
         SubmitError: the run has not ended, or there is nothing left to do; or as `submit` does. Then the run keeps its
             plan and script.
     """
     layout, new = plan.layout, changed.plan if changed else plan
-    submission = read_submission(layout)
-    holder = current_holder(layout) if submission is None else None
-    if holder:  # Slurm accepted the job, although its answer was unclear
-        raise SubmitError(
-            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
-            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
-        )
-    submission = submission or adopt_job(layout)
-    end = None
+    submission, end = _find_submission(plan), None
     if submission:
         end = End.of_run(_check_it_ended(SubmittedRun(layout, submission), new))
         end = End(Cause.DISK_FULL) if layout.disk_full.exists() else end
-    script = render_job(new, project, prepares=False) if changed else None
-    needs_work = isinstance(new, RunPlan) and needs_preparation(new, environment)
-    has_script = not changed and layout.preparation_script.is_file()
-    preparation = None
-    if isinstance(new, RunPlan) and needs_work and not has_script:
-        preparation = render_preparation(new, project)
+    files: dict[Path, str | bytes] = {}
+    changes = {}
+    if changed:
+        files = {layout.root / path: content for path, content in files_of(changed.copies).items()}
+        changes = {each.key: (each.before, each.after) for each in changed.changes}
+    former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
+    if changed:
+        files |= {layout.plan: plan_to_json(new), layout.script: render_job(new, project, prepares=False)}
+    has_preparation = isinstance(new, RunPlan) and needs_preparation(new, environment)
+    if isinstance(new, RunPlan) and has_preparation and (changed or not layout.preparation_script.is_file()):
+        files[layout.preparation_script] = render_preparation(new, project)
     facts: dict[str, Any] = dict(image_facts or {})
-    if project is not None and (script, preparation) != (None, None):
+    if project is not None and files:
         facts[OVERRIDDEN_PARTS] = find_overrides(project)
     _forget_job(layout, submission)
     if end:
         note_end(layout, end)
-    files = {layout.root / path: content for path, content in files_of(changed.copies if changed else ()).items()}
-    former = [path for path in layout.code.rglob("*") if path.is_file()] if files else []
-    with _restored_if_refused(layout.plan, layout.script, layout.preparation_script, layout.manifest, *former, *files):
+    with _restored_if_refused(layout.manifest, *former, *files):
         for path in set(former) - set(files):
             path.unlink()
-        for path, code in files.items():
+        for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, code if isinstance(code, bytes) else code.encode())
-        if script is not None:
-            write_file(layout.plan, plan_to_json(new).encode())
-            write_file(layout.script, script.encode())
-        if preparation is not None:
-            write_file(layout.preparation_script, preparation.encode())
-        changes = {each.key: (each.before, each.after) for each in (changed.changes if changed else ())}
+            write_file(path, content if isinstance(content, bytes) else content.encode())
         add_submission(new, command, changes, facts)
-        has_preparation = needs_work and layout.preparation_script.is_file()
         return _submit(new, environment, has_preparation=has_preparation, earlier=submission)
+
+
+def _find_submission(plan: RunPlan | ScriptPlan) -> Submission | None:
+    """Return the newest submission of a run, also if Slurm accepted its job although the answer was unclear."""
+    submission = read_submission(plan.layout)
+    if submission is None and (holder := current_holder(plan.layout)):
+        raise SubmitError(
+            f"{plan.id} is already being trained by {holder}: two jobs must not train in one folder",
+            fix="cancel that job first (squeue --me lists your jobs), or wait until it ends",
+        )
+    return submission or adopt_job(plan.layout)
 
 
 def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
@@ -211,8 +193,7 @@ def _forget_job(layout: RunLayout, submission: Submission | None) -> None:
 def adopt_job(layout: RunLayout) -> Submission | None:
     """Record the job of a run that Slurm accepted, although its answer was lost; return None if there is none.
 
-    Raises:
-        FtkitError: Slurm did not respond.
+    Raises `FtkitError` if Slurm did not respond.
     """
     try:
         if read_job_plan(layout).cluster.scheduler != "slurm":
@@ -268,24 +249,23 @@ def _submit(
 
 
 def _check_it_ended(run: SubmittedRun, plan: RunPlan | ScriptPlan) -> Job:
-    """Return the final state of a run that may be submitted again; it is unknown if Slurm forgot the job.
-
-    Raises:
-        SubmitError: the run has not ended, or there is nothing left to do.
-    """
+    """Return the final state of a run that may be submitted again; it is unknown if Slurm forgot the job."""
     seen = observe(run)
     if seen.state is RunState.COMPLETED and not _has_steps_left(plan):
-        longer = f"train this one for longer: ftkit resume {run.id} {_override_for_more_steps(plan)}"
+        longer = ""
+        if isinstance(plan, RunPlan):
+            longer = f", or train this one for longer: ftkit resume {run.id} {_override_for_more_steps(plan)}"
         raise SubmitError(
             f"{run.id} has completed: there is nothing left to do",
-            fix="start a new run" + (f", or {longer}" if isinstance(plan, RunPlan) else ""),
+            fix=f"start a new run{longer}",
+            name="run-completed",
         )
     is_lost = seen.state is RunState.UNKNOWN and run.submission.scheduler == "slurm"
     if not seen.is_final and not is_lost:
-        reason = f" ({seen.reason})" if seen.reason else ""
         raise SubmitError(
-            f"{run.id} is {seen.state}{reason}: two jobs must not train in one folder",
+            f"{run.id} is {seen}, and two jobs must not train in one folder",
             fix=f"watch it with 'ftkit status {run.id} --follow', or end it first with 'ftkit cancel {run.id}'",
+            name="run-not-ended",
         )
     return seen
 
@@ -300,22 +280,18 @@ def _has_steps_left(plan: RunPlan | ScriptPlan) -> bool:
     return end.early_stopping_patience is None or patience is None or patience > end.early_stopping_patience
 
 
-def _override_for_more_steps(plan: RunPlan | ScriptPlan) -> str:
-    """Return the override with which a completed run takes more steps."""
+def _override_for_more_steps(plan: RunPlan) -> str:
     end = read_last_record(plan.layout.metrics)
     if isinstance(end, EndRecord) and end.early_stopping_patience is not None:
         return "evaluation.early_stopping_patience=null"
-    counts_epochs = isinstance(plan, RunPlan) and plan.recipe.training.num_epochs is not None
-    return f"training.{'num_epochs' if counts_epochs else 'max_steps'}=N"
+    return f"training.{'max_steps' if plan.recipe.training.num_epochs is None else 'num_epochs'}=N"
 
 
 def cancel(run: SubmittedRun) -> Job | None:
     """Cancel a run; return its final state if it had already ended, else None.
 
-    The file that marks the run as canceled is written first, so that the job script does not requeue itself.
-
-    Raises:
-        FtkitError: the scheduler could not end it.
+    The file that marks the run as canceled is written first, so that the job script does not requeue itself. Raises
+    `FtkitError` if the scheduler could not end it.
     """
     seen = observe(run)
     if seen.is_final:
@@ -332,14 +308,13 @@ def cancel(run: SubmittedRun) -> Job | None:
 def check_removable(folder: RunFolder) -> None:
     """Check that no job trains in a run's folder, and that none is pending.
 
-    Raises:
-        SubmitError: the run has not ended, or its state is unknown.
+    Raises `SubmitError` if the run has not ended, or Slurm can't tell its state.
     """
     run = read_entry(folder).run
     seen = observe(run) if run else None
     if holder := current_holder(folder.layout):
         reason = f"is trained by {holder}"
-    elif seen and not seen.is_final and not _is_lost(seen):
+    elif seen and not seen.is_final and not (seen.state is RunState.UNKNOWN and seen.reason == LOST):
         reason = f"is {seen}"
     else:
         return
@@ -349,21 +324,10 @@ def check_removable(folder: RunFolder) -> None:
     )
 
 
-def _is_lost(seen: Job) -> bool:
-    """Return whether Slurm itself reports that it does not know the job."""
-    return seen.state is RunState.UNKNOWN and seen.reason == LOST
-
-
-def remove_run(folder: RunFolder) -> None:
-    """Remove a run's folder. Raises as `remove_folder` does."""
-    remove_folder(folder.layout.root)
-
-
 def remove_folder(root: Path) -> None:
     """Remove a folder of the workspace: rename it first, so that no reader sees half of it, then remove its files.
 
-    Raises:
-        PrerequisiteError: it can't be removed completely; if a folder in it is read-only, nothing is removed.
+    Raises `PrerequisiteError` if it can't be removed completely; if a folder in it is read-only, nothing is removed.
     """
     for folder, _, _ in os.walk(root):
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):

@@ -7,9 +7,11 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from safetensors import safe_open
 
@@ -22,7 +24,7 @@ from ftkit.models.folder import ADAPTER_CONFIG, ADAPTER_FILE, EXPORT_RECORD, VLL
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.planning.plan import RunPlan
@@ -41,13 +43,23 @@ _GEMMA_SCALAR = 256
 _VLLM_MODULE = re.compile(r"base_model\.model\.(?:.+\.)?(?P<module>[a-z_]+)\.lora_[AB]\.weight")
 
 
-def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
-    """Refuse a format that this run can't be exported in, before anything is read.
+@dataclass(frozen=True)
+class _AdapterConfig:
+    target_modules: tuple[str, ...] | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    bias: str = "none"
+    r: int | None = None
 
-    Raises:
-        PrerequisiteError: llama.cpp's converter is missing here.
-        TrainingError: the format is for another kind of export.
-    """
+
+@dataclass(frozen=True)
+class _Record:
+    run: str | None = None
+    end_tokens: tuple[int, ...] = ()
+    precision: str = "bf16"
+
+
+def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
+    """Refuse a format that this run can't be exported in, before anything is read."""
     lora = plan.recipe.training.adapters
     if form == "gguf":
         find_converter()
@@ -65,20 +77,13 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
             meaning="the run trained all weights, or --merge makes a full model, which vLLM loads directly",
             fix="leave --format out",
         )
-    matrices = count_model(plan.recipe.model.architecture).expert_matrices
-    of_experts = any(each.num_ranks(lora.targets) for each in matrices)
-    wrong = [
-        text
-        for is_wrong, text in (
-            (of_experts, "training.lora.targets: vLLM does not find the experts' adapters by peft's names"),
-            (lora.use_dora, "training.lora.use_dora: vLLM has no DoRA"),
-            (
-                lora.rank > VLLM_LORA_RANKS[-1],
-                f"training.lora.rank: {lora.rank}, and vLLM supports at most {VLLM_LORA_RANKS[-1]}",
-            ),
-        )
-        if is_wrong
-    ]
+    wrong, max_rank = [], VLLM_LORA_RANKS[-1]
+    if any(each.num_ranks(lora.targets) for each in count_model(plan.recipe.model.architecture).expert_matrices):
+        wrong.append("training.lora.targets: vLLM does not find the experts' adapters by peft's names")
+    if lora.use_dora:
+        wrong.append("training.lora.use_dora: vLLM has no DoRA")
+    if lora.rank > max_rank:
+        wrong.append(f"training.lora.rank: {lora.rank}, and vLLM supports at most {max_rank}")
     if wrong:
         raise TrainingError(
             f"--format vllm-lora: vLLM does not load these adapters: {'; '.join(wrong)}",
@@ -86,17 +91,11 @@ def check_format(form: Format, plan: RunPlan, *, merges: bool) -> None:
         )
 
 
-def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, Any]) -> None:
+def check_gguf_model(shape: ArchitectureSpec, config: Mapping[str, object]) -> None:
     """Refuse a model that llama.cpp would not load from a GGUF file, or would compute differently.
 
+    `config` is the raw configuration of its pretrained weights; empty if training started from random ones.
     Source: `olmo2.cpp`, `olmoe.cpp`, `gemma2.cpp` and `gemma3.cpp` in llama.cpp's `src/models`.
-
-    Args:
-        shape: the model's shape.
-        config: raw configuration of its pretrained weights; empty if training started from random ones.
-
-    Raises:
-        TrainingError: llama.cpp can't use it.
     """
     if shape.family in _LOADS_OUTPUT and shape.tie_word_embeddings:
         raise TrainingError(
@@ -123,21 +122,15 @@ def verify_vllm_lora(folder: Path) -> int:
     """Check that vLLM's loader finds every tensor of an adapter folder; return the `--max-lora-rank` that it needs.
 
     vLLM silently drops unknown tensors, and then serves the base model.
-
-    Raises:
-        TrainingError: with the names of tensors that it would drop.
     """
-    config = read_json_if_valid(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
-    targets = set(config.get("target_modules") or ())
+    config = read_json_if_valid(folder / ADAPTER_CONFIG, _AdapterConfig) or _AdapterConfig()
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         names = list(file.keys())
-    modules = {name: match["module"] if (match := _VLLM_MODULE.fullmatch(name)) else None for name in names}
-    wrong = [name for name, module in modules.items() if module is None or module not in targets]
-    if config.get("modules_to_save"):
-        wrong.append("modules_to_save")
-    if config.get("bias", "none") != "none":
-        wrong.append(f"bias {config['bias']}")
-    if wrong or not names or not isinstance(rank := config.get("r"), int):
+    targets = config.target_modules or ()
+    wrong = [name for name in names if not (match := _VLLM_MODULE.fullmatch(name)) or match["module"] not in targets]
+    wrong += ["modules_to_save"] if config.modules_to_save else []
+    wrong += [f"bias {config.bias}"] if config.bias != "none" else []
+    if wrong or not names or (rank := config.r) is None:
         raise TrainingError(
             f"vLLM would ignore parts of {folder}: {', '.join(wrong[:3]) or 'it has no adapters'}",
             meaning="its LoRA loader reads only lora_A and lora_B of the target modules",
@@ -147,11 +140,7 @@ def verify_vllm_lora(folder: Path) -> int:
 
 
 def find_converter() -> Path:
-    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH.
-
-    Raises:
-        PrerequisiteError: the converter, or the package that it imports, is missing.
-    """
+    """Return llama.cpp's converter: from the variable FTKIT_GGUF_CONVERTER, or on PATH."""
     configured = os.environ.get(CONVERTER)
     found = configured or shutil.which(_SCRIPT)
     if found is None or not Path(found).is_file():
@@ -171,23 +160,33 @@ def find_converter() -> Path:
 def write_gguf(export: Path, file: Path, precision: str, report: Callable[[str], None]) -> list[str]:
     """Convert a full model, and check that the result has its chat template, special tokens, and end token.
 
-    Returns:
-        Warnings about what llama.cpp will compute differently.
-
-    Raises:
-        TrainingError: the converter failed, or dropped something.
+    Returns warnings about what llama.cpp will compute differently.
     """
     converter = find_converter()
     report(f"converting to GGUF by {converter}")
-    record = read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}
+    record = _record(export)
+    ends = record.end_tokens
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         words = [sys.executable, str(converter), str(export), "--outtype", {"fp32": "f32"}.get(precision, precision)]
-        name = ["--model-name", str(record.get("run") or export.name)]
+        name = ["--model-name", record.run or export.name]
         _run("llama.cpp's converter", [*words, *name, "--outfile"], temporary, file)
-        _set_end_of_turn(temporary, record.get("end_tokens") or [], file)
-        _check_gguf(temporary, export, record.get("end_tokens") or [])
-        return _lost_window(temporary, export)
+        fields = _read_fields(temporary)
+        if ends and ends[0] not in _end_tokens(fields):
+            # The converter uses the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
+            words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot"]
+            with atomic_file(temporary) as changed:
+                _run("gguf's gguf_new_metadata", [*words, str(ends[0]), str(temporary)], changed, file)
+            fields = _read_fields(temporary)
+        _check_gguf(fields, export, ends)
+    config = text_part(read_model_config(export))
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ["sliding_attention"]
+    is_used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
+    # The converter drops the window of Mistral, whose file says `llama`, and of Qwen2.
+    if not window or not is_used or any(name.endswith(".attention.sliding_window") for name in fields):
+        return []
+    text = f"the GGUF file has no sliding window, and this model has one of {window:,} tokens"
+    return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
 
 
 def _run(program: str, words: list[str], output: Path, file: Path) -> None:
@@ -201,35 +200,24 @@ def _run(program: str, words: list[str], output: Path, file: Path) -> None:
         )
 
 
-def _set_end_of_turn(converted: Path, ends: list[int], file: Path) -> None:
-    """Set the trained end token in a file that has another one, with gguf's own program, which copies the file.
-
-    The converter uses the tokenizer's `eos_token`, which for Gemma is not the token that ends a turn.
-    """
-    from gguf import GGUFReader  # noqa: PLC0415 - see below
-
-    if not ends or ends[0] in _end_tokens(GGUFReader(converted).fields):
-        return
-    words = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--special-token-by-id", "eot", str(ends[0])]
-    with atomic_file(converted) as changed:
-        _run("gguf's gguf_new_metadata", [*words, str(converted)], changed, file)
-
-
 def read_precision(export: Path) -> str:
     """Return the dtype of an export's weights."""
-    return str((read_json_if_valid(export / EXPORT_RECORD, dict[str, Any]) or {}).get("precision", "bf16"))
+    return _record(export).precision
 
 
-def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:
-    from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
+def _record(export: Path) -> _Record:
+    return read_json_if_valid(export / EXPORT_RECORD, _Record) or _Record()
+
+
+def _check_gguf(fields: Mapping[str, object], export: Path, ends: Sequence[int]) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
 
-    fields = GGUFReader(file).fields
     tokenizer = AutoTokenizer.from_pretrained(export)
     missing = []
-    if tokenizer.chat_template and _field(fields, "tokenizer.chat_template") != tokenizer.chat_template:
+    if tokenizer.chat_template and fields.get("tokenizer.chat_template") != tokenizer.chat_template:
         missing.append("the chat template")
-    tokens = dict(enumerate(_field(fields, "tokenizer.ggml.tokens") or ()))
+    listed = fields.get("tokenizer.ggml.tokens")
+    tokens = dict(enumerate(listed if isinstance(listed, list) else []))
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     missing += [f"the token {text}" for number, text in special.items() if tokens.get(number) != text]
     if ends and ends[0] not in _end_tokens(fields):
@@ -242,25 +230,10 @@ def _check_gguf(file: Path, export: Path, ends: list[int]) -> None:
         )
 
 
-def _lost_window(file: Path, export: Path) -> list[str]:
-    """Return a warning if the converter dropped the sliding window: llama.cpp would compute full attention.
-
-    It does so for Mistral, whose file says `llama`, and for Qwen2.
-    """
-    from gguf import GGUFReader  # noqa: PLC0415 - the converter needs it, nothing else does
-
-    config = text_part(read_model_config(export))
-    window, kinds = config.get("sliding_window"), config.get("layer_types") or ["sliding_attention"]
-    is_used = config.get("use_sliding_window", True) and "sliding_attention" in kinds
-    if not window or not is_used or any(name.endswith(".attention.sliding_window") for name in GGUFReader(file).fields):
-        return []
-    text = f"the GGUF file has no sliding window, and this model has one of {window:,} tokens"
-    return [f"{text}: llama.cpp computes longer texts differently than transformers and vLLM"]
+def _read_fields(file: Path) -> dict[str, object]:
+    """Return the values in the header of a GGUF file."""
+    return {name: field.contents() for name, field in import_module("gguf").GGUFReader(file).fields.items()}
 
 
-def _end_tokens(fields: Any) -> set[Any]:
-    return {_field(fields, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-
-
-def _field(fields: Any, name: str) -> Any:
-    return fields[name].contents() if name in fields else None
+def _end_tokens(fields: Mapping[str, object]) -> set[object]:
+    return {fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}

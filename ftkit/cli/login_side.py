@@ -1,4 +1,4 @@
-"""The login node's side of a forwarded command: `python -m ftkit.cli.remote.login_side REQUEST`.
+"""The login node's side of a forwarded command: `python -m ftkit.cli.login_side REQUEST`.
 
 A submission runs in a separate process that outlives the connection; a repeated request prints its output.
 """

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import sys
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit import __version__
 from ftkit.config.image_reference import NamedImage
@@ -17,43 +14,43 @@ from ftkit.config.layers import COMMAND_LINE, Layers
 from ftkit.config.load import load_image
 from ftkit.config.problems import validate
 from ftkit.config.recipe import ResourcesSpec
-from ftkit.config.request import Origins, RunRequest
+from ftkit.config.request import Origins
 from ftkit.config.yaml_files import parse_override, read_yaml
 from ftkit.errors import ConfigError, NotFoundError, Problem
 from ftkit.launch.code import CodeCopy, copy_code
-from ftkit.launch.resolve import detect_hardware, load_place, read_settings, resolve, resolve_image_link
-from ftkit.planning.checks import check_mounts
+from ftkit.launch.resolve import (
+    RunArgs,
+    detect_hardware,
+    load_place,
+    new_request,
+    read_settings,
+    resolve,
+    resolve_image_link,
+)
+from ftkit.planning.compatibility import check_mounts
 from ftkit.planning.layout import SCRIPT_CODE, Workspace
-from ftkit.planning.plan import JobPlan
-from ftkit.planning.script import Script, ScriptPlan, accelerate_config, placed, plan_script
+from ftkit.planning.plan import CodePlan, JobPlan, Script, ScriptPlan
+from ftkit.planning.planner import accelerate_config, plan_script
 from ftkit.spec import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ftkit.config.context import Context
-    from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan
-    from ftkit.planning.script import StopSignal  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.planning.plan import PlacementPlan, StopSignal  # noqa: TC004 - no pydantic reads this dataclass
 
 
 @dataclass(frozen=True)
 class ScriptArgs:
-    """The arguments of `ftkit run` for a script.
-
-    Args:
-        path: the script.
-        args: its arguments, which follow `--`.
-        accelerate_config: a configuration file of accelerate.
-        stop_signal: signal for its processes when the run is asked to stop.
-        can_restart: whether it continues from its own checkpoint when it is restarted.
-    """
+    """The arguments of `ftkit run` for a script."""
 
     path: Path
     args: tuple[str, ...] = ()
+    """Arguments of the script, which follow `--`."""
     accelerate_config: Path | None = None
     stop_signal: StopSignal = "TERM"
     can_restart: bool = False
+    """Whether it continues from its own checkpoint when it is restarted."""
 
 
 class _OnlyResources(Spec):
@@ -67,17 +64,8 @@ def resolve_script(
 ) -> tuple[ScriptPlan, list[CodeCopy]]:
     """Make the plan of a script, and copy its folder.
 
-    With a recipe, accelerate's configuration is derived from the recipe's plan on the same cluster.
-
-    Args:
-        args: the script.
-        run_args: the recipe, if any, and where to run.
-        copies: copies of other code; also the script's if another machine sent it.
-        ctx: where recipes, profiles and settings are searched for.
-
-    Raises:
-        NotFoundError: the script, the recipe, the cluster or the image does not exist.
-        ConfigError: with every problem of the arguments.
+    With a recipe, accelerate's configuration is derived from the recipe's plan on the same cluster. `copies` are those
+    of other code; also the script's if another machine sent it.
     """
     base = resolve(run_args, ctx) if run_args.recipe else None
     if base and args.accelerate_config:
@@ -87,30 +75,33 @@ def resolve_script(
     sent = next((copy for copy in copies if copy.plan.name == SCRIPT_CODE), None)
     own = sent or copy_script(args.path, workspace)
     everything = [own, *(copy for copy in copies if copy is not sent)]
+    given = read_yaml(args.accelerate_config).values if args.accelerate_config else None
     script = Script(
         path=args.path.name,
         args=args.args,
         folder=str(workspace.runs if sent else Path.cwd()),
-        accelerate=accelerate_config(base) if base else _read_config(args.accelerate_config),
+        accelerate=accelerate_config(base) if base else given,
         stop_signal=args.stop_signal,
         can_restart=args.can_restart,
         resources=base.resources if base else _resources(run_args.overrides),
         recipe=base.recipe.name if base else None,
     )
-    plans = tuple(copy.plan for copy in everything)
-    plan = _plan_script(base, script, plans) if base else _without_recipe(script, plans, run_args, ctx)
+    code = tuple(copy.plan for copy in everything)
+    if base:
+        mounted = [(COMMAND_LINE, "--script", script.folder)]
+        if problems := list(check_mounts(base.cluster, base.workspace, mounted)):
+            raise ConfigError(problems)
+        place = {field.name: getattr(base, field.name) for field in fields(JobPlan)}
+        plan = ScriptPlan(**place | {"notes": (), "code": code}, script=script)
+    else:
+        plan = _without_recipe(script, code, run_args, ctx)
     if sent:  # the folder where the command was typed is on another machine
         plan = replace(plan, script=replace(script, folder=str(plan.layout.code / SCRIPT_CODE)))
     return resolve_image_link(plan), everything
 
 
 def copy_script(path: Path, workspace: Workspace) -> CodeCopy:
-    """Copy the folder of a script, without ftkit's own folders in it.
-
-    Raises:
-        NotFoundError: the script does not exist.
-        ConfigError: the folder has too many files or bytes to be code.
-    """
+    """Copy the folder of a script, without ftkit's own folders in it. Raises as `copy_code` does."""
     file = path.absolute()
     if not file.is_file():
         raise NotFoundError(f"--script: there is no file {file}", fix="give the path of a Python file")
@@ -118,31 +109,14 @@ def copy_script(path: Path, workspace: Workspace) -> CodeCopy:
     return copy_code(file.parent, SCRIPT_CODE, "--script", needs=file.name, exclude=made)
 
 
-def _plan_script(base: RunPlan, script: Script, code: tuple[Any, ...]) -> ScriptPlan:
-    """Plan a script with the placement of the recipe's plan. Raises ConfigError if its folder can't be mounted."""
-    if problems := list(check_mounts(base.cluster, base.workspace, [(COMMAND_LINE, "--script", script.folder)])):
-        raise ConfigError(problems)
-    place = {field.name: getattr(base, field.name) for field in fields(JobPlan)}
-    return ScriptPlan(**place | {"notes": (), "code": code}, script=script)
-
-
-def _without_recipe(script: Script, code: tuple[Any, ...], run_args: RunArgs, ctx: Context) -> ScriptPlan:
+def _without_recipe(script: Script, code: tuple[CodePlan, ...], run_args: RunArgs, ctx: Context) -> ScriptPlan:
     place = load_place(run_args, ctx)
-    image = place.image
-    if isinstance(image, NamedImage) and place.cluster.runtime != "none":
-        load_image(image.reference, ctx)  # raises an error if it is not defined
-    request = RunRequest(
-        name=run_args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script",
-        num_nodes=run_args.num_nodes,
-        gpus_per_node=run_args.gpus_per_node,
-        image=image,
-        image_is_explicit=run_args.image is not None,
-        workspace=Workspace(place.settings.workspace_folder(ctx)).root,
-        python=sys.executable,
-        created=datetime.now(UTC),
-        suffix=secrets.token_hex(2),
-        origins=Origins(settings=place.settings.layers),
-    )
+    if isinstance(place.image, NamedImage) and place.cluster.runtime != "none":
+        load_image(place.image.reference, ctx)  # raises an error if it is not defined
+    name = run_args.name or re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.path).stem).strip("._-") or "script"
+    workspace = Workspace(place.settings.workspace_folder(ctx))
+    origins = Origins(settings=place.settings.layers)
+    request = new_request(replace(run_args, name=name), place.image, workspace, origins)
     cluster = detect_hardware(place.cluster, ctx.environment, ctx.root)
     return plan_script(script, code, cluster, request, ftkit_version=__version__)
 
@@ -152,10 +126,9 @@ def _resources(overrides: Sequence[str]) -> ResourcesSpec:
     for override in overrides:
         layers = parse_override(override).over(layers)
     if unknown := sorted(key for key in layers.values if key != "resources"):
-        raise ConfigError(
-            [Problem(COMMAND_LINE, unknown[0], "is a key of a recipe, and no recipe is given.",
-                     "Without a recipe, --script takes resources.KEY=VALUE; the script's own arguments follow '--'.")]
-        )  # fmt: skip
+        what = "is a key of a recipe, and no recipe is given."
+        fix = "Without a recipe, --script takes resources.KEY=VALUE; the script's own arguments follow '--'."
+        raise ConfigError([Problem(COMMAND_LINE, unknown[0], what, fix)])
     return validate(_OnlyResources, layers).resources
 
 
@@ -168,5 +141,15 @@ def accelerate_json(plan: ScriptPlan) -> str:
     return "" if config is None else json.dumps(placed(config, plan.placement), indent=2) + "\n"
 
 
-def _read_config(path: Path | None) -> dict[str, Any] | None:
-    return None if path is None else read_yaml(path).values
+def placed(config: Mapping[str, object], placement: PlacementPlan) -> dict[str, object]:
+    """Return accelerate's configuration with this run's number of nodes and processes."""
+    return {
+        **config,
+        "num_machines": placement.num_nodes,
+        "num_processes": placement.world_size,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": placement.device == "cpu",
+        "main_training_function": "main",
+    }

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,20 +16,22 @@ from ftkit.errors import DataError, NotFoundError, PrerequisiteError, one_line
 from ftkit.runs.records import EvaluationRecord, SourceLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
     from ftkit.data.cases import EvaluationSet
     from ftkit.data.metrics import Metric
-    from ftkit.evaluate.load import LoadedModel
-    from ftkit.evaluate.measure import Measured
+    from ftkit.evaluate.loaded_model import LoadedModel
+    from ftkit.evaluate.scoring import Measured
 
 NUM_RESAMPLES = 2000
 _BATCH_SIZE = 100
 """Resamples per batch, which bounds the memory."""
 _PERCENTILES = (2.5, 97.5)
+_QUANTILE = 1.96
+"""Standard errors of a 95% interval of the normal distribution."""
 
 Interval = tuple[float, float]
 
@@ -88,7 +91,25 @@ def compare(
     data: EvaluationSet, metrics: Sequence[Metric], after: Measured, before: Measured | None, seed: int
 ) -> list[Result]:
     """Return all metrics with their intervals: losses of all rows and of each source, then those of completions."""
-    return [_result(column, seed) for column in _columns(data, metrics, after, before)]
+    results = []
+    for column in _columns(data, metrics, after, before):
+        # exp(loss) overflows above 709.
+        shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.name == "perplexity" else np.asarray
+        value, earlier, change = float(shown(column.after.value)), None, None
+        if column.before is None:
+            interval = paired_interval((column.after,), shown, seed)
+        else:
+            earlier = float(shown(column.before.value))
+            change = value - earlier
+            both = (column.after, column.before)
+            interval = paired_interval(both, lambda new, old, shown=shown: shown(new) - shown(old), seed)
+        results.append(
+            Result(
+                column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
+                column.is_lower_better,
+            )
+        )  # fmt: skip
+    return results
 
 
 def _columns(
@@ -121,43 +142,22 @@ def _ratio(rows: NDArray[np.int64], scores: Sequence[float | None], num_rows: in
     return Ratio(*sums)
 
 
-def _result(column: _Column, seed: int) -> Result:
-    # exp(loss) overflows above 709.
-    shown = (lambda values: np.exp(np.minimum(values, 700.0))) if column.name == "perplexity" else np.asarray
-    value = float(shown(column.after.value))
-    if column.before is None:
-        earlier, interval = None, paired_interval((column.after,), shown, seed)
-    else:
-        earlier = float(shown(column.before.value))
-        pair = (column.after, column.before)
-        interval = paired_interval(pair, lambda after, before: shown(after) - shown(before), seed)
-    change = None if earlier is None else value - earlier
-    return Result(
-        column.name, column.source, earlier, value, change, interval, column.num_cases, column.is_part,
-        column.is_lower_better,
-    )  # fmt: skip
-
-
 def changed_examples(
     tokenizer: PreTrainedTokenizerBase, data: EvaluationSet, metric: Metric, after: Measured, before: Measured
 ) -> list[Example]:
     """Return the cases whose score changed, largest gains first."""
-    sign = -1 if metric.is_lower_better else 1
+    sign, is_raw = -1 if metric.is_lower_better else 1, metric.name.startswith("call")
     found = []
     for number, case in enumerate(data.cases):
         new, old = after.scores[metric.name][number], before.scores[metric.name][number]
         if new is None or old is None or new == old:
             continue
-        completion = after.completions[number]
+        later, earlier = after.completions[number], before.completions[number]
+        texts = [each.raw if is_raw else each.text for each in (earlier, later)]
         prompt = str(tokenizer.decode(case.prompt, skip_special_tokens=True)).strip()
-        earlier = before.completions[number].raw if metric.name.startswith("call") else before.completions[number].text
-        later = completion.raw if metric.name.startswith("call") else completion.text
         where = data.rows[case.number].where
-        found.append(Example(metric.name, where, prompt, completion.reference, earlier, later, sign * (new - old)))
+        found.append(Example(metric.name, where, prompt, later.reference, texts[0], texts[1], sign * (new - old)))
     return sorted(found, key=lambda example: -example.change)
-
-
-# --- One model -----------------------------------------------------------------------------------
 
 
 def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measured: Measured) -> EvaluationRecord:
@@ -182,9 +182,7 @@ def to_record(step: int, data: EvaluationSet, metrics: Sequence[Metric], measure
 class Ratio:
     """A metric as a ratio of sums over rows: of losses and tokens, or of scores and turns.
 
-    Attributes:
-        numerators: float64, one for each row.
-        denominators: float64, one for each row; 0 if the metric does not apply to the row.
+    Both arrays are float64 with a number for each row; a denominator is 0 if the metric does not apply to the row.
     """
 
     numerators: NDArray[np.float64]
@@ -192,7 +190,6 @@ class Ratio:
 
     @property
     def value(self) -> float:
-        """The ratio over all rows."""
         return float(self.numerators.sum() / self.denominators.sum())
 
 
@@ -224,31 +221,19 @@ def paired_interval(
 # --- lm-evaluation-harness -------------------------------------------------------------------------
 
 
-_QUANTILE = 1.96
-"""Standard errors of a 95% interval of the normal distribution."""
-
-
 class Harness:
     """The selected tasks of lm-evaluation-harness."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None = None) -> None:
-        """Find tasks by names, groups or patterns, in the harness and in a folder with additional ones as YAML files.
-
-        Raises:
-            PrerequisiteError: the harness is not installed.
-            NotFoundError: it has no such task.
-        """
+        """Find tasks by names, groups or patterns, in the harness and in a folder with YAML files of more tasks."""
         try:
-            from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
+            self._manager = import_module("lm_eval.tasks").TaskManager(include_path=folder and str(folder))
         except ImportError as error:
             raise PrerequisiteError(
-                f"--harness needs lm-evaluation-harness: {one_line(error)}",
-                meaning="ftkit was installed without it",
-                fix="pip install 'ftkit[harness]'",
+                f"--harness needs lm-evaluation-harness: {one_line(error)}", fix="pip install 'ftkit[harness]'"
             ) from error
         for name in ("lm_eval", "lm-eval"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._manager = TaskManager(include_path=None if folder is None else str(folder))
         unknown = [task for task in tasks if not self._manager.match_tasks([task])]
         if unknown:
             raise NotFoundError(
@@ -258,19 +243,16 @@ class Harness:
         self._tasks = self._manager.match_tasks(list(tasks))
 
     def evaluate(self, model: LoadedModel, limit: int | None, batch_size: int) -> dict[str, Any]:
-        """Return the harness's results for a model, on at most `limit` questions of each task; all if None.
-
-        Raises:
-            DataError: a task can't be loaded or run; most are downloaded from the hub.
-        """
-        from lm_eval import simple_evaluate  # noqa: PLC0415 - an extra
-        from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
-
+        """Return the harness's results for a model, on at most `limit` questions of each task; all if None."""
+        adapter = import_module("lm_eval.models.huggingface").HFLM
         with model.inference() as hf_model:
             try:
-                adapted = HFLM(pretrained=hf_model, tokenizer=model.tokenizer, batch_size=batch_size)
-                found: dict[str, Any] = simple_evaluate(
-                    adapted, tasks=self._tasks, limit=limit, task_manager=self._manager, log_samples=False
+                found: dict[str, Any] = import_module("lm_eval").simple_evaluate(
+                    adapter(pretrained=hf_model, tokenizer=model.tokenizer, batch_size=batch_size),
+                    tasks=self._tasks,
+                    limit=limit,
+                    task_manager=self._manager,
+                    log_samples=False,
                 )
             except Exception as error:  # tasks contain code and data of others, which may raise anything
                 raise DataError(
@@ -281,41 +263,28 @@ class Harness:
         return found
 
 
-def compare_harness(after: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Result]:
+def compare_harness(after: dict[str, Any], before: dict[str, Any] | None) -> list[Result]:
     """Return all scores of the harness with intervals from its standard errors.
 
     Scores before and after are treated as independent, which makes intervals of changes too wide.
     """
     results = []
     for task, scores in after["results"].items():
-        earlier_scores = {} if before is None else before["results"].get(task, {})
-        num_cases = after.get("n-samples", {}).get(task, {}).get("effective", 0)
+        earlier_scores = before["results"].get(task, {}) if before else {}
         for key, value in scores.items():
             name, _, variant = key.partition(",")
             if not variant or name.endswith("_stderr") or not isinstance(value, float | int):
                 continue
-            error_key = f"{name}_stderr,{variant}"
             earlier = earlier_scores.get(key)
-            middle, error = value, _number(scores.get(error_key))
-            if earlier is not None:
-                middle, error = value - earlier, math.hypot(error, _number(earlier_scores.get(error_key)))
+            change = None if earlier is None else value - earlier
+            both = (scores, earlier_scores) if change is not None else (scores,)
+            errors = [each.get(f"{name}_stderr,{variant}") for each in both]  # a text if the harness has none
+            error = math.hypot(*(each if isinstance(each, float | int) else math.nan for each in errors))
+            middle = value if change is None else change
+            interval = (middle - _QUANTILE * error, middle + _QUANTILE * error)
+            num_cases = after.get("n-samples", {}).get(task, {}).get("effective", 0)
             is_lower_better = after.get("higher_is_better", {}).get(task, {}).get(name) is False
-            results.append(
-                Result(
-                    metric=f"{task} {name}" + (f" ({variant})" if variant != "none" else ""),
-                    source="",
-                    before=earlier,
-                    after=value,
-                    change=None if earlier is None else middle,
-                    interval=(middle - _QUANTILE * error, middle + _QUANTILE * error),
-                    num_cases=num_cases,
-                    is_part=not is_lower_better and 0 <= value <= 1,
-                    is_lower_better=is_lower_better,
-                )
-            )
+            is_part = not is_lower_better and 0 <= value <= 1
+            title = f"{task} {name}" + (f" ({variant})" if variant != "none" else "")
+            results.append(Result(title, "", earlier, value, change, interval, num_cases, is_part, is_lower_better))
     return results
-
-
-def _number(error: object) -> float:
-    """Return a standard error; NaN if the harness has none."""
-    return float(error) if isinstance(error, float | int) else math.nan

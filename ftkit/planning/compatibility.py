@@ -15,10 +15,10 @@ from ftkit.errors import Problem, plural
 from ftkit.planning.training_checks import check_training, problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from ftkit.config.recipe import GenerationSpec, ResourcesSpec
+    from ftkit.config.recipe import ResourcesSpec
     from ftkit.config.request import RunRequest
     from ftkit.models.architecture import ArchitecturePlan
     from ftkit.planning.plan import PlacementPlan
@@ -27,41 +27,28 @@ if TYPE_CHECKING:
 
 def find_problems(run: RunInputs) -> list[Problem]:
     """Return all reasons why a run of the trainer is impossible, each with the location of its key."""
-    recipe, cluster, request = run.recipe, run.cluster, run.request
-    folders = mounted_folders(recipe, cluster, request.workspace, run.placement.num_nodes)
-    owned = ((_owner(key, recipe, cluster), key, folder) for key, folder in folders)
-    of_recipe = (
-        *check_training(run),
-        *_lengths(recipe, run.shape),
-        *_data(recipe),
-        *_evaluation(recipe),
-        *_profile(recipe, run.placement.world_size),
-        *_sinks(run),
-    )
+    recipe, cluster, request, placement = run.recipe, run.cluster, run.request, run.placement
+    folders = []
+    for key, folder in mounted_folders(recipe, cluster, request.workspace, placement.num_nodes):
+        owner, first = "settings", key.partition(".")[0]
+        if first in ClusterProfile.model_fields:
+            owner = f"cluster {cluster.name}"
+        elif first in RecipeSpec.model_fields:
+            owner = f"recipe {recipe.name}"
+        folders.append((owner, key, folder))
+    of_recipe = (*check_training(run), *_data(recipe, run.shape), *_evaluation(recipe), *_profile(run), *_sinks(run))
     problems = (
-        *check_job(cluster, request, recipe.resources, run.placement),
-        *_in_recipe(recipe, of_recipe),
+        *check_job(cluster, request, recipe.resources, placement),
+        *(replace(each, where=f"recipe {recipe.name}") for each in of_recipe),
         *_family_of_image(run),
-        *check_mounts(cluster, request.workspace, owned),
+        *check_mounts(cluster, request.workspace, folders),
     )
     return [request.origins.locate(each) for each in problems]
 
 
 def find_data_problems(recipe: RecipeSpec, shape: ArchitecturePlan) -> list[Problem]:
     """Return all reasons why the recipe's data can't be used with its model, wherever it is trained."""
-    return list(_in_recipe(recipe, (*_lengths(recipe, shape), *_data(recipe))))
-
-
-def _in_recipe(recipe: RecipeSpec, problems: Iterable[Problem]) -> Iterator[Problem]:
-    return (replace(each, where=f"recipe {recipe.name}") for each in problems)
-
-
-def _owner(key: str, recipe: RecipeSpec, cluster: ClusterProfile) -> str:
-    """Return the spec that a key belongs to, for a key whose file is unknown."""
-    first = key.partition(".")[0]
-    if first in ClusterProfile.model_fields:
-        return f"cluster {cluster.name}"
-    return f"recipe {recipe.name}" if first in RecipeSpec.model_fields else "settings"
+    return [replace(each, where=f"recipe {recipe.name}") for each in _data(recipe, shape)]
 
 
 # --- Every kind of job: nodes, GPUs, time, image, folders -------------------------------------------
@@ -71,14 +58,9 @@ def check_job(
     cluster: ClusterProfile, request: RunRequest, resources: ResourcesSpec, placement: PlacementPlan
 ) -> Iterator[Problem]:
     """Yield the reasons why the cluster can't start a job with these resources and this image."""
-    yield from _nodes(cluster, request, resources.spare_nodes, placement)
-    yield from _time_limit(cluster, resources.time_limit)
-    yield from _image(cluster, request)
-
-
-def _nodes(cluster: ClusterProfile, request: RunRequest, spare: int, placement: PlacementPlan) -> Iterator[Problem]:
-    num_nodes, per_node, name = placement.num_nodes, placement.processes_per_node, cluster.name
-    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {cluster.name}"
+    num_nodes, per_node = placement.num_nodes, placement.processes_per_node
+    spare, name = resources.spare_nodes, cluster.name
+    where = COMMAND_LINE if request.num_nodes or request.gpus_per_node else f"cluster {name}"
     nodes = "resources.num_nodes" if request.num_nodes is None else "--nodes"
     gpus = "resources.gpus_per_node" if request.gpus_per_node is None else "--gpus-per-node"
     if num_nodes < 1 or per_node < 1:
@@ -94,6 +76,8 @@ def _nodes(cluster: ClusterProfile, request: RunRequest, spare: int, placement: 
     if cluster.device == "cuda" and per_node > cluster.gpus_per_node:
         what = f"{plural(per_node, 'GPU')} requested, a node has {cluster.gpus_per_node}."
         yield Problem(where, gpus, what, f"Use at most {cluster.gpus_per_node}, and more --nodes.")
+    yield from _time_limit(cluster, resources.time_limit)
+    yield from _image(cluster, request)
 
 
 def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem]:
@@ -113,7 +97,7 @@ def _time_limit(cluster: ClusterProfile, wanted: str | None) -> Iterator[Problem
 
 
 def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
-    where, key = _image_origin(request)
+    where, key = (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
     runtime, image = cluster.runtime, request.image
     if runtime == "none" and request.image_is_explicit:
         yield Problem(
@@ -133,21 +117,15 @@ def _image(cluster: ClusterProfile, request: RunRequest) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _image_origin(request: RunRequest) -> tuple[str, str]:
-    return (COMMAND_LINE, "--image") if request.image_is_explicit else ("", "image")
-
-
 def check_mounts(
     cluster: ClusterProfile, workspace: Path, folders: Iterable[tuple[str, str, str]]
 ) -> Iterator[Problem]:
-    """Yield the reasons why a job can't mount its folders.
+    """Yield the reasons why a job can't mount these folders: for each, the spec of its key, the key, and the path."""
 
-    Args:
-        cluster: the profile.
-        workspace: the shared folder.
-        folders: folders to mount: for each, the spec of its key, the key, and the path.
-    """
-    if _has_control_characters(str(workspace)):
+    def has_control_characters(path: str) -> bool:
+        return any(ord(character) < ord(" ") for character in path)
+
+    if has_control_characters(str(workspace)):
         yield Problem("settings", "workspace", f"a path can't contain control characters: {str(workspace)!r}.")
     if cluster.runtime == "none":
         return
@@ -157,7 +135,7 @@ def check_mounts(
                 owner, key, f"{cluster.runtime} can't mount a path with a comma or a colon: {folder}.",
                 "Use another folder, or a symbolic link without them.",
             )  # fmt: skip
-        if _has_control_characters(folder) and key != "workspace":
+        if has_control_characters(folder) and key != "workspace":
             yield Problem(owner, key, f"{cluster.runtime} can't mount a path with control characters: {folder!r}.")
     for mount in cluster.mounts:
         if "," in mount or not all(part.startswith("/") for part in mount.split(":")[:2]):
@@ -166,40 +144,29 @@ def check_mounts(
             )
 
 
-def _has_control_characters(path: str) -> bool:
-    return any(ord(character) < ord(" ") for character in path)
-
-
 # --- The recipe's data, profiler, trackers and image ------------------------------------------------
 
 
-def _lengths(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
-    length, vocabulary = recipe.training.sequence_length, recipe.model.tokenizer.vocab_size
-    if length > shape.max_position_embeddings:
-        what = f"{length} is longer than the model's {shape.max_position_embeddings} positions."
-        fix = f"Use a shorter one, or {_more_positions(recipe, shape)}."
-        yield problem("training.sequence_length", what, fix)
+def _data(recipe: RecipeSpec, shape: ArchitecturePlan) -> Iterator[Problem]:
+    data, length, vocabulary = recipe.data, recipe.training.sequence_length, recipe.model.tokenizer.vocab_size
+    positions, scaling = shape.max_position_embeddings, shape.rope_scaling
+    if length > positions:
+        if scaling is not None and scaling.original_max_position_embeddings:
+            factor = ceil(length / scaling.original_max_position_embeddings)
+            more = f"set model.architecture.rope_scaling.factor={factor}"
+        elif recipe.model.weights == "random":
+            more = f"set model.architecture.max_position_embeddings={length}"
+        else:
+            more = (
+                "a model made for longer contexts; or, unless its config.json scales the positions already, set, with "
+                "training to adapt it, model.architecture.rope_scaling="
+                f"'{{rope_type: yarn, factor: {ceil(length / positions)}}}'"
+            )
+        what = f"{length} is longer than the model's {positions} positions."
+        yield problem("training.sequence_length", what, f"Use a shorter one, or {more}.")
     if vocabulary is not None and vocabulary > shape.vocab_size:
         what = f"{vocabulary} tokens don't fit the model's embedding of {shape.vocab_size} rows."
         yield problem("model.tokenizer.vocab_size", what, "Make model.architecture.vocab_size at least as large.")
-
-
-def _more_positions(recipe: RecipeSpec, shape: ArchitecturePlan) -> str:
-    """Return how to get positions for the recipe's sequence length."""
-    length, scaling = recipe.training.sequence_length, shape.rope_scaling
-    if scaling is not None and scaling.original_max_position_embeddings:
-        return f"set model.architecture.rope_scaling.factor={ceil(length / scaling.original_max_position_embeddings)}"
-    if recipe.model.weights == "random":
-        return f"set model.architecture.max_position_embeddings={length}"
-    return (
-        "a model made for longer contexts; or, unless its config.json scales the positions already, set, with training "
-        "to adapt it, model.architecture.rope_scaling="
-        f"'{{rope_type: yarn, factor: {ceil(length / shape.max_position_embeddings)}}}'"
-    )
-
-
-def _data(recipe: RecipeSpec) -> Iterator[Problem]:
-    data = recipe.data
     if recipe.model.tokenizer.source == "trained" and data.chat_template not in CHAT_TEMPLATES:
         what = "a tokenizer that ftkit trains needs a template that ftkit ships."
         yield problem("data.chat_template", what, f"Use one of {', '.join(CHAT_TEMPLATES)}.")
@@ -211,8 +178,8 @@ def _data(recipe: RecipeSpec) -> Iterator[Problem]:
         yield problem("data.train_on", what, "Use 'assistant', 'last' or 'all'.")
 
 
-def _profile(recipe: RecipeSpec, world_size: int) -> Iterator[Problem]:
-    profile, max_steps = recipe.profile, recipe.training.max_steps
+def _profile(run: RunInputs) -> Iterator[Problem]:
+    profile, max_steps, world_size = run.recipe.profile, run.training.max_steps, run.placement.world_size
     if not profile.enabled:
         return
     if absent := [str(rank) for rank in profile.ranks if rank >= world_size]:
@@ -228,7 +195,8 @@ def _family_of_image(run: RunInputs) -> Iterator[Problem]:
     if image is None or run.cluster.runtime == "none" or shape.family in image.families or not shape.is_measured:
         return
     what = f"'{image.reference}' is made for {', '.join(image.families)}, not {shape.family}."
-    yield Problem(*_image_origin(run.request), what, "Use an image made for this family: ftkit images.")
+    where, key = (COMMAND_LINE, "--image") if run.request.image_is_explicit else ("", "image")
+    yield Problem(where, key, what, "Use an image made for this family: ftkit images.")
 
 
 def _sinks(run: RunInputs) -> Iterator[Problem]:
@@ -248,45 +216,36 @@ def _sinks(run: RunInputs) -> Iterator[Problem]:
 
 
 def _evaluation(recipe: RecipeSpec) -> Iterator[Problem]:
-    """Yield the problems of a recipe's evaluation."""
-    evaluation = recipe.evaluation
+    evaluation, generation, task = recipe.evaluation, recipe.evaluation.generation, recipe.data.task
     no_split = "there is no validation split.", "Set data.validation, for example data.validation.count=200."
+    known = [*SCORES, *(task.metrics if task else [])]
     if evaluation.every_steps is not None and not recipe.data.has_validation:
         yield problem("evaluation.every_steps", *no_split)
-    generation = evaluation.generation
     if generation is not None:
-        yield from _completions(recipe, generation, no_split)
+        key = "evaluation.generation"
+        if recipe.data.format.kind == "text":
+            yield problem(key, "plain text has no turns to complete.", "Omit it; every_steps measures the loss.")
+        for name in generation.metrics:
+            if name not in known:
+                yield problem(f"{key}.metrics", f"there is no metric '{name}'.", f"Use one of {', '.join(known)}.")
+        if not recipe.data.has_validation:
+            yield problem(key, *no_split)
     if evaluation.selection is not None:
-        yield from _selection(recipe, evaluation.selection.metric, generation)
+        chosen = known if generation is None or not generation.metrics else generation.metrics
+        yield from _selection(recipe, evaluation.selection.metric, chosen)
 
 
-def _completions(recipe: RecipeSpec, generation: GenerationSpec, no_split: tuple[str, str]) -> Iterator[Problem]:
-    key = "evaluation.generation"
-    if recipe.data.format.kind == "text":
-        yield problem(key, "plain text has no turns to complete.", "Omit it; every_steps measures the loss.")
-    known = [*SCORES, *(recipe.data.task.metrics if recipe.data.task else [])]
-    for name in generation.metrics:
-        if name not in known:
-            yield problem(f"{key}.metrics", f"there is no metric '{name}'.", f"Use one of {', '.join(known)}.")
-    if not recipe.data.has_validation:
-        yield problem(key, *no_split)
-
-
-def _selection(recipe: RecipeSpec, metric: str, generation: GenerationSpec | None) -> Iterator[Problem]:
-    """Check that each evaluation during training measures the metric that selects the best one."""
-    key = "evaluation.best.metric"
+def _selection(recipe: RecipeSpec, metric: str, chosen: Sequence[str]) -> Iterator[Problem]:
+    """Check that each evaluation during training measures the metric that selects the best checkpoint."""
+    key, generation = "evaluation.best.metric", recipe.evaluation.generation
     names = [source.name for source in recipe.data.sources]
     names = [f"{name}.{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
     losses = ["loss", "perplexity", *(f"loss/{name}" for name in names if len(names) > 1)]
-    own = recipe.data.task.metrics if recipe.data.task else []
-    chosen = [*SCORES, *own] if generation is None or not generation.metrics else generation.metrics
     scores = [score for name in chosen for score in SCORES.get(name, (name,))]
     if metric in losses:
         return
     if metric not in scores:
         yield problem(key, f"'{metric}' is not measured.", f"Use one of {', '.join([*losses, *scores])}.")
     elif generation is None or not generation.num_rows_during:
-        yield problem(
-            key, f"'{metric}' is not measured during training.",
-            f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}].",
-        )  # fmt: skip
+        fix = f"Set evaluation.generation, for example evaluation.generation.metrics=[{metric}]."
+        yield problem(key, f"'{metric}' is not measured during training.", fix)

@@ -6,22 +6,23 @@ import base64
 import hashlib
 import logging
 import os
-import secrets
 import socket
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from glob import escape
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit.errors import FtkitError, NotFoundError, PrerequisiteError, UnreachableError, one_line
-from ftkit.files import open_regular
+from ftkit.files import atomic_file, open_regular
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+    from fsspec import AbstractFileSystem
 
 ResultT = TypeVar("ResultT")
 
@@ -46,8 +47,6 @@ _PARTS_AT_ONCE = 4
 """Parts that s3fs uploads at the same time; it reports none before all of them are there."""
 _READ_BYTES = 2**24
 _PROBE = ".ftkit-write-test"
-_LEFTOVER_SECONDS = 3600.0
-"""Age of a partial file that a killed copy left: a living one writes to it at least every minute."""
 _PATIENCE_SECONDS = 60.0
 """Maximum time without progress: drivers wait long, some forever, for a store that does not answer."""
 _MIN_BYTES_PER_SECOND = 2**20
@@ -58,31 +57,23 @@ class Progress:
     """Records when a call last made progress."""
 
     def __init__(self) -> None:
-        """Begin now."""
         self.last = time.monotonic()
 
     def note(self, *_: object, **__: object) -> None:
         """Note that bytes were copied."""
         self.last = time.monotonic()
 
-    def callback(self) -> Any:
-        """Return the callback for fsspec's drivers."""
-        from fsspec.callbacks import Callback  # noqa: PLC0415 - heavy, and 'ftkit status' does without
-
-        return Callback(hooks={"progress": self.note})
-
 
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:
     """Return what a call returns; it runs in a thread, which is left behind if it hangs.
 
-    Args:
-        call: receives the function to report progress to.
-        unseen_bytes: maximum number of bytes that are copied between two reports.
+    At most `unseen_bytes` are copied between two reports to the call's `Progress`.
 
     Raises:
         TimeoutError: the call made no progress.
     """
-    progress, future = Progress(), Future[ResultT]()
+    progress = Progress()
+    future = Future[ResultT]()
     patience = _PATIENCE_SECONDS + unseen_bytes / _MIN_BYTES_PER_SECOND
 
     def run() -> None:
@@ -102,26 +93,20 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
 
 
 class Store:
-    """A place for files.
+    """A place for files: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`.
 
-    Its methods raise PrerequisiteError if it can't be reached or access is denied.
+    All methods raise PrerequisiteError if the driver's package is missing, the place can't be reached, or access is
+    denied.
     """
 
     def __init__(self, address: str) -> None:
-        """Open a folder, `s3://bucket/prefix` or `gs://bucket/prefix`; nothing is read or written yet.
-
-        Raises:
-            PrerequisiteError: the package that reaches it is missing, or there is no network.
-        """
         self.address = address.rstrip("/")
-        self._scheme = address.partition("://")[0] if is_address(address) else "file"
-        options: dict[str, Any] = {"use_listings_cache": False} if self._scheme != "file" else {}
+        self._scheme, _, root = address.partition("://") if is_address(address) else ("file", "", "")
+        options: dict[str, object] = {} if self._scheme == "file" else {"use_listings_cache": False}
         if self._scheme == "s3":
             options["max_concurrency"] = _PARTS_AT_ONCE
-        self._system: Any = open_driver(self._scheme, **options)
-        self._root = (
-            str(Path(address).absolute()) if self._scheme == "file" else address.partition("://")[2].rstrip("/")
-        )
+        self._system = open_driver(self._scheme, **options)
+        self._root = root.rstrip("/") or str(Path(address).absolute())
 
     def check_writable(self) -> None:
         """Check write access: write a small file, and remove it again."""
@@ -133,18 +118,16 @@ class Store:
             with suppress(Exception):  # some accounts may write but not delete
                 self._system.rm_file(self._place(_PROBE))
 
-        with self._errors("write to"):
-            call_patiently(write)
+        self._call("write to", write)
 
     def sizes(self) -> dict[str, int]:
         """Return the files by their names below the address, with their sizes in bytes."""
-        with self._errors("list"):
-            try:
-                found: Mapping[str, Any] = call_patiently(lambda _: self._system.find(self._root, detail=True))
-            except FileNotFoundError:
-                return {}
         start = len(self._root) + 1
-        return {str(path)[start:]: int(info["size"]) for path, info in found.items() if len(str(path)) > start}
+        try:
+            found = self._call("list", lambda _: self._system.find(self._root, detail=True))
+        except NotFoundError:
+            return {}
+        return {path[start:]: info["size"] for path, info in found.items() if path[start:]}
 
     def put(self, path: Path, name: str) -> None:
         """Upload a file; it appears under its name once it is complete.
@@ -155,30 +138,27 @@ class Store:
         place = self._place(name)
 
         def write(progress: Progress) -> None:
-            if self._scheme != "file":
-                self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=progress.callback())
-                return
-            _copy_atomically(path, Path(place), progress)
+            if self._scheme == "file":
+                Path(place).parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(Path(place)) as temporary:
+                    _copy(path, temporary, progress)
+            else:
+                self._system.put_file(str(path), place, chunksize=_PART_BYTES, callback=_callback(progress))
 
-        unseen = min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES)
-        with self._errors("write to", path):
-            call_patiently(write, unseen)
+        self._call("write to", write, min(path.stat().st_size, _PARTS_AT_ONCE * _PART_BYTES), path)
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file.
-
-        Raises:
-            NotFoundError: the store does not have it.
-        """
+        """Download a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self._errors("read"):
+        place = self._place(name)
+
+        def read(progress: Progress) -> None:
             if self._scheme == "file":
-                call_patiently(lambda progress: _copy(Path(self._place(name)), path, progress))
+                _copy(Path(place), path, progress)
             else:
-                call_patiently(
-                    lambda progress: self._system.get_file(self._place(name), str(path), callback=progress.callback()),
-                    _PARTS_AT_ONCE * _PART_BYTES,
-                )
+                self._system.get_file(place, str(path), callback=_callback(progress))
+
+        self._call("read", read, _PARTS_AT_ONCE * _PART_BYTES)
 
     def holds(self, name: str, path: Path) -> bool:
         """Return whether the stored file has the content of a local file.
@@ -188,38 +168,38 @@ class Store:
         Raises:
             FileNotFoundError: the local file no longer exists.
         """
-        with self._errors("read", path):
+        place, size = self._place(name), path.stat().st_size
+
+        def compare(progress: Progress) -> bool:
             try:
-                info = call_patiently(lambda _: self._system.info(self._place(name)))
+                info = self._system.info(place)
             except FileNotFoundError:
                 return False
-            if int(info["size"]) != path.stat().st_size:
+            progress.note()
+            if info["size"] != size:
                 return False
             if stored_md5 := info.get("md5Hash"):
-                return str(stored_md5) == base64.b64encode(_digest_of_file(path, hashlib.md5)).decode()
-            if str(info.get("ETag", "")).strip('"') == _etag(path):
+                return bool(stored_md5 == base64.b64encode(_digest(path, "md5", progress)).decode())
+            if str(info.get("ETag", "")).strip('"') == _etag(path, progress):
                 return True  # a different ETag proves nothing: it may be that of encrypted content
-            return call_patiently(lambda progress: self._read_digest(name, progress)) == _digest_of_file(
-                path, hashlib.sha256
-            )
-
-    def _read_digest(self, name: str, progress: Progress) -> bytes:
-        """Read a stored file, and return its SHA-256."""
-        with self._system.open(self._place(name), "rb", block_size=_READ_BYTES) as file:
             stored = hashlib.sha256()
-            while chunk := file.read(_READ_BYTES):
-                stored.update(chunk)
-                progress.note()
-        return stored.digest()
+            with self._system.open(place, "rb", block_size=_READ_BYTES) as file:
+                while chunk := file.read(_READ_BYTES):
+                    stored.update(chunk)
+                    progress.note()
+            return stored.digest() == _digest(path, "sha256", progress)
+
+        return self._call("read", compare, local=path)
 
     def _place(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    @contextmanager
-    def _errors(self, verb: str, local: Path | None = None) -> Iterator[None]:
-        """Convert an error of any driver, whose classes differ; but not that a local file no longer exists."""
+    def _call(
+        self, verb: str, call: Callable[[Progress], ResultT], unseen_bytes: int = 0, local: Path | None = None
+    ) -> ResultT:
+        """Call a driver, and convert its errors, whose classes differ; but not that a local file no longer exists."""
         try:
-            yield
+            return call_patiently(call, unseen_bytes)
         except FtkitError:
             raise
         except TimeoutError as error:
@@ -244,19 +224,43 @@ class Store:
             ) from error
 
 
-def _copy_atomically(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a file under a name of this copy's own, and rename it: another process may copy it to the same place."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f".{escape(target.name)}.*.partial"):
-        with suppress(OSError):  # its copy has just ended
-            if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
-                leftover.unlink()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        _copy(source, partial, progress)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+def upload_folder(folder: Path, store: Store, last: str, report: Callable[[str], None]) -> None:
+    """Copy the missing files of a folder; the file `last`, which marks it as complete, is copied last.
+
+    `report` gets a line for each file that is copied.
+
+    Raises:
+        PrerequisiteError: the store can't be written to, or has other content than was written.
+        FileNotFoundError: a local file no longer exists.
+    """
+    existing = store.sizes()
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path == folder / last, path)
+    )
+    for path in sorted(files, key=lambda path: (path == folder / last, path)):
+        name = path.relative_to(folder).as_posix()
+        if existing.get(name) == path.stat().st_size and store.holds(name, path):
+            continue
+        report(f"copying {name}")
+        store.put(path, name)
+        if not store.holds(name, path):
+            raise PrerequisiteError(
+                f"{store.address}/{name} differs from what was written",
+                meaning="the copy was damaged in transit, somebody else writes there, or the local file was changed",
+                fix="repeat the command: existing files are not copied again",
+            )
+
+
+def push(folder: Path, address: str, last: str, report: Callable[[str], None]) -> None:
+    """Copy an export to a folder or an object store, with the file `last`, which makes it an export, at the end."""
+    store = Store(address)
+    if last in store.sizes() and not store.holds(last, folder / last):
+        raise PrerequisiteError(
+            f"{address} already has another export",
+            meaning="ftkit replaces and deletes nothing there",
+            fix="give another address, for example with the step in its name",
+        )
+    upload_folder(folder, store, last, report)
 
 
 def _copy(source: Path, target: Path, progress: Progress) -> None:
@@ -266,27 +270,42 @@ def _copy(source: Path, target: Path, progress: Progress) -> None:
             progress.note()
 
 
-def _digest_of_file(path: Path, algorithm: Callable[..., Any]) -> bytes:
+def _digest(path: Path, algorithm: str, progress: Progress) -> bytes:
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with open_regular(path) as file:
-        digest: bytes = hashlib.file_digest(file, lambda: algorithm(usedforsecurity=False)).digest()
-    return digest
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+            progress.note()
+    return digest.digest()
 
 
-def _etag(path: Path) -> str:
+def _etag(path: Path, progress: Progress) -> str:
     """Return S3's ETag: the MD5 of a file, or of the MD5s of its parts with their number."""
     if path.stat().st_size < 2 * _PART_BYTES:  # s3fs uploads these in one part
-        return _digest_of_file(path, hashlib.md5).hex()
+        return _digest(path, "md5", progress).hex()
     parts = []
     with open_regular(path) as file:
         while part := file.read(_PART_BYTES):
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+            progress.note()
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 # --- Drivers -------------------------------------------------------------------------------------
 
 
-def open_driver(scheme: str, **options: Any) -> Any:
+def _fsspec() -> ModuleType:
+    import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
+
+    module: ModuleType = fsspec
+    return module
+
+
+def _callback(progress: Progress) -> object:
+    return _fsspec().callbacks.Callback(hooks={"progress": progress.note})
+
+
+def open_driver(scheme: str, **options: object) -> AbstractFileSystem:
     """Return fsspec's file system of a scheme; nothing is read or written yet.
 
     Raises:
@@ -294,19 +313,16 @@ def open_driver(scheme: str, **options: Any) -> Any:
         UnreachableError: the store can't be reached from this machine.
     """
     try:
-        import fsspec  # noqa: PLC0415 - heavy, and only needed for addresses
-
-        found = fsspec.get_filesystem_class(scheme)
+        found = _fsspec().get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise PrerequisiteError(
-            f"{scheme}:// needs a package that is missing here: {one_line(error)}",
-            fix="pip install 'ftkit[storage]'",
+            f"{scheme}:// needs a package that is missing here: {one_line(error)}", fix="pip install 'ftkit[storage]'"
         ) from error
     for name in _LOGGERS:
         if not (logger := logging.getLogger(name)).handlers:
             logger.addHandler(logging.NullHandler())
-    if scheme == "gs":  # gcsfs retries for minutes without a network
-        _check_name(scheme)
+    if scheme == "gs" and (unreachable := _resolve_host(scheme)):  # gcsfs retries for minutes without a network
+        raise unreachable
     return found(**options)
 
 
@@ -317,22 +333,20 @@ def is_unreachable(error: BaseException, scheme: str) -> bool:
         if isinstance(cause, socket.gaierror | ConnectionError | TimeoutError):
             return True
         cause = cause.__cause__ or cause.__context__
-    try:
-        _check_name(scheme)
-    except UnreachableError:
-        return True
-    return False
+    return _resolve_host(scheme) is not None
 
 
-def _check_name(scheme: str) -> None:
+def _resolve_host(scheme: str) -> UnreachableError | None:
+    """Return the error if the host of a store has no address here; None if it has one, or is not needed."""
     host, other_ways = _HOSTS.get(scheme, ("", ()))
     if not host or any(map(os.environ.get, other_ways)):
-        return
+        return None
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:
-        raise UnreachableError(
+        return UnreachableError(
             f"this machine can't find {host}: {error.strerror or one_line(error)}",
             meaning="it has no network, or reaches the internet only through a proxy",
             fix="set HTTPS_PROXY if there is a proxy, or use a machine with network",
-        ) from error
+        )
+    return None

@@ -7,12 +7,13 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ftkit.data.encoding import Document
-    from ftkit.evaluate.load import GeneratingModel
+    from ftkit.evaluate.loaded_model import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan
 
 ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,18 @@ class Ranks:
         """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
 
-    def share(self, items: Sequence[ItemT]) -> list[ItemT]:
-        """Return this rank's share of the items."""
-        return list(items[self.rank :: self.size])
-
     def exchange(self, value: ItemT) -> list[ItemT]:
         """Return the values of all ranks, rank 0's first. Collective."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            dist.all_gather_object(values, value)
-        return values
+        if self.size == 1:
+            return [value]
+        values: list[ItemT | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return cast("list[ItemT]", values)
 
-    def merge(self, own: Sequence[ItemT]) -> list[ItemT]:
-        """Return the results of all ranks in the order of the shared items. Collective."""
-        parts = self.exchange(list(own))
-        return [parts[number % self.size][number // self.size] for number in range(sum(map(len, parts)))]
+    def map(self, function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -> list[ResultT]:
+        """Apply a function to items that the ranks share; return the results in the order of the items. Collective."""
+        parts = self.exchange([function(item) for item in items[self.rank :: self.size]])
+        return [parts[number % self.size][number // self.size] for number in range(len(items))]
 
 
 def is_a_rank() -> bool:
@@ -81,36 +79,28 @@ def joined_ranks() -> Iterator[Ranks]:
 
 
 def run_ranks(size: int, words: Sequence[str]) -> int:
-    """Run a command of ftkit in several processes, of which the first one prints; return its exit code.
+    """Run a command line of ftkit in several processes, of which the first one prints; return its exit code.
 
-    Args:
-        size: number of processes; with GPUs, each has one.
-        words: the command line without the program.
-
-    Raises:
-        PrerequisiteError: this machine has fewer GPUs.
+    With GPUs, each process has one.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus and size > num_gpus:
         raise PrerequisiteError(f"--gpus {size}: torch sees {num_gpus} here", fix=f"give at most --gpus {num_gpus}")
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - a second
-    from torch.distributed.run import main as torchrun  # noqa: PLC0415
+    from torch.distributed.run import main as torchrun  # noqa: PLC0415 - a second
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the command reports why it failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_usable_cpus() // size)))
-    options = ["--standalone", f"--nproc-per-node={size}", "--local-ranks-filter=0"]
     try:
-        torchrun([*options, "-m", "ftkit", *words])
+        torchrun(["--standalone", f"--nproc-per-node={size}", "--local-ranks-filter=0", "-m", "ftkit", *words])
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        code = error.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
     return 0
 
 
 # --- Measuring -----------------------------------------------------------------------------------
 
 
-ALONE = Ranks()
 _TOKENS_PER_FORWARD = 8192
 """Maximum tokens of a forward pass, whose logits are all in memory."""
 
@@ -132,14 +122,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """Settings of an evaluation.
+    """Settings of an evaluation on at most `limit` rows of a file, or of the validation split.
 
-    Attributes:
-        metrics: metrics of completions; selected by the data if empty.
-        limit: maximum number of rows.
-        max_new_tokens: maximum tokens per completion.
-        batch_size: completions per batch.
-        file: rows to measure on. The validation split if None.
+    Metrics of completions are selected by the data if empty. `batch_size` is the number of completions per batch.
     """
 
     metrics: tuple[str, ...] = ()
@@ -166,10 +151,6 @@ def evaluation_set(
     """Read and encode the rows of an evaluation for a model's tokenizer, and select the metrics of completions.
 
     `plan` is that of the model's run, if it has one; `report` gets messages about skipped rows.
-
-    Raises:
-        DataError: there are no usable rows.
-        NotFoundError: there is no such metric.
     """
     prepared = PreparedData(plan.data_directory) if plan else None
     rows = read_evaluation_rows(prepared, Path(settings.file) if settings.file else None, settings.limit)
@@ -182,20 +163,14 @@ def measure_target(
     settings: MeasureSettings,
     load: Callable[[ModelSource], GeneratingModel],
     report: Callable[[str], None],
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> Measurements:
-    """Measure a model, and the model before training on the same rows if there is one. Collective.
-
-    Raises:
-        DataError: no rows can be used, or a metric failed.
-        NotFoundError: there is no such metric.
-    """
-    model = load(target.source)
+    """Measure a model, and the model before training on the same rows if there is one. Collective."""
+    model, ranks = load(target.source), ranks or Ranks()
     tokenizer = model.tokenizer
     data, metrics = evaluation_set(model, target.plan, settings, report)
-    report(
-        f"measuring {plural(len(data.rows), 'row')}" + (f", {plural(len(data.cases), 'completion')}" if metrics else "")
-    )
+    completions = f", {plural(len(data.cases), 'completion')}" if metrics else ""
+    report(f"measuring {plural(len(data.rows), 'row')}{completions}")
     after, before = measure(model, data, metrics, settings, ranks), None
     for metric in metrics if settings.metrics else ():
         if all(score is None for score in after.scores[metric.name]):
@@ -210,31 +185,36 @@ def measure_target(
 
 
 def measure(
-    model: GeneratingModel,
-    data: EvaluationSet,
-    metrics: Sequence[Metric],
-    settings: MeasureSettings,
-    ranks: Ranks = ALONE,
+    model: GeneratingModel, data: EvaluationSet, metrics: Sequence[Metric], settings: MeasureSettings, ranks: Ranks
 ) -> Measured:
     """Compute losses, and generate and score completions if there are metrics for them. Collective.
 
     Batches are the same for any number of ranks, and so are the results.
-
-    Raises:
-        DataError: a metric failed.
     """
     loss = np.zeros((len(data.rows), 3))
     batches = [data.documents] if model.schedules else list(_batches(data.documents))
-    own = [model.losses([document for _, document in batch]) for batch in ranks.share(batches)]
-    for batch, sums in zip(batches, ranks.merge(own), strict=True):
+    found = ranks.map(lambda batch: model.losses([document for _, document in batch]), batches)
+    for batch, sums in zip(batches, found, strict=True):
         for (number, _), of_document in zip(batch, sums, strict=True):
             loss[number] += of_document
-    completions = _complete(model, data, settings, ranks) if metrics else []
-    scores = {
-        metric.name: [metric.score(case, completion) for case, completion in zip(data.cases, completions, strict=True)]
-        for metric in metrics
+    if not metrics:
+        return Measured(loss, [], {})
+    config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
+    order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
+    size = max(1, len(order)) if model.schedules else settings.batch_size
+    groups = [order[first : first + size] for first in range(0, len(order), size)]
+    completed = ranks.map(lambda group: model.complete([data.cases[each].prompt for each in group], config), groups)
+    tokens = {
+        number: completion
+        for group, of_group in zip(groups, completed, strict=True)
+        for number, completion in zip(group, of_group, strict=True)
     }
-    return Measured(loss, completions, scores)
+    completions = [
+        model.generation.to_completion(model.tokenizer, tokens[number], case.reference)
+        for number, case in enumerate(data.cases)
+    ]
+    pairs = list(zip(data.cases, completions, strict=True))
+    return Measured(loss, completions, {metric.name: [metric.score(*pair) for pair in pairs] for metric in metrics})
 
 
 def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
@@ -247,20 +227,3 @@ def _batches(documents: Sequence[tuple[int, Document]]) -> Iterator[list[tuple[i
         batch.append(each)
     if batch:
         yield batch
-
-
-def _complete(model: GeneratingModel, data: EvaluationSet, settings: MeasureSettings, ranks: Ranks) -> list[Completion]:
-    config = model.generation.greedy(model.tokenizer, settings.max_new_tokens)
-    order = sorted(range(len(data.cases)), key=lambda number: len(data.cases[number].prompt))
-    batch_size = max(1, len(order)) if model.schedules else settings.batch_size
-    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    own = [model.complete([data.cases[number].prompt for number in batch], config) for batch in ranks.share(batches)]
-    completions = {
-        number: completion
-        for batch, completed in zip(batches, ranks.merge(own), strict=True)
-        for number, completion in zip(batch, completed, strict=True)
-    }
-    return [
-        model.generation.to_completion(model.tokenizer, completions[number], case.reference)
-        for number, case in enumerate(data.cases)
-    ]

@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
+import accelerate
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
@@ -23,7 +25,7 @@ from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
 from ftkit.files import read_json
-from ftkit.models.folder import ADAPTER_CONFIG, read_generation_config
+from ftkit.models.folder import ADAPTER_CONFIG, check_folder, read_generation_config
 from ftkit.train.checkpoint.loading import describe_damage, read_state, saved_sizes
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.attention import generation_attention
@@ -43,18 +45,19 @@ from ftkit.train.world import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from transformers import GenerationConfig, TextStreamer
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
+    from ftkit.planning.plan import RunPlan
 
 
 @dataclass(frozen=True)
 class GeneratingModel(ABC):
     """A model ready for inference, in any engine.
 
-    Attributes:
-        schedules: whether the engine forms its own batches, so that it gets all requests at once.
+    `schedules` tells whether the engine forms its own batches, so that it gets all requests at once.
     """
 
     schedules: ClassVar[bool] = False
@@ -94,11 +97,7 @@ class GeneratingModel(ABC):
 
 @dataclass(frozen=True)
 class LoadedModel(GeneratingModel):
-    """A model of transformers.
-
-    Attributes:
-        autocast: creates the autocast context if adapters have another dtype than the weights.
-    """
+    """A model of transformers; `autocast` creates the context if adapters have another dtype than the weights."""
 
     hf_model: PreTrainedModel
     device: torch.device
@@ -106,7 +105,6 @@ class LoadedModel(GeneratingModel):
 
     @property
     def input(self) -> ModelInput:
-        """Limits of the model's inputs."""
         return ModelInput.of(self.tokenizer, self.label, self.hf_model.config)
 
     @contextmanager
@@ -124,19 +122,17 @@ class LoadedModel(GeneratingModel):
             return self.generation.complete(generate, prompts, config, self.device, **options)
 
     def losses(self, documents: Sequence[Document]) -> list[list[float]]:
-        length = max(len(document.tokens) for document in documents)
-        inputs = np.zeros((len(documents), length), np.int64)
-        labels = np.full((len(documents), length), IGNORED, np.int64)
-        mask = np.zeros((len(documents), length), np.int64)
-        for row, document in enumerate(documents):
-            inputs[row, : len(document.tokens)] = document.tokens
-            labels[row, : len(document.tokens)] = document.labels
-            mask[row, : len(document.tokens)] = 1
-        on_device = [torch.from_numpy(array).to(self.device) for array in (inputs, mask, labels)]
+        def padded(rows: list[NDArray[np.int32]] | list[NDArray[np.int64]], value: int) -> torch.Tensor:
+            tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+            return pad_sequence(tensors, batch_first=True, padding_value=value).to(self.device)
+
+        tokens = padded([document.tokens for document in documents], 0)
+        labels = padded([document.labels for document in documents], IGNORED)
+        mask = padded([np.ones_like(document.tokens) for document in documents], 0)
         with self.inference() as hf_model:
-            logits = hf_model(input_ids=on_device[0], attention_mask=on_device[1], use_cache=False).logits
+            logits = hf_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
             sums = []
-            for row_logits, row_labels in zip(logits, on_device[2], strict=True):
+            for row_logits, row_labels in zip(logits, labels, strict=True):
                 counts = row_labels != IGNORED
                 picked, targets = row_logits[counts].float(), row_labels[counts]
                 total = torch.nn.functional.cross_entropy(picked, targets, reduction="sum")
@@ -174,13 +170,18 @@ def _load_folder(source: ModelFolder, devices: Sequence[torch.device]) -> Loaded
 
 
 def find_generation(source: ModelFolder) -> tuple[ModelFolder, PreTrainedTokenizerBase, Generation]:
-    """Return the folder of a model's weights, its tokenizer, and its end tokens.
-
-    Raises:
-        NotFoundError: files are missing.
-        TrainingError: the tokenizer can't be loaded.
-    """
-    base = _base_of(source) if source.is_adapter else source
+    """Return the folder of a model's weights, its tokenizer, and its end tokens."""
+    base = source
+    if source.is_adapter:
+        stored = read_json(source.folder / ADAPTER_CONFIG, dict[str, object]) or {}
+        name, revision = stored.get("base_model_name_or_path"), stored.get("revision")
+        if not isinstance(name, str) or name in ("", "random"):
+            raise NotFoundError(
+                f"the adapters in {source.folder} do not say which model they are for",
+                meaning="base_model_name_or_path of adapter_config.json is empty: the base model had random weights",
+                fix="try a checkpoint of the run instead: RUN@STEP",
+            )
+        base = fetch_model(name, str(revision) if revision else None, source.hub_home)
     has_tokenizer = (source.folder / "tokenizer_config.json").is_file()
     try:
         tokenizer = load_saved_tokenizer(source.folder if has_tokenizer else base.folder)
@@ -204,18 +205,6 @@ def _unreadable(source: ModelFolder, error: Exception) -> TrainingError:
     )
 
 
-def _base_of(source: ModelFolder) -> ModelFolder:
-    stored = read_json(source.folder / ADAPTER_CONFIG, dict[str, Any]) or {}
-    name = stored.get("base_model_name_or_path")
-    if not name or name == "random":
-        raise NotFoundError(
-            f"the adapters in {source.folder} do not say which model they are for",
-            meaning="base_model_name_or_path of adapter_config.json is empty: the base model had random weights",
-            fix="try a checkpoint of the run instead: RUN@STEP",
-        )
-    return fetch_model(name, stored.get("revision"), source.hub_home)
-
-
 # --- Checkpoints ---------------------------------------------------------------------------------
 
 
@@ -223,13 +212,9 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     """Build the model like the trainer, and load the trained weights of a checkpoint."""
     recipe, training = source.plan.recipe, source.plan.recipe.training
     tokenizer = tokenizer_of(source)
-    folder = find_base(source.plan)
+    folder, config = config_of(source.plan, tokenizer)
     # A large model is built on the CPU, and then spread over GPUs; random weights are drawn where training drew them.
     device = devices[0] if len(devices) == 1 or folder is None else torch.device("cpu")
-    if folder is None:
-        config = TextConfig(make_config(recipe.model.architecture, tokenizer))
-    else:
-        config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
     model = cast("PreTrainedModel", build_empty(config.text, "eager"))
     if training.adapters is not None:
         prepare_method(model, training, device)
@@ -257,6 +242,15 @@ def _load_step(source: TrainedStep, devices: Sequence[torch.device]) -> LoadedMo
     return LoadedModel(source.label, tokenizer, generation, model.eval(), devices[0], autocast)
 
 
+def config_of(plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> tuple[Path | None, TextConfig]:
+    """Return the folder of a run's initial weights, None if they were random; and the model's configuration."""
+    folder, model = find_base(plan), plan.recipe.model
+    if folder is None:
+        return None, TextConfig(make_config(model.architecture, tokenizer))
+    check_folder(folder)
+    return folder, read_config(folder, model.architecture, model.vocab_size_of_weights)
+
+
 def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run's training, from the prepared data or the export."""
     for folder in (PreparedData(source.plan.data_directory).tokenizer, source.layout.export):
@@ -272,20 +266,17 @@ def tokenizer_of(source: TrainedStep) -> PreTrainedTokenizerBase:
 def _load_trained(model: torch.nn.Module, source: TrainedStep) -> None:
     """Load the trained parameters from a checkpoint of any engine and world size; ZeRO-3's are flat."""
     folder = source.layout.checkpoint(source.step)
-    if damage := describe_damage(folder, source.step):
-        raise TrainingError(
-            f"checkpoint {folder} is damaged: {damage}",
-            meaning="the file system lost data, or files were changed or moved",
-            fix="give another step of the run as RUN@STEP",
-        )
-    sizes = saved_sizes(folder, "model.")
+    problem = describe_damage(folder, source.step)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    wrong = [name for name, each in trained.items() if name not in sizes or sizes[name].numel() != each.numel()]
-    if wrong:
+    if not problem:
+        sizes = saved_sizes(folder, "model.")
+        wrong = [name for name, each in trained.items() if name not in sizes or sizes[name].numel() != each.numel()]
+        problem = f"it belongs to another model: {', '.join(wrong[:3])}" if wrong else ""
+    if problem:
         raise TrainingError(
-            f"checkpoint {folder} belongs to another model: {', '.join(wrong[:3])}",
-            meaning="the base model's files, or the run's plan, were changed after it was written",
-            fix="restore them, or use the export of the run",
+            f"checkpoint {folder} can't be loaded: {problem}",
+            meaning="the file system lost data; or the checkpoint, the base model or the run's plan was changed",
+            fix="give another step of the run as RUN@STEP, or restore the files",
         )
     saved = {name: torch.empty(sizes[name], dtype=each.dtype) for name, each in trained.items()}
     read_state({"model": saved}, folder)
@@ -314,9 +305,6 @@ def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
 
     The layers run one after another, each on the device that has it, so more GPUs add memory but no speed. Any model of
     transformers can be split this way, even with adapters or in 4 bits.
-
-    Raises:
-        PrerequisiteError: it does not fit on all of them together.
     """
     free = {} if devices[0].type == "cpu" else {each.index: torch.cuda.mem_get_info(each)[0] for each in devices}
     memory = {index: int(_MAX_WEIGHTS_FRACTION * num_bytes) for index, num_bytes in free.items()}
@@ -332,9 +320,7 @@ def place(model: PreTrainedModel, devices: Sequence[torch.device]) -> None:
             meaning="the model is too large for them, other programs use them, or --gpus gives each process one GPU",
             fix="leave --gpus out, use a node with more GPUs, or serve the model: ftkit serve",
         )
-    from accelerate import dispatch_model  # noqa: PLC0415 - takes a second, and only large models need it
-
-    dispatch_model(model, split)
+    accelerate.dispatch_model(model, split)
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -345,17 +331,13 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def split_layers(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int] | None:
     """Return the GPU of each module, balanced, with no decoder layer divided; None if the model does not fit.
 
-    Args:
-        model: a model on any device, even the meta device.
-        memory: bytes for weights, by the GPU's index.
+    `model` may be on any device, even the meta device; `memory` has the bytes for weights, by the GPU's index.
     """
-    from accelerate import infer_auto_device_map  # noqa: PLC0415 - see above
-    from accelerate.utils import get_balanced_memory  # noqa: PLC0415
-
     layer_classes = sorted({type(layer).__name__ for layer in find_decoder_layers(model)})
     model.tie_weights()  # accelerate keeps tied parameters on one device, and warns if they are not tied
-    for limits in (get_balanced_memory(model, dict(memory), no_split_module_classes=layer_classes), dict(memory)):
-        split: dict[str, int] = infer_auto_device_map(model, limits, no_split_module_classes=layer_classes)
+    balanced = accelerate.utils.get_balanced_memory(model, dict(memory), no_split_module_classes=layer_classes)
+    for limits in (balanced, dict(memory)):
+        split: dict[str, int] = accelerate.infer_auto_device_map(model, limits, no_split_module_classes=layer_classes)
         if set(split.values()) <= memory.keys():  # else parts of it are left to the CPU or the disk
             return split
     return None

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.training import Precision
 from ftkit.errors import NotFoundError, PrerequisiteError, TrainingError, one_line
-from ftkit.evaluate.load import tokenizer_of
-from ftkit.evaluate.source import TrainedStep, find_base
+from ftkit.evaluate.loaded_model import config_of, tokenizer_of
+from ftkit.evaluate.source import TrainedStep
 from ftkit.evaluate.verify_export import check_memory, peak_bytes
 from ftkit.files import atomic_folder
-from ftkit.models.folder import EXPORT_RECORD, check_folder
+from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
 from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, streamed_bytes
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
-from ftkit.train.model.hf_model import TextConfig, make_config, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,22 +55,29 @@ def export_run(
         report("this run trained all weights: there is nothing to merge")
         request = replace(request, merges=False)
     step, checkpoint = choose_checkpoint(layout, request.step)
-    folder = request.folder or _default_folder(layout, step, request)
+    words = [f"step-{step:06d}", "merged" if request.merges else "", request.precision or ""]
+    folder = request.folder or layout.exports / "-".join(filter(None, words))
     _check_replaceable(folder)
     report(f"reading the checkpoint of step {step}")
-    if damage := describe_damage(checkpoint, step):
-        raise _damaged(checkpoint, damage)
-    parts = _load_parts(TrainedStep(layout, plan, step))
-    model = build_export_model(parts)
-    if verify is not None:
-        # Of this process, or of the other one, which loads the export.
-        largest = max(parameter.numel() for parameter in model.parameters())
-        check_memory(max(streamed_bytes(model), peak_bytes(largest)), available_bytes())
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     try:
+        if damage := describe_damage(checkpoint, step):
+            raise DamagedCheckpointError(damage)  # noqa: TRY301 - one message for both
+        tokenizer = tokenizer_of(TrainedStep(layout, plan, step))
+        base, config = config_of(plan, tokenizer)
+        parts = ExportedParts(plan.recipe, config, tokenizer, Generation.of(tokenizer, base), base)
+        model = build_export_model(parts)
+        if verify is not None:
+            # Of this process, or of the other one, which loads the export.
+            largest = max(parameter.numel() for parameter in model.parameters())
+            check_memory(max(streamed_bytes(model), peak_bytes(largest)), available_bytes())
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         trained = CheckpointTensors(checkpoint, shapes)
     except DamagedCheckpointError as error:
-        raise _damaged(checkpoint, str(error)) from error
+        raise TrainingError(
+            f"the checkpoint {checkpoint} can't be exported: {one_line(error)}",
+            meaning="the file system lost data, files were changed or moved, or they belong to another model",
+            fix="export another step: --step N",
+        ) from error
     exporter = Exporter(parts, model, trained)
     precision = request.precision or plan.recipe.training.compute_precision
     record = exporter.record(layout.root.name, step, precision, merges=request.merges)
@@ -94,18 +100,8 @@ def choose_checkpoint(layout: RunLayout, typed: str) -> tuple[int, Path]:
     return step, folders[step]
 
 
-def _default_folder(layout: RunLayout, step: int, request: ExportRequest) -> Path:
-    words = [f"step-{step:06d}", *(["merged"] if request.merges else []), *([request.precision or ""])]
-    return layout.exports / "-".join(filter(None, words))
-
-
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but an export, and to compute one that this user can't write.
-
-    Raises:
-        NotFoundError: the folder exists and is not an export.
-        PrerequisiteError: this user can't write it.
-    """
+    """Refuse to replace anything but an export, and to compute one that this user can't write."""
     existing = next(each for each in folder.parents if each.exists())
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise PrerequisiteError(
@@ -113,31 +109,10 @@ def _check_replaceable(folder: Path) -> None:
             meaning="it is read-only, or belongs to another user",
             fix="export into a folder of your own: --to DIR",
         )
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() and not (folder / EXPORT_RECORD).is_file():
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not (folder / EXPORT_RECORD).is_file():
         raise NotFoundError(
             f"--to: {folder} exists and is not an export",
             meaning="an export only replaces an earlier export",
             fix="give a new folder",
         )
-
-
-def _damaged(folder: Path, damage: str) -> TrainingError:
-    return TrainingError(
-        f"the checkpoint {folder} can't be exported: {one_line(damage)}",
-        meaning="the file system lost data, files were changed or moved, or they belong to another model",
-        fix="export another step: --step N",
-    )
-
-
-def _load_parts(source: TrainedStep) -> ExportedParts:
-    recipe = source.plan.recipe
-    tokenizer = tokenizer_of(source)
-    folder = find_base(source.plan)
-    if folder is None:
-        config = TextConfig(make_config(recipe.model.architecture, tokenizer))
-    else:
-        check_folder(folder)
-        config = read_config(folder, recipe.model.architecture, recipe.model.vocab_size_of_weights)
-    return ExportedParts(recipe, config, tokenizer, Generation.of(tokenizer, folder), folder)

@@ -1,0 +1,91 @@
+"""The arguments of commands that run a model, and how these load it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import click
+
+from ftkit.cli.arguments import complete_run, current_workspace
+from ftkit.data.imports import import_transformers
+from ftkit.errors import PrerequisiteError
+from ftkit.evaluate.source import find_target
+
+if TYPE_CHECKING:
+    from ftkit.cli.terminal.console import Terminal
+    from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel
+    from ftkit.evaluate.source import ModelSource, Target
+    from ftkit.evaluate.vllm import EngineName
+
+MODEL_HELP = (
+    "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the newest step "
+    "with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
+    "loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model)."
+)
+model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
+engine_option = click.option(
+    "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
+    help="auto, the default: vLLM for exports and hub models on GPUs where it is installed, else transformers.",
+)  # fmt: skip
+
+
+def require_packages(*names: str) -> None:
+    """Check that packages for training are installed here.
+
+    Raises:
+        PrerequisiteError: some are not.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise PrerequisiteError(
+            f"this command needs packages that are not installed: {', '.join(missing)}",
+            meaning="ftkit was installed without the packages for training",
+            fix="pip install 'ftkit[train]'; or run the same command in a job, in the training image of the run: "
+            "it has all packages",
+        )
+
+
+def find_model(reference: str) -> Target:
+    """Return the model that `reference` selects.
+
+    Raises:
+        PrerequisiteError: a package that runs models is missing here.
+        NotFoundError: there is no such run or model.
+    """
+    require_packages("torch", "transformers")
+    target = find_target(reference, current_workspace())
+    import_transformers()  # before modules that import more of it
+    return target
+
+
+def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
+    """Load a model into the selected engine, and print where it is loaded.
+
+    Raises:
+        PrerequisiteError: vLLM is selected, and is missing here or can't load a checkpoint.
+    """
+    from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
+
+    if takes_vllm(source, engine):
+        terminal.say(f"loading {source.label} with vLLM")
+        return load_with_vllm(source)
+    return load_here(source, terminal)
+
+
+def load_here(source: ModelSource, terminal: Terminal) -> LoadedModel:
+    """Load a model on the first GPU, on all GPUs if it doesn't fit on one, or on the CPU, and print where."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    from ftkit.evaluate.loaded_model import available_devices, load_model
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its warnings about peft
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    devices = available_devices()
+    where = "the CPU" if devices[0].type == "cpu" else str(devices[0])
+    terminal.say(f"loading {source.label} on {where if len(devices) == 1 else f'{where}, or on {len(devices)} GPUs'}")
+    return load_model(source, *devices)

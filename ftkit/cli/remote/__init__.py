@@ -1,1 +1,0 @@
-"""`ftkit cluster connect`: clusters that are reached over ssh from this machine."""

@@ -1,0 +1,67 @@
+"""The facts of a run that its status and its report show, read from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftkit.planning.plan import PlanError, RunPlan, Script, ScriptPlan, read_job_plan
+from ftkit.runs.gpu_samples import GpuSummary, NodeSample, read_samples, summarize_samples
+from ftkit.runs.history import History, read_history
+from ftkit.runs.manifest import explain_missing_digests
+from ftkit.runs.repeat import Verdict, judge
+from ftkit.runs.stragglers import Straggler, find_stragglers, read_timings
+
+if TYPE_CHECKING:
+    from ftkit.planning.layout import RunLayout
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run.
+
+    Attributes:
+        plan: None if it can't be read.
+        plan_problem: why it can't be read: usually, another version of ftkit wrote it.
+        doubts: reasons why the run can't be repeated exactly.
+        verdict: whether it reproduced the run that it repeats; None if it repeats none.
+    """
+
+    plan: RunPlan | ScriptPlan | None
+    plan_problem: str
+    history: History
+    stragglers: list[Straggler]
+    doubts: list[str]
+    verdict: Verdict | None
+    samples: list[NodeSample]
+    gpus: GpuSummary | None
+
+    @property
+    def trainer(self) -> RunPlan | None:
+        """The plan of a run of ftkit's trainer."""
+        return self.plan if isinstance(self.plan, RunPlan) else None
+
+    @property
+    def script(self) -> Script | None:
+        """The script of a run that has one."""
+        return self.plan.script if isinstance(self.plan, ScriptPlan) else None
+
+
+def read_facts(layout: RunLayout) -> RunFacts:
+    """Read the facts of a run."""
+    plan, problem = None, ""
+    try:
+        plan = read_job_plan(layout)
+    except PlanError as error:
+        problem = error.what
+    samples = read_samples(layout)
+    return RunFacts(
+        plan=plan,
+        plan_problem=problem,
+        history=read_history(layout),
+        stragglers=find_stragglers(read_timings(layout)),
+        doubts=explain_missing_digests(layout),
+        verdict=judge(layout),
+        samples=samples,
+        gpus=summarize_samples(samples),
+    )

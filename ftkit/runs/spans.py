@@ -1,0 +1,154 @@
+"""Divide a run's time by activity: training, checkpoints, evaluations, start-up, and downtime."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ftkit.runs.records import CheckpointRecord, EndRecord, EvaluationRecord, StageRecord, StartRecord, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftkit.runs.records import Record
+
+SpanKind = Literal["start-up", "training", "repeated", "evaluation", "checkpoint", "other", "down"]
+"""`repeated`: steps after the newest checkpoint of an interrupted start, which the next start repeats."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval of a run's time, in seconds since the epoch; the label is the stage, or the steps."""
+
+    kind: SpanKind
+    begin: float
+    end: float
+    label: str = ""
+    step: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.end - self.begin)
+
+
+class Timeline:
+    """Divides a run's time into spans, record by record; `start_times` are those of its processes, in order."""
+
+    def __init__(self, start_times: Sequence[float]) -> None:
+        self.spans: list[Span] = []
+        self._start_times = list(start_times)
+        self._cursor: float | None = None
+        self._stage = ""
+        self._stalled = 0.0
+        self._step = 0
+        self._has_started = False
+        self._begin_of_start = 0
+        self._sizes: dict[int, int] = {}
+        """Number of processes of each start, by the index of its first span."""
+
+    def process_seconds(self) -> float:
+        """Return the seconds without downtime, times the processes: of the start before for one that never trained."""
+        total, size = 0.0, next(iter(self._sizes.values()), 0)
+        for index, span in enumerate(self.spans):
+            size = self._sizes.get(index, size)
+            total += size * span.seconds * (span.kind != "down")
+        return total
+
+    def add(self, record: Record) -> None:
+        """Add the time between the last record and this one."""
+        self._begin_start(record.time)
+        if self._cursor is None:
+            self._cursor = record.time
+        match record:
+            case StageRecord():
+                self._close(record.time)
+                self._stage = record.stage
+            case StartRecord():
+                self._close(record.time)
+                self.spans = [  # the steps after its checkpoint are repeated
+                    replace(span, kind="repeated")
+                    if span.kind == "training" and span.step > record.resumed_from
+                    else span
+                    for span in self.spans
+                ]
+                begin = self._begin_of_start
+                self._sizes[len(self.spans) if begin in self._sizes else begin] = record.world_size
+                self._stage, self._step = "", record.resumed_from
+            case StepRecord():
+                self._add_step(record)
+            case EvaluationRecord() | EndRecord():
+                self._close(record.time)
+                self._stage = ""
+            case CheckpointRecord():
+                self._stalled += record.stalled_seconds
+            case _:
+                pass
+
+    def _begin_start(self, time: float) -> None:
+        """Add the downtime until the processes were restarted, if that was before `time`."""
+        while self._start_times and self._start_times[0] <= time:
+            begin = self._start_times.pop(0)
+            if self._has_started and self._cursor is not None and begin > self._cursor:
+                self.spans.append(Span("down", self._cursor, begin, "between two starts"))
+                self._cursor = begin
+            self._cursor = begin if self._cursor is None else self._cursor
+            self._has_started, self._stalled, self._step, self._begin_of_start = True, 0.0, 0, len(self.spans)
+            self._stage = self._stage or "starting processes"
+
+    def _close(self, time: float) -> None:
+        if self._cursor is not None and time > self._cursor:
+            kind: SpanKind = "other" if not self._stage else "start-up"
+            if self._stage.startswith("evaluating"):
+                kind = "evaluation"
+            elif self._step and self._stage:
+                kind = "other"
+            self.spans.append(Span(kind, self._cursor, time, self._stage))
+            self._cursor = time
+
+    def _add_step(self, record: StepRecord) -> None:
+        begin = record.time if self._cursor is None else self._cursor
+        elapsed = max(0.0, record.time - begin)
+        stalled = min(self._stalled, elapsed)
+        taken = min(elapsed - stalled, max(1, record.step - self._step) * record.step_seconds)
+        parts = (("checkpoint", stalled), ("other", elapsed - stalled - taken), ("training", taken))
+        for kind, seconds in parts:
+            if seconds > 0:
+                label = f"to step {record.step}" if kind == "training" else ""
+                self.spans.append(Span(kind, begin, begin + seconds, label, record.step))  # type: ignore[arg-type]
+                begin += seconds
+        self._cursor, self._stalled, self._step, self._stage = max(begin, record.time), 0.0, record.step, ""
+
+
+def merge_spans(spans: Sequence[Span], shortest: float = 0.0) -> list[Span]:
+    """Merge neighboring spans of one kind; spans shorter than `shortest` seconds are merged with each other.
+
+    A merged group has the kind that takes most of its time. A group that stays shorter joins the span before it.
+    """
+    merged: list[Span] = []
+    short: list[Span] = []
+
+    def join(span: Span) -> None:
+        if merged and (merged[-1].kind == span.kind or span.seconds < shortest):
+            merged[-1] = replace(merged[-1], end=span.end, step=span.step)
+        else:
+            merged.append(span)
+
+    def join_short() -> None:
+        if short:
+            seconds: Counter[SpanKind] = Counter()
+            for each in short:
+                seconds[each.kind] += each.seconds  # type: ignore[assignment] # counts may be floats
+            join(replace(short[-1], kind=max(seconds, key=seconds.__getitem__), begin=short[0].begin))
+            short.clear()
+
+    for span in spans:
+        if span.seconds >= shortest:
+            join_short()
+            join(span)
+        else:
+            short.append(span)
+            if span.end - short[0].begin >= shortest:
+                join_short()
+    join_short()
+    return merged

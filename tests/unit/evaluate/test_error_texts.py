@@ -1,0 +1,64 @@
+"""The texts of this room's errors: tests/golden/errors/evaluate.txt. `FTKIT_UPDATE_GOLDEN=1` rewrites it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra train")
+from ftkit.data.rows import Row
+from ftkit.errors import FtkitError
+from ftkit.evaluate.checkpoint_export import ExportRequest, export_run
+from ftkit.evaluate.export_formats import check_format, find_converter
+from ftkit.evaluate.generate import count_done
+from ftkit.evaluate.source import ModelFolder, find_target
+from ftkit.evaluate.verify_export import Check, check_memory, read_record, require_passed
+from ftkit.evaluate.vllm import takes_vllm
+from ftkit.planning.layout import Workspace
+from ftkit.planning.plan import read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import RunMaker
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "errors" / "evaluate.txt"
+
+
+def failures(make_run: RunMaker, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    layout = make_run("demo").layout
+    workspace, plan = Workspace(layout.root.parents[1]), read_plan(layout)
+    output = folder / "completions.jsonl"
+    output.write_text('{"prompt": "another one"}\n')
+    request = ExportRequest("last", merges=False, precision=None, folder=None)
+    yield "a folder that does not exist", lambda: find_target("./none", workspace)
+    yield "a folder without a model", lambda: find_target(str(folder), workspace)
+    yield "a run that has not saved a checkpoint", lambda: find_target("demo", workspace)
+    yield "a run to export that has not saved a checkpoint", lambda: export_run(layout, request, None, print)
+    yield "vLLM on a machine without it", lambda: takes_vllm(ModelFolder(folder, "demo"), "vllm")
+    yield "GGUF without llama.cpp", find_converter
+    yield "vLLM's adapters of a full model", lambda: check_format("vllm-lora", plan, merges=True)
+    yield "too little memory to verify an export", lambda: check_memory(2**34, 2**32)
+    yield "an export without a record", lambda: read_record(folder)
+    yield "an export that differs", lambda: require_passed(folder, [Check("logits", "differ by 0.1", passed=False)])
+    yield "an output of other prompts", lambda: count_done(output, [Row({"prompt": "one"}, "--input")], "demo")
+
+
+def test_error_texts(make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("FTKIT_GGUF_CONVERTER", raising=False)
+    monkeypatch.setattr("ftkit.evaluate.vllm.find_spec", lambda _: None)
+    texts = []
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for name, fail in failures(make_run, folder):
+        with pytest.raises(FtkitError) as caught:
+            fail()
+        texts.append(f"# {name}: {type(caught.value).__name__}\n{caught.value}\n")
+    found = "\n".join(texts).replace(str(folder), "/here")
+    if os.environ.get("FTKIT_UPDATE_GOLDEN"):
+        GOLDEN.write_text(found, encoding="utf-8")
+    assert found == GOLDEN.read_text(encoding="utf-8")
