@@ -32,8 +32,7 @@ from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.export import ExportedParts, Exporter, build_export_model
-from ftkit.train.components.export_files import write_weights
+from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model, write_weights
 from ftkit.train.components.generation import Generation
 from ftkit.train.model.hf_model import TextConfig, build_empty
 from ftkit.train.model.lora import is_adapter

@@ -49,11 +49,11 @@ from ftkit.runs.checkpoints import TrainState
 from ftkit.train.checkpoint.saving import Checkpointer, state_bytes
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.components.recorder import Recorder
-from ftkit.train.distributed.engines import make_engine
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, make_config
 from ftkit.train.model.pretrained import init_weights
+from ftkit.train.trainer import make_engine
 from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from ftkit.planning.planner import plan_run
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.metrics_file import read_records
 from ftkit.runs.records import FirstStepRecord, StepRecord
-from ftkit.train.observers.metrics import count_flops
+from ftkit.train.observers.step_metrics import count_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,16 +30,16 @@ from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.train.components.batches import pad_documents, to_micro_batch, to_padded_micro_batch
-from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, export
+from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model, export
 from ftkit.train.components.generation import Generation
-from ftkit.train.distributed.checks import (
+from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.verification import (
     choose_packing,
     verify_causality,
     verify_isolation,
     verify_logits,
     verify_sharding,
 )
-from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.expert_adapters import expert_matrices
 from ftkit.train.model.hf_model import TextConfig, build_empty
@@ -53,6 +53,7 @@ from ftkit.train.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ftkit.config.data import Packing
     from ftkit.config.training import Method
 
 LENGTH, VOCABULARY, STEPS = 128, 320, 3
@@ -225,12 +226,13 @@ class _Family:
         """Verify and train; return 'yes', or the reason why its documents can't be packed."""
         engine, training = self._engine(method)
         if method == "full":
-            choice = choose_packing(engine, self.world, "auto" if is_packed else "off", VOCABULARY, BATCH, TRAINING)
-            if is_packed and not choice.is_packed:
-                return str(choice.reason)
-            verify_causality(choice.probe)
-            verify_isolation(choice.probe)
-            verify_logits(choice.probe)
+            wanted: Packing = "auto" if is_packed else "off"
+            probe, reason = choose_packing(engine, self.world, wanted, VOCABULARY, BATCH, TRAINING)
+            if is_packed and reason is not None:
+                return reason
+            verify_causality(probe)
+            verify_isolation(probe)
+            verify_logits(probe)
         _train(engine, self.world, is_packed=is_packed)
         return self._try_adapters(engine, training) if method == "lora" else "yes"
 

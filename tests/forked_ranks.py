@@ -26,7 +26,7 @@ from typing import Any, Self
 SLOW_RANK = "FTKIT_TEST_SLOW_RANK"
 """Variable with the rank that computes slowly."""
 _ANSWERS = 1
-_IMPORTED = ("ftkit.train.trainer", "ftkit.train.self_check", "peft")
+_IMPORTED = ("ftkit.train.trainer", "peft")
 _GRACE_SECONDS = 30
 """Seconds after which a rank that does not end is killed, as in torchrun."""
 

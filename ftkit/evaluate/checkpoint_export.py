@@ -17,7 +17,8 @@ from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.plan import read_plan_to_use
 from ftkit.runs.checkpoints import DamagedCheckpointError, choose_step
 from ftkit.train.checkpoint.loading import CheckpointTensors, describe_damage
-from ftkit.train.components.export import ExportedParts, Exporter, build_export_model, streamed_bytes
+from ftkit.train.components.export_record import streamed_bytes
+from ftkit.train.components.exporter import ExportedParts, Exporter, build_export_model
 from ftkit.train.components.generation import Generation
 from ftkit.train.memory.host_memory import available_bytes
 

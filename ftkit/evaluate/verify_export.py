@@ -20,8 +20,7 @@ from ftkit.evaluate.source import fetch_model
 from ftkit.files import DamagedFileError, read_json, read_json_if_valid
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import stored_dtypes, tensors_of_model
-from ftkit.train.components.export import ExportRecord, Logits, sample_logits
-from ftkit.train.components.generation import render, tokenizer_digests
+from ftkit.train.components.export_record import ExportRecord, Logits, render, sample_logits, tokenizer_digests
 from ftkit.train.memory.host_memory import available_bytes
 from ftkit.train.model.hf_model import load_pretrained
 from ftkit.train.private_apis.libraries import free_offloaded, import_peft, load_offloaded
@@ -149,7 +148,8 @@ def _loaded(
     if is_streamed:
         config = read_json_if_valid(adapters / ADAPTER_CONFIG, dict[str, object]) if adapters else None
         # peft replaces the experts' parameters before their weights are read.
-        check_memory(num_bytes if config and config.get("target_parameters") else peak_bytes(max(counts)), free)
+        has_experts = bool(config and config.get("target_parameters"))
+        check_memory(num_bytes + _MEMORY_BESIDES_WEIGHTS if has_experts else peak_bytes(max(counts)), free)
         gib = f"in fp32 it takes {num_bytes / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         stage += f", one module at a time: {gib}"
     report(stage)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ftkit.data.encoding import Document
     from ftkit.evaluate.source import ModelSource
-    from ftkit.train.components.export import ExportRecord, Logits
+    from ftkit.train.components.export_record import ExportRecord, Logits
 
 EngineName = Literal["auto", "transformers", "vllm"]
 

@@ -208,6 +208,7 @@ def exported(client: APIClient, image: str) -> Iterator[io.BufferedReader]:
         with client.get(address, stream=True, timeout=client.timeout) as response:
             if response.status_code != 200:  # noqa: PLR2004
                 raise ImageError(f"docker can't export {image}: {response.text.strip()}", fix="see 'docker info'")
+            response.raw.auto_close = False  # a reader reads once more after the end
             yield io.BufferedReader(response.raw, _CHUNK)
 
 

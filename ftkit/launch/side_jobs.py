@@ -237,7 +237,7 @@ _REPORT: Final = "ftkit-report "
 
 @dataclass(frozen=True)
 class NodeResult:
-    """The result of one node: its report (`ftkit.health.node`), and why it can't be used; empty if it can."""
+    """The result of one node: its report (`NodeReport` in `health`), and why it can't be used; empty if it can."""
 
     host: str
     report: dict[str, Any] | None

@@ -34,19 +34,15 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class RunResults:
-    """The results of a run; None if unknown.
+    """The results of a run as in its `History`; None if unknown.
 
     Attributes:
-        tokens_per_second_per_process: the median over the step records; a process has one GPU.
-        mfu: the median, from 0 to 1.
         predicted_gib: the plan's prediction of the peak memory of a device.
         measured_gib: peak memory of a device, the largest over ranks and stages.
-        training_seconds: time between the first and the last record of each start, without time in the queue.
         restart_reasons: for each restart, why the start before it ended; None if it was not recorded.
-        held_seconds: time in which the run occupied its processes, including start-up and repeated steps.
-        num_processes: number of processes of the newest start.
+        num_processes: number of processes of the newest start; each has one GPU.
         cost: cost of the GPUs of each start in `held_seconds`, by the cluster's `price_per_gpu_hour`, in its currency.
-        gpu_utilization: mean in percent, measured by the nodes' samplers, as are the next two.
+        gpu_utilization: mean in percent, measured by the nodes' samplers, as is the next one.
         gpu_power: mean of a GPU, in W.
         energy_kwh: energy of all GPUs.
     """

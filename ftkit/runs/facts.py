@@ -21,8 +21,7 @@ class RunFacts:
     """Facts of a run.
 
     Attributes:
-        plan: None if it can't be read.
-        plan_problem: why it can't be read: usually, another version of ftkit wrote it.
+        plan: None if it can't be read: usually, another version of ftkit wrote it.
         doubts: reasons why the run can't be repeated exactly.
         verdict: whether it reproduced the run that it repeats; None if it repeats none.
     """
@@ -56,12 +55,6 @@ def read_facts(layout: RunLayout) -> RunFacts:
         problem = error.what
     samples = read_samples(layout)
     return RunFacts(
-        plan=plan,
-        plan_problem=problem,
-        history=read_history(layout),
-        stragglers=find_stragglers(read_timings(layout)),
-        doubts=explain_missing_digests(layout),
-        verdict=judge(layout),
-        samples=samples,
-        gpus=summarize_samples(samples),
-    )
+        plan, problem, read_history(layout), find_stragglers(read_timings(layout)), explain_missing_digests(layout),
+        judge(layout), samples, summarize_samples(samples),
+    )  # fmt: skip

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +20,14 @@ from ftkit.files import atomic_file, open_regular
 from ftkit.paths import is_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import ModuleType
 
     from fsspec import AbstractFileSystem
 
 ResultT = TypeVar("ResultT")
+Progress = Callable[..., None]
+"""To call when bytes were copied; arguments are ignored."""
 
 ADVICE: Final[Mapping[str, str]] = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or run 'aws configure'",
@@ -53,37 +56,26 @@ _MIN_BYTES_PER_SECOND = 2**20
 """Minimum transfer rate of a store that works."""
 
 
-class Progress:
-    """Records when a call last made progress."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def note(self, *_: object, **__: object) -> None:
-        """Note that bytes were copied."""
-        self.last = time.monotonic()
-
-
 def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -> ResultT:
     """Return what a call returns; it runs in a thread, which is left behind if it hangs.
 
-    At most `unseen_bytes` are copied between two reports to the call's `Progress`.
+    The call gets a function to call at least after each `unseen_bytes` bytes.
 
     Raises:
         TimeoutError: the call made no progress.
     """
-    progress = Progress()
+    last = [time.monotonic()]
     future = Future[ResultT]()
     patience = _PATIENCE_SECONDS + unseen_bytes / _MIN_BYTES_PER_SECOND
 
     def run() -> None:
         try:
-            future.set_result(call(progress))
+            future.set_result(call(lambda *_, **__: last.__setitem__(0, time.monotonic())))
         except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    while (left := progress.last + patience - time.monotonic()) > 0:
+    while (left := last[0] + patience - time.monotonic()) > 0:
         try:
             return future.result(left)
         except TimeoutError:
@@ -95,8 +87,7 @@ def call_patiently(call: Callable[[Progress], ResultT], unseen_bytes: int = 0) -
 class Store:
     """A place for files: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`.
 
-    All methods raise PrerequisiteError if the driver's package is missing, the place can't be reached, or access is
-    denied.
+    All methods raise PrerequisiteError if the driver's package is missing, or the place can't be accessed.
     """
 
     def __init__(self, address: str) -> None:
@@ -175,7 +166,7 @@ class Store:
                 info = self._system.info(place)
             except FileNotFoundError:
                 return False
-            progress.note()
+            progress()
             if info["size"] != size:
                 return False
             if stored_md5 := info.get("md5Hash"):
@@ -186,7 +177,7 @@ class Store:
             with self._system.open(place, "rb", block_size=_READ_BYTES) as file:
                 while chunk := file.read(_READ_BYTES):
                     stored.update(chunk)
-                    progress.note()
+                    progress()
             return stored.digest() == _digest(path, "sha256", progress)
 
         return self._call("read", compare, local=path)
@@ -267,7 +258,7 @@ def _copy(source: Path, target: Path, progress: Progress) -> None:
     with open_regular(source) as read, target.open("wb") as written:
         while chunk := read.read(_READ_BYTES):
             written.write(chunk)
-            progress.note()
+            progress()
 
 
 def _digest(path: Path, algorithm: str, progress: Progress) -> bytes:
@@ -275,7 +266,7 @@ def _digest(path: Path, algorithm: str, progress: Progress) -> bytes:
     with open_regular(path) as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
-            progress.note()
+            progress()
     return digest.digest()
 
 
@@ -287,7 +278,7 @@ def _etag(path: Path, progress: Progress) -> str:
     with open_regular(path) as file:
         while part := file.read(_PART_BYTES):
             parts.append(hashlib.md5(part, usedforsecurity=False).digest())
-            progress.note()
+            progress()
     return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
@@ -302,7 +293,7 @@ def _fsspec() -> ModuleType:
 
 
 def _callback(progress: Progress) -> object:
-    return _fsspec().callbacks.Callback(hooks={"progress": progress.note})
+    return _fsspec().callbacks.Callback(hooks={"progress": progress})
 
 
 def open_driver(scheme: str, **options: object) -> AbstractFileSystem:

@@ -95,10 +95,9 @@ class RunCopy:
         return status
 
     def follow(self, is_over: Callable[[], bool], wait: Callable[[float], object]) -> SyncStatus:
-        """Update the copy until the run has ended (`is_over`) and the copy is complete.
+        """Update the copy until the run has ended, with one last update after that, even if it fails.
 
-        The pause doubles with each error. After the run's end, there is one last update, even if it fails. `wait`
-        sleeps for a number of seconds, or until the run has ended.
+        The pause doubles with each error. `wait` sleeps for a number of seconds, or until the run has ended.
         """
         pause = POLL_SECONDS
         while True:

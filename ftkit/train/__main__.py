@@ -67,8 +67,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
 
 
 def check() -> int:
-    """Check whether this environment can train."""
-    from ftkit.train.self_check import self_check  # noqa: PLC0415 - its imports are part of what is tried
+    """Check whether this environment can train: the imports are part of what is tried."""
+    from ftkit.train.trainer import self_check  # noqa: PLC0415
 
     try:
         sys.stdout.write(f"ftkit.train: trained on {self_check()}\n")
@@ -115,13 +115,10 @@ def silence_training() -> None:
       tensors that are saved.
     * fla misses flash-attn, for layers of its own that transformers does not use.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_kept)
-    warnings.filterwarnings("ignore", "Flash Attention is not installed", ImportWarning, r"fla\.")
-
-
-def _is_kept(record: logging.LogRecord) -> bool:
     reminder = "Detected that context_fn is passed to torch.utils.checkpoint under torch.compile."
-    return not record.getMessage().lstrip().startswith(reminder)
+    torch_log = logging.getLogger("torch._higher_order_ops.wrap")
+    torch_log.addFilter(lambda record: not record.getMessage().lstrip().startswith(reminder))
+    warnings.filterwarnings("ignore", "Flash Attention is not installed", ImportWarning, r"fla\.")
 
 
 if __name__ == "__main__":

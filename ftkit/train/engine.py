@@ -42,57 +42,33 @@ DEFAULT_SHARDING = ShardingOptions()
 
 @dataclass(frozen=True)
 class ShardingStats:
-    """How a model is sharded, as seen by one rank; elements are numbers of parameters.
-
-    Attributes:
-        num_units: modules whose parameters are all-gathered together.
-        num_sharded_layers: decoder layers that are such a unit.
-        checkpointed_layers: how many decoder layers have each mode of activation checkpointing.
-        total_elements: of the unsharded model; a 4-bit matrix counts as the weights that it encodes.
-        max_local_elements: an even share.
-        trainable_elements: of the unsharded model, with gradients.
-        quantized_elements: of the unsharded model, stored quantized.
-        offloaded_layers: decoder layers that save their activations in host memory.
-        is_unsharded: nothing is sharded; valid only on one process, whose even share is everything.
-    """
+    """How a model is sharded, as seen by one rank; elements are numbers of parameters of the unsharded model."""
 
     num_layers: int
-    num_units: int
-    num_sharded_layers: int
+    num_units: int  # modules whose parameters are all-gathered together
+    num_sharded_layers: int  # decoder layers that are such a unit
     checkpointed_layers: Mapping[ActivationCheckpointing, int]
-    total_elements: int
+    total_elements: int  # a 4-bit matrix counts as the weights that it encodes
     local_elements: int
-    max_local_elements: int
+    max_local_elements: int  # an even share
     trainable_elements: int
     quantized_elements: int = 0
-    offloaded_layers: int = 0
-    is_unsharded: bool = False
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """Elements of one parameter.
-
-    Attributes:
-        total: all of them, unsharded.
-        local: those on this rank.
-        allowed: the maximum on this rank.
-    """
-
-    total: int
-    local: int
-    allowed: int
+    offloaded_layers: int = 0  # decoder layers that save their activations in host memory
+    is_unsharded: bool = False  # valid only on one process, whose even share is everything
 
 
 def collect_sharding_stats(
     hf_model: nn.Module,
-    shard_of: Callable[[nn.Parameter], ParameterShard],
+    shard_of: Callable[[nn.Parameter], tuple[int, int, int]],
     num_units: int,
     num_sharded_layers: int,
     *,
     is_unsharded: bool = False,
 ) -> ShardingStats:
-    """Count the elements of a model; a quantized matrix counts as its weights."""
+    """Count the elements of a model; a quantized matrix counts as its weights.
+
+    `shard_of` returns the elements of a parameter: all of them, those on this rank, and the maximum on this rank.
+    """
     layers = find_decoder_layers(hf_model)
     shards = {parameter: shard_of(parameter) for parameter in hf_model.parameters()}
     layouts = [module.layout for module in hf_model.modules() if isinstance(module, QuantizedLinear)]
@@ -106,10 +82,10 @@ def collect_sharding_stats(
         num_units=num_units,
         num_sharded_layers=num_sharded_layers,
         checkpointed_layers=Counter(activation_checkpointing_of(layer) for layer in layers),
-        total_elements=sum(shard.total for shard in shards.values()) - stored_for_quantized + quantized,
-        local_elements=sum(shard.local for shard in shards.values()),
-        max_local_elements=sum(shard.allowed for shard in shards.values()),
-        trainable_elements=sum(shard.total for parameter, shard in shards.items() if parameter.requires_grad),
+        total_elements=sum(total for total, _, _ in shards.values()) - stored_for_quantized + quantized,
+        local_elements=sum(local for _, local, _ in shards.values()),
+        max_local_elements=sum(allowed for _, _, allowed in shards.values()),
+        trainable_elements=sum(total for parameter, (total, _, _) in shards.items() if parameter.requires_grad),
         quantized_elements=quantized,
         offloaded_layers=sum(is_offloaded(layer) for layer in layers),
         is_unsharded=is_unsharded,
@@ -138,12 +114,9 @@ class Engine(Protocol):
         """
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
-        """Clip the global gradient norm, update the weights and clear the gradients.
+        """Clip the global gradient norm, update the weights, clear the gradients; return the norm before clipping.
 
-        If the norm is not finite, weights and optimizer states do not change on any rank.
-
-        Returns:
-            The norm before clipping: a scalar on the device.
+        The norm is a scalar on the device. If it is not finite, weights and optimizer states do not change on any rank.
         """
 
     def inference(self) -> AbstractContextManager[CausalLM]:

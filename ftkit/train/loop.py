@@ -1,62 +1,299 @@
-"""The training loop."""
+"""The training loop, where a run stands in it, and its interface to the observers that are attached to it."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
+from ftkit.errors import DataError, TrainingError
+from ftkit.planning.plan import RunPlan
+from ftkit.runs.checkpoints import BestEvaluation, TrainState
+from ftkit.runs.records import RouterStats, SourceLoss
 from ftkit.train.causal_lm import SourceLosses
-from ftkit.train.components.batches import prefetched
+from ftkit.train.components.batches import BatchSchedule, StepBatch, prefetched
 from ftkit.train.components.optimizer import learning_rate_at
-from ftkit.train.engine import Engine
-from ftkit.train.observers.observer import Observers, StepOutcome
-from ftkit.train.observers.progress import Progress
-from ftkit.train.world import World
+from ftkit.train.model.routers import RouterSums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from ftkit.config.recipe import BestSpec
+    from ftkit.runs.records import EvaluationRecord
+    from ftkit.train.engine import Engine
+    from ftkit.train.world import World
+
+
+def train(world: World, engine: Engine, progress: Progress, observers: Observers, num_sources: int = 0) -> None:
+    """Train until the last step, early stopping or a stop request."""
+    device, training = world.device, progress.plan.recipe.training
+    steps = range(progress.step, progress.num_steps)
+    with observers, prefetched(progress.batches.step, steps, device) as batches:
+        while not progress.is_over:
+            observers.begin("batch")
+            batch = next(batches)
+            torch.manual_seed(_seed_of_step(training.seed, progress.step, world))
+            losses, source_losses = [], SourceLosses(num_sources, device)
+            for number, micro_batch in enumerate(batch.micro_batches, start=1):
+                observers.begin("forward")
+                loss = engine.forward(micro_batch, source_losses)
+                observers.begin("backward")
+                engine.backward(loss, batch.num_targets, is_last=number == len(batch.micro_batches))
+                losses.append(loss.detach())
+                del loss  # and its graph
+            observers.begin("update")
+            learning_rate = learning_rate_at(progress.step, progress.num_steps, training)
+            grad_norm = engine.step(learning_rate, training.max_grad_norm)  # clips the gradient first
+            router_sums = engine.model.routers.take()
+            progress.advance(batch)
+            total = torch.stack(losses).sum()
+            observers.end_step(StepOutcome(batch, total, source_losses, router_sums, grad_norm, learning_rate))
+
+
+def _seed_of_step(seed: int, step: int, world: World) -> int:
+    """Return the seed of what a model's own class draws; adapters' dropout has its own (`Dropout`).
+
+    Equal when a step is repeated after a resume, and on ranks that divide layers.
+    """
+    text = f"{seed} {step} {world.rank // world.tensor_parallel}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+# --- Progress ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """The steps of a run. The loop advances it; observers read it, and set whether training stops."""
+
+    plan: RunPlan
+    batches: BatchSchedule
+    state: TrainState  # after the last step that the host has queued
+    num_steps: int  # of the run, those before its newest checkpoint included
+    is_stopped: bool = False  # a stop was requested, on all ranks after the same step
+    is_best: bool = False  # the evaluation after the last step is the best one so far
+
+    def __post_init__(self) -> None:
+        self.first_step = self.state.step + 1
+
+    @classmethod
+    def resume(cls, plan: RunPlan, batches: BatchSchedule, state: TrainState) -> Self:
+        """Continue from a checkpoint's state, or begin.
+
+        A best evaluation by a metric that the run no longer compares is forgotten.
+        """
+        max_steps, criterion = plan.recipe.training.max_steps, plan.recipe.evaluation.selection
+        num_steps = (batches.count_steps() or 0) if max_steps is None else max_steps
+        if state.step > num_steps:
+            key = "num_epochs" if max_steps is None else "max_steps"
+            raise TrainingError(
+                f"the newest checkpoint is of step {state.step}, and the run is planned to end after step {num_steps}",
+                meaning=f"training.{key} was lowered below what is trained already",
+                fix=f"raise it to continue: ftkit resume {plan.id} training.{key}=N; "
+                f"or use the checkpoint as it is: ftkit export {plan.id}",
+            )
+        if criterion is None or (state.best is not None and state.best.metric != criterion.metric):
+            state = replace(state, best=None, evaluations_without_improvement=0)
+        return cls(plan, batches, state, num_steps)
+
+    def advance(self, batch: StepBatch) -> None:
+        """Count one more step."""
+        step = self.state.step + 1
+        self.state = replace(
+            self.state,
+            step=step,
+            num_packs=self.batches.num_packs_before(step),
+            num_tokens=self.state.num_tokens + batch.num_tokens,
+            num_targets=self.state.num_targets + batch.num_targets,
+        )
+
+    @property
+    def step(self) -> int:
+        """Number of steps so far, those before the newest checkpoint included."""
+        return self.state.step
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether the recipe's patience is exhausted by consecutive evaluations without improvement."""
+        patience = self.plan.recipe.evaluation.early_stopping_patience
+        return patience is not None and self.state.evaluations_without_improvement >= patience
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done."""
+        return self.step == self.num_steps or self.is_stopped_early
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows."""
+        return self.is_stopped or self.is_complete
+
+    @property
+    def outcome(self) -> Literal["completed", "stopped"]:
+        """How training ended."""
+        return "completed" if self.is_complete else "stopped"
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether an evaluation follows this step."""
+        evaluation = self.plan.recipe.evaluation
+        if evaluation.every_steps is None:
+            return False
+        if self.step == self.num_steps:  # the full evaluation follows after training
+            return evaluation.selection is not None
+        return self.step % evaluation.every_steps == 0
+
+    @property
+    def is_checkpoint_due(self) -> bool:
+        """Whether a checkpoint follows this step in any case."""
+        return self.step % self.plan.recipe.training.checkpoint_every_steps == 0
+
+    @property
+    def has_host_sync(self) -> bool:
+        """Whether the host waits for the device after this step anyway, so that the step can be reported first."""
+        is_end = self.step in {self.first_step, self.num_steps}
+        return is_end or self.is_stopped or self.is_evaluation_due or self.is_checkpoint_due
+
+    def add_evaluation(self, record: EvaluationRecord, criterion: BestSpec) -> None:
+        """Compare an evaluation with the best one so far, and count those without improvement.
+
+        As in transformers: any better value becomes the best one, but one that is better by at most the threshold does
+        not count as an improvement. A value that is not finite is never better.
+        """
+        check_is_measured(record, criterion)
+        state, threshold = self.state, self.plan.recipe.evaluation.early_stopping_threshold
+        value, gain = record.value_of(criterion.metric), math.inf
+        if state.best is not None:
+            gain = (state.best.value - value) * (1 if criterion.is_lower_better else -1)
+        if not math.isfinite(value) or gain <= 0:
+            gain = 0.0
+        self.is_best = gain > 0
+        self.state = replace(
+            state,
+            best=BestEvaluation(record.step, criterion.metric, value) if gain else state.best,
+            evaluations_without_improvement=0 if gain > threshold else state.evaluations_without_improvement + 1,
+        )
+
+
+def check_is_measured(record: EvaluationRecord | None, criterion: BestSpec | None) -> None:
+    """Check that an evaluation measured the metric that selects the best one: it would never be found."""
+    if record is None or criterion is None or record.measures(criterion.metric):
+        return
+    raise DataError(
+        f"evaluation.best.metric '{criterion.metric}' was not measured",
+        meaning="no row of the validation split that was evaluated has a score, such as tool calls for 'calls'",
+        fix=f"choose one that was: {', '.join(['loss', 'perplexity', *record.scores])}",
+    )
+
+
+# --- Observers -----------------------------------------------------------------------------------
+
+
+Phase = Literal["batch", "forward", "backward", "update", "reduce"]
 
 
 @dataclass(frozen=True)
-class TrainingLoop:
-    """Runs the optimizer steps of a run; all else is attached to it (`ftkit.train.observers.make_observers`)."""
+class StepOutcome:
+    """A step of this rank; tensors are on the device."""
 
-    world: World
-    engine: Engine
-    progress: Progress
-    observers: Observers
-    num_sources: int = 0
+    batch: StepBatch
+    loss: torch.Tensor  # summed over the targets of this rank
+    source_losses: SourceLosses
+    router_sums: RouterSums
+    grad_norm: torch.Tensor  # L2 norm of the whole gradient, over all ranks
+    learning_rate: float
 
-    def train(self) -> None:
-        """Train until the last step, early stopping or a stop request."""
-        engine, progress, device = self.engine, self.progress, self.world.device
-        training = progress.plan.recipe.training
-        steps = range(progress.step, progress.num_steps)
-        with self.observers as observers, prefetched(progress.batches.step, steps, device) as batches:
-            while not progress.is_over:
-                observers.begin("batch")
-                batch = next(batches)
-                torch.manual_seed(self._seed_of_step())
-                losses, source_losses = [], SourceLosses(self.num_sources, device)
-                for number, micro_batch in enumerate(batch.micro_batches, start=1):
-                    observers.begin("forward")
-                    loss = engine.forward(micro_batch, source_losses)
-                    observers.begin("backward")
-                    engine.backward(loss, batch.num_targets, is_last=number == len(batch.micro_batches))
-                    losses.append(loss.detach())
-                    del loss  # and its graph
-                observers.begin("update")
-                learning_rate = learning_rate_at(progress.step, progress.num_steps, training)
-                grad_norm = engine.step(learning_rate, training.max_grad_norm)  # clips the gradient first
-                router_sums = engine.model.routers.take()
-                progress.advance(batch)
-                total = torch.stack(losses).sum()
-                observers.end_step(StepOutcome(batch, total, source_losses, router_sums, grad_norm, learning_rate))
 
-    def _seed_of_step(self) -> int:
-        """Return the seed of what a model's own class draws; adapters' dropout has its own (`Dropout`).
+@dataclass(frozen=True)
+class StepTiming:
+    """Seconds of one step on the host's clock.
 
-        Equal when a step is repeated after a resume, and on ranks that divide layers.
-        """
-        seed, step = self.progress.plan.recipe.training.seed, self.progress.step
-        text = f"{seed} {step} {self.world.rank // self.world.tensor_parallel}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    The host runs ahead of a GPU by a step at most, so over several steps these are the GPU's seconds too.
+    """
+
+    seconds: float  # without checkpoints and evaluations
+    work_seconds: float  # forward, backward and optimizer
+    wait_seconds: float  # waiting for a batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step, reduced over all ranks; `loss` is the mean over its targets, `sources` has that of each source."""
+
+    step: int
+    batch: StepBatch
+    loss: float
+    sources: dict[str, SourceLoss]
+    grad_norm: float
+    learning_rate: float
+    stop_requested: bool
+    timing: StepTiming
+    routers: RouterStats | None = None
+
+
+class Observer:
+    """Attached to the training loop. A method that a subclass does not override does nothing."""
+
+    def start(self) -> None:
+        """Start before the first step."""
+
+    def begin(self, phase: Phase) -> None:
+        """Take notice of a phase of the next step; "forward" and "backward" begin once for each micro-batch."""
+
+    def reduce(self, outcome: StepOutcome) -> Iterable[StepResult]:
+        """Take a step that the host has queued; return the results that are known by now. Collective."""
+        del outcome
+        return ()
+
+    def report(self, result: StepResult) -> None:
+        """Take the result of a step, the same on all ranks, once the device has completed it."""
+
+    def end_step(self) -> None:
+        """Take notice that the host has queued a step, which `Progress` counts; what takes long belongs here."""
+
+    def finish(self) -> None:
+        """Take notice that training ended without an error."""
+
+    def close(self) -> None:
+        """End after the last step, or after an error."""
+
+
+class Observers:
+    """Calls observers in the order of their list; at the end in reverse."""
+
+    def __init__(self, observers: list[Observer]) -> None:
+        self.all = observers
+        self._stack = ExitStack()
+
+    def begin(self, phase: Phase) -> None:
+        for observer in self.all:
+            observer.begin(phase)
+
+    def end_step(self, outcome: StepOutcome) -> None:
+        """Report the results that are known after a step, and tell all that it ends."""
+        self.begin("reduce")
+        for result in chain.from_iterable(observer.reduce(outcome) for observer in self.all):
+            for observer in self.all:
+                observer.report(result)
+        for observer in self.all:
+            observer.end_step()
+
+    def __enter__(self) -> Self:
+        for observer in self.all:
+            observer.start()
+            self._stack.callback(observer.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if error is None:
+                for observer in self.all:
+                    observer.finish()

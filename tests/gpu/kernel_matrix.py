@@ -29,14 +29,13 @@ from ftkit.models.adapters import LoraSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
-from ftkit.train.distributed.checks import verify_isolation, verify_logits
-from ftkit.train.distributed.engines import make_engine
-from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits
 from ftkit.train.model.attention import choose_kernel, register_kernel
 from ftkit.train.model.hf_model import build_empty, find_decoder_layers, make_config
 from ftkit.train.model.linears import QuantizedLinear
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.model.pretrained import init_weights
+from ftkit.train.trainer import make_engine
 from ftkit.train.world import World, init_world
 
 if TYPE_CHECKING:

@@ -50,8 +50,8 @@ case "$*" in
     if [ -e /slow ]; then sleep 60; fi
     if [ -e /broken ]; then echo "collecting"; echo "ERROR: no such package: left-pad"; exit 1; fi ;;
 *"pip install"*) true ;;
-*"self_check --sbom"*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$4" ;;
-*self_check*)
+*"inside --sbom"*) echo '{"bomFormat": "CycloneDX", "components": []}' >"$4" ;;
+*images.inside*)
     if [ -e /replaced ]; then echo "torch of the base was replaced"; exit 1; fi
     if [ ! -e /silent ]; then echo "ftkit: the image is as its definition says"; fi ;;
 esac

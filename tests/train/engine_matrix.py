@@ -40,16 +40,15 @@ from ftkit.models.families import MEASURED
 from ftkit.planning.plan import PlacementPlan
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed import fsdp2
-from ftkit.train.distributed.checks import verify_isolation, verify_logits, verify_sharding
-from ftkit.train.distributed.collectives import find_error, make_collectives
-from ftkit.train.distributed.engines import make_engine
+from ftkit.train.distributed.collectives import AllGather, CopyEngineCollectives, ReduceScatter
 from ftkit.train.distributed.pack_parallel import whole_pack_attention
-from ftkit.train.distributed.probe import run_probe
+from ftkit.train.distributed.verification import run_probe, verify_isolation, verify_logits, verify_sharding
 from ftkit.train.engine import ShardingOptions
 from ftkit.train.model.hf_model import make_config
 from ftkit.train.model.lora import init_adapters, prepare_method
 from ftkit.train.param_count import count_method
 from ftkit.train.private_apis.transformers import CONVERTS_WEIGHTS
+from ftkit.train.trainer import make_engine
 from ftkit.train.world import DTYPES, ContextGroup, World, init_world, with_tensor_parallel
 
 if TYPE_CHECKING:
@@ -173,8 +172,10 @@ def copied_collectives(training: TrainingPlan, world: World) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.gather_objects(own)[0])
         memories = (FileMemory(folder / name, world) for name in ("gathered", "reduced"))
-        made = make_collectives(*memories, DTYPES[training.reduce_precision])
-        assert not find_error(made, world)  # both ranks have the files open: the files are unlinked, the memory stays
+        gathered, reduced = memories
+        averaged_in = DTYPES[training.reduce_precision]
+        made = CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
+        assert not made.find_error(world)  # both ranks have the files open: the files are unlinked, the memory stays
     with patch.object(fsdp2, "choose_collectives", lambda *_: made):
         yield
 

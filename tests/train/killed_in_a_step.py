@@ -15,8 +15,9 @@ from typing import Any
 
 from ftkit.train import trainer
 from ftkit.train.__main__ import main
-from ftkit.train.observers import Saving, StepMetrics
-from ftkit.train.observers.observer import Observer, Observers
+from ftkit.train.loop import Observer, Observers
+from ftkit.train.observers import Saving
+from ftkit.train.observers.step_metrics import StepMetrics
 
 STEP, PACE = int(sys.argv[1]), sys.argv[2]
 HAPPENS = sys.argv[3] if len(sys.argv) > 4 else "kill"

@@ -26,8 +26,8 @@ from ftkit.config.training import RECOMPUTES_LAYERS, ActivationCheckpointing, Me
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED, MeasuredFamily, family_of
 from ftkit.train.causal_lm import MicroBatch
-from ftkit.train.distributed.checks import verify_sharding
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
+from ftkit.train.distributed.verification import verify_sharding
 from ftkit.train.memory import activation_checkpointing as checkpointing
 from ftkit.train.memory.activation_checkpointing import activation_checkpointing_of, apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import ActivationOffload, _addresses

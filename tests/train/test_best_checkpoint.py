@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
 from ftkit.runs.checkpoints import BestEvaluation, TrainState, find_best, read_marker
 from ftkit.runs.records import EndRecord, EvaluationRecord
-from ftkit.train.observers.progress import with_evaluation
+from ftkit.train.loop import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,31 +106,41 @@ def record(step: int, loss: float) -> EvaluationRecord:
     return EvaluationRecord(0.0, step, "during", loss, math.nan, None, ())
 
 
+def progress_with(state: TrainState, threshold: float = 0.0, criterion: BestSpec | None = None) -> Progress:
+    evaluation = SimpleNamespace(early_stopping_threshold=threshold, selection=criterion or BestSpec())
+    recipe = SimpleNamespace(evaluation=evaluation, training=SimpleNamespace(max_steps=99))
+    plan: Any = SimpleNamespace(recipe=recipe)
+    no_batches: Any = None
+    return Progress.resume(plan, no_batches, state)
+
+
 @given(st.lists(st.floats(width=16), max_size=30), st.floats(0, 2))
 def test_the_best_evaluation_is_the_first_minimum_and_only_larger_gains_reset_patience(
     losses: list[float], threshold: float
 ) -> None:
-    state = TrainState(0, "data")
+    progress = progress_with(TrainState(0, "data"), threshold)
     waited = 0
     for step, loss in enumerate(losses, start=1):
         before = min((each for each in losses[: step - 1] if math.isfinite(each)), default=math.inf)
         waited = 0 if math.isfinite(loss) and before - loss > threshold else waited + 1
-        state = with_evaluation(state, record(step, loss), BestSpec(), threshold)
-    finite = [each for each in losses if math.isfinite(each)]
+        progress.add_evaluation(record(step, loss), BestSpec())
+        assert progress.is_best == (progress.state.best is not None and progress.state.best.step == step)
+    state, finite = progress.state, [each for each in losses if math.isfinite(each)]
     assert (state.best.value if state.best else None) == min(finite, default=None)
     assert state.best is None or losses.index(state.best.value) + 1 == state.best.step
     assert state.evaluations_without_improvement == waited
 
 
 def test_a_best_metric_that_no_row_has_a_score_of_ends_the_run() -> None:
-    measured = replace(record(1, 2.0), scores={"exact_match": 0.5})
-    with pytest.raises(DataError, match="'calls'") as caught:
-        with_evaluation(TrainState(1, "data"), measured, BestSpec(metric="calls"), 0.0)
+    measured, progress = replace(record(1, 2.0), scores={"exact_match": 0.5}), progress_with(TrainState(1, "data"))
+    with pytest.raises(DataError, match=r"'calls'") as caught:
+        progress.add_evaluation(measured, BestSpec(metric="calls"))
     assert caught.value.fix.endswith("loss, perplexity, exact_match")
-    with_evaluation(TrainState(1, "data"), record(1, math.nan), BestSpec(), 0.0)  # measured, though not finite
+    progress.add_evaluation(record(1, math.nan), BestSpec())  # measured, though not finite
 
 
 def test_a_changed_metric_resets_the_best_evaluation() -> None:
-    state = with_evaluation(TrainState(1, "data"), record(1, 2.0), BestSpec(), 0.0)
-    again = with_evaluation(state, replace(record(2, 3.0), perplexity=20.0), BestSpec(metric="perplexity"), 0.0)
-    assert again.best == BestEvaluation(2, "perplexity", 20.0)
+    state = TrainState(1, "data", BestEvaluation(1, "loss", 2.0), evaluations_without_improvement=3)
+    assert progress_with(state).state == state
+    changed = progress_with(state, criterion=BestSpec(metric="perplexity")).state
+    assert (changed.best, changed.evaluations_without_improvement) == (None, 0)

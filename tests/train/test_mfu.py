@@ -17,9 +17,8 @@ from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.components.batches import BatchSchedule
-from ftkit.train.observers.metrics import MfuMeter, StepReporter, count_flops
-from ftkit.train.observers.observer import StepResult, StepTiming
-from ftkit.train.observers.progress import Progress
+from ftkit.train.loop import Progress, StepResult, StepTiming
+from ftkit.train.observers.step_metrics import MfuMeter, StepReporter, count_flops
 from ftkit.train.world import ContextGroup
 
 if TYPE_CHECKING:

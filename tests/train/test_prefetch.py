@@ -57,7 +57,7 @@ def test_an_error_of_the_thread_is_raised_in_place_of_its_batch() -> None:
 
     with prefetched(build, range(9), HOST) as batches:
         assert [next(batches).num_targets for _ in range(2)] == [0, 1]
-        with pytest.raises(OSError, match="the disk is gone"):
+        with pytest.raises(OSError, match="disk"):
             next(batches)
     assert threads_that_build() == []
 

@@ -10,7 +10,7 @@ import torch
 from ftkit.config.recipe import ProfileSpec
 from ftkit.errors import TrainingError
 from ftkit.planning.layout import RunLayout
-from ftkit.train.observers.observer import Observers
+from ftkit.train.loop import Observers
 from ftkit.train.observers.profiler import Profiler, check_profile
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"
 SPEC = ProfileSpec(enabled=True, wait_steps=1, warmup_steps=1, active_steps=2, cycles=2)
 
 
-no_results: Any = None
-
-
 def steps_in(trace: Path) -> list[str]:
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
@@ -34,7 +31,7 @@ def steps_in(trace: Path) -> list[str]:
 
 
 def take_steps(spec: ProfileSpec, layout: RunLayout, world: World, num_steps: int) -> list[str]:
-    with Observers(no_results, [Profiler(spec, layout, world)]) as observers:
+    with Observers([Profiler(spec, layout, world)]) as observers:
         for _ in range(num_steps):
             torch.ones(8, device=world.device).sum()
             observers.all[0].end_step()
@@ -65,7 +62,7 @@ def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) ->
     layout = RunLayout(tmp_path)
 
     def fail() -> None:
-        with Observers(no_results, [Profiler(SPEC, layout, world)]) as observers:
+        with Observers([Profiler(SPEC, layout, world)]) as observers:
             for _ in range(3):
                 observers.all[0].end_step()
             raise MemoryError
@@ -77,7 +74,7 @@ def test_a_failing_run_writes_its_partial_trace(world: World, tmp_path: Path) ->
 
 def test_a_run_shorter_than_its_profile_is_rejected() -> None:
     check_profile(SPEC, 8)
-    with pytest.raises(TrainingError, match="takes 8 steps, the run has 7"):
+    with pytest.raises(TrainingError, match=r"8 steps.* 7"):
         check_profile(SPEC, 7)
 
 

@@ -44,4 +44,4 @@ def test_records_are_buffered_while_the_disk_is_full_and_then_written_completely
     recorder.write(records[3])
     assert [record.time for record in read_records(path)] == [0.0, 1.0, 2.0, 9.0, 3.0]
     assert [record.time for record in sent] == [0.0, 1.0, 2.0, 3.0]
-    assert caplog.text.count("can't be written: No space left on device; its records are kept in memory") == 1
+    assert caplog.text.count("kept in memory") == 1

@@ -76,7 +76,7 @@ def test_a_push_resumes_compares_digests_and_does_not_overwrite_another_export(
     assert Store(address).sizes() == {name: (export / name).stat().st_size for name in names}
     if where == "s3":
         tag = client.head_object(Bucket=BUCKET, Key="models/demo/model.safetensors")["ETag"]
-        assert tag.strip('"') == store_module._etag(export / "model.safetensors", store_module.Progress())
+        assert tag.strip('"') == store_module._etag(export / "model.safetensors", print)
         assert tag.endswith('-3"')
     damaged = tmp_path / "damaged"
     content = bytearray((export / "model.safetensors").read_bytes())
@@ -188,7 +188,7 @@ def test_a_slow_call_that_makes_progress_does_not_time_out(monkeypatch: pytest.M
     def work(progress: store_module.Progress) -> str:
         for _ in range(6):
             time.sleep(0.1)
-            progress.note()
+            progress()
         return "done"
 
     assert store_module.call_patiently(work) == "done"

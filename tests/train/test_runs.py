@@ -207,7 +207,7 @@ def test_accumulation_and_activation_checkpointing_change_only_memory(
         "evaluation.generation=null",
     )
     frugal.train()
-    assert frugal.records(VerificationRecord)[0].checks["layers with checkpointing 'full'"] == 2
+    assert [value for key, value in frugal.records(VerificationRecord)[0].checks.items() if "'full'" in key] == [2]
     for step, (loss, _) in frugal.losses().items():
         assert loss == pytest.approx(finished_run.losses()[step][0], abs=2e-5)
 

@@ -21,7 +21,7 @@ from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import DataError
-from ftkit.train.components.generation import make_prompts
+from ftkit.train.components.export_record import make_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path

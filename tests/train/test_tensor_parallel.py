@@ -14,7 +14,7 @@ from ftkit.errors import TrainingError
 from ftkit.models.folder import ADAPTER_FILE
 from ftkit.runs.records import EvaluationRecord, VerificationRecord
 from ftkit.train.checkpoint.loading import read_state, saved_sizes
-from ftkit.train.components.adamw8bit import _codes
+from ftkit.train.components.optimizer import _code
 from ftkit.train.distributed.pack_parallel import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
         stored = torch.empty(sizes[f"{name}_8bit"], dtype=torch.uint8)
         scales = torch.empty(sizes[f"{name}_absmax"])
         read_state({f"{prefix}{name}_8bit": stored, f"{prefix}{name}_absmax": scales}, checkpoint)
-        code = _codes(stored.device)[name.rpartition(".")[2]]
+        code = _code(name.rpartition(".")[2], stored.device)
         found[name] = code[stored.long()] * scales.repeat_interleave(stored.shape[-1] // scales.shape[-1], dim=-1)
     return found
 

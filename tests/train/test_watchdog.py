@@ -49,4 +49,4 @@ def test_the_rank_that_the_others_wait_for_is_reported(reports: dict[int, HangRe
 
 
 def test_only_some_of_many_ranks_are_listed() -> None:
-    assert describe_culprits({}, 64, 7) == "no report from ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
+    assert describe_culprits({}, 64, 7).endswith(" ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more")

@@ -20,7 +20,7 @@ from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.choices import least_memory
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.planner import plan_model
-from ftkit.train.components.export import ExportedParts, export
+from ftkit.train.components.exporter import ExportedParts, export
 from ftkit.train.components.generation import Generation
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine
 from ftkit.train.model.hf_model import TextConfig, make_config

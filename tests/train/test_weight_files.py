@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ftkit.errors import TrainingError
 from ftkit.models.adapters import LoraSpec
-from ftkit.train.components.export_files import write_weights
+from ftkit.train.components.exporter import write_weights
 from ftkit.train.model.lora import AdaptedTensors, MergedTensors
 from ftkit.train.model.weight_conversion import LazyTensors
 
@@ -62,7 +62,7 @@ def test_safetensors_reads_the_tensors_and_their_files_have_the_returned_digests
 
 @pytest.mark.parametrize("given", [torch.ones(3, 2), torch.ones(2, 3).bfloat16()], ids=["shape", "dtype"])
 def test_a_tensor_of_another_model_is_refused(given: torch.Tensor, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"'a' of the model is float32 \[2, 3\]"):
+    with pytest.raises(TrainingError, match=r"'a' .* float32 \[2, 3\]"):
         write_weights({"a": torch.ones(2, 3, device="meta")}, [("a", given)], tmp_path)
 
 

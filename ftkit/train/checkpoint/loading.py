@@ -67,12 +67,20 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
     """Load the newest undamaged checkpoint; None if there is no checkpoint. Collective: every rank must call it.
 
     `data` is the fingerprint of the prepared data.
-
-    Raises:
-        TrainingError: all checkpoints are damaged, or the newest undamaged one belongs to other data.
     """
-    damaged = []
-    for step, folder in reversed(_list_on_first_rank(layout, world)):
+    found: list[tuple[int, Path]] = []
+    if world.is_first:
+        try:
+            found = layout.list_checkpoints()
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoints of this run can't be listed: {error}",
+                meaning="you lack permission to read them, or the file system is unreachable",
+                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
+            ) from error
+    # Rank 0's list: a shared file system may show other ranks an older state.
+    listed, damaged = world.gather_objects(found)[0], []
+    for step, folder in reversed(listed):
         marker, damage = _check(step, folder, world)
         if marker is None:
             log.warning("checkpoint %s is damaged (%s): trying the one before it", folder.name, damage)
@@ -96,11 +104,7 @@ def load_newest(engine: Engine, layout: RunLayout, world: World, data: str) -> T
 
 
 def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> bool:
-    """Load the checkpoint of the best evaluation; return False if it is damaged. Collective.
-
-    Raises:
-        TrainingError: it belongs to another model.
-    """
+    """Load the checkpoint of the best evaluation; return False if it is damaged. Collective."""
     folder = layout.checkpoint(step)
     marker, damage = _check(step, folder, world)
     if marker is None:
@@ -110,34 +114,9 @@ def load_best(engine: Engine, layout: RunLayout, world: World, step: int) -> boo
     return True
 
 
-def _list_on_first_rank(layout: RunLayout, world: World) -> list[tuple[int, Path]]:
-    """Return rank 0's list of checkpoints: a shared file system may show other ranks an older state."""
-    found: list[tuple[int, Path]] = []
-    if world.is_first:
-        try:
-            found = layout.list_checkpoints()
-        except OSError as error:
-            raise TrainingError(
-                f"the checkpoints of this run can't be listed: {error}",
-                meaning="you lack permission to read them, or the file system is unreachable",
-                fix=f"make {layout.checkpoints} readable, then: ftkit resume {layout.root.name}",
-            ) from error
-    listed: list[tuple[int, Path]] = world.gather_objects(found)[0]
-    return listed
-
-
 def _check(step: int, folder: Path, world: World) -> tuple[Marker | None, str]:
-    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks.
-
-    Each rank reads its share of the files.
-    """
-    try:
-        marker = read_marker(folder, step)
-        own = find_damage(folder, marker, sorted(marker.files)[world.rank :: world.size])
-        if not own and world.is_first:
-            _check_index(folder, marker)
-    except DamagedCheckpointError as error:
-        own = [str(error)]
+    """Return the marker of an undamaged checkpoint, or the damage; the same on all ranks."""
+    marker, own = _compare(folder, step, world.rank, world.size)
     damage = sorted(set().union(*world.gather_objects(own)))
     return (None, ", ".join(damage)) if damage else (marker, "")
 
@@ -155,46 +134,39 @@ def _load(engine: Engine, folder: Path) -> None:
 
 def describe_damage(folder: Path, step: int) -> str:
     """Compare a whole checkpoint with its marker and check its index; return the damage, or an empty text."""
+    return ", ".join(_compare(folder, step)[1])
+
+
+def _compare(folder: Path, step: int, rank: int = 0, size: int = 1) -> tuple[Marker | None, list[str]]:
+    """Compare a rank's share of the files with the marker, and on rank 0 the marker with the index."""
+    marker, damage = None, []
     try:
         marker = read_marker(folder, step)
-        if damaged := find_damage(folder, marker, sorted(marker.files)):
-            return f"{', '.join(damaged)}: changed, truncated, or missing"
-        _check_index(folder, marker)
+        changed = find_damage(folder, marker, sorted(marker.files)[rank::size])
+        damage = [f"{name}: changed, truncated, or missing" for name in changed]
+        if not damage and rank == 0:
+            needed = {place.relative_path for place in read_index(folder).storage_data.values()}
+            if unlisted := needed - marker.files.keys():
+                damage = [f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'"]
     except DamagedCheckpointError as error:
-        return str(error)
-    return ""
-
-
-def _check_index(folder: Path, marker: Marker) -> None:
-    """Check that the marker lists all files that the index needs.
-
-    Raises:
-        DamagedCheckpointError: it does not, or the index is damaged.
-    """
-    try:
-        needed = {place.relative_path for place in read_index(folder).storage_data.values()}
+        damage = [str(error)]
     except AttributeError as error:
-        raise DamagedCheckpointError(f"{INDEX}: {error}") from error
-    if unlisted := needed - marker.files.keys():
-        raise DamagedCheckpointError(f"{INDEX}: {MARKER} does not list its '{min(unlisted)}'")
+        damage = [f"{INDEX}: {error}"]
+    return marker, damage
 
 
 # --- Tensors -------------------------------------------------------------------------------------
 
 
-def read_state(state: State, folder: Path) -> None:
+def read_state(state: State, folder: Path, reader: FileSystemReader | None = None) -> None:
     """Fill the tensors of nested dictionaries in place, from a checkpoint of any world size.
 
     Collective if there is a process group: every rank must call it. `state` contains only tensors.
     """
-    _read(state, _Reader(folder))
-
-
-def _read(state: State, reader: _Reader) -> None:
     with warnings.catch_warnings():
         # `ftkit generate` and `ftkit export` read a checkpoint in a single process without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        state_dict_loader.load(state, storage_reader=reader, planner=_TensorsOnlyPlanner())
+        state_dict_loader.load(state, storage_reader=reader or _Reader(folder), planner=_TensorsOnlyPlanner())
 
 
 def saved_sizes(folder: Path, prefix: str) -> dict[str, torch.Size]:
@@ -226,7 +198,7 @@ class CheckpointTensors(LazyTensors):
         Raises:
             DamagedCheckpointError: the index is damaged, or belongs to another model.
         """
-        self._reader, self._lock = _Reader(folder), Lock()
+        self._folder, self._reader, self._lock = folder, _Reader(folder), Lock()
         self._stored = _tensors_of(self._reader.read_metadata(), _MODEL)
         self._shapes = shapes
         super().__init__(self._stored)
@@ -240,7 +212,7 @@ class CheckpointTensors(LazyTensors):
         stored = self._stored[name]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         with self._lock:
-            _read({_MODEL + name: tensor}, self._reader)
+            read_state({_MODEL + name: tensor}, self._folder, self._reader)
         return tensor.view(self._shapes[name])
 
 

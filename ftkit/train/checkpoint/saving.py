@@ -78,7 +78,7 @@ class Checkpointer:
         self._write_record = write
         # The order of two threads' collectives in one group could differ between ranks.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_set_device, initargs=(world.device,))
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._snapshot = HostSnapshot(world)
         self._has_room: bool | None = None
         self._save: _Save | None = None
@@ -103,11 +103,7 @@ class Checkpointer:
             self._thread.shutdown()
 
     def save(self, engine: Engine, progress: TrainState, *, in_background: bool) -> None:
-        """Start to write a checkpoint once the previous one is complete. Collective: every rank must call it.
-
-        Raises:
-            TrainingError: this one, or the previous one, can't be written.
-        """
+        """Start to write a checkpoint once the previous one is complete. Collective: every rank must call it."""
         began = time.perf_counter()
         self.wait()
         state = engine.state()
@@ -123,20 +119,12 @@ class Checkpointer:
             self.wait()
 
     def report_ended(self) -> None:
-        """Report the current checkpoint if it is complete.
-
-        Raises:
-            TrainingError: it can't be written.
-        """
+        """Report the current checkpoint if it is complete."""
         if self._save is not None and self._save.ended.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the current checkpoint, if there is one, and report it.
-
-        Raises:
-            TrainingError: it can't be written.
-        """
+        """Wait for the current checkpoint, if there is one, and report it."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -176,25 +164,23 @@ class Checkpointer:
         return self._has_room
 
     def _write(self, state: State, progress: TrainState) -> float:
-        """Write a checkpoint, in the thread; return the time at which it was complete.
-
-        Raises:
-            _SaveError: on all ranks.
-        """
-        final = self._plan.layout.checkpoint(progress.step)
+        """Write a checkpoint, in the thread; return the time at which it was complete."""
+        if self._world.device.type == "cuda":
+            torch.cuda.set_device(self._world.device)  # a new thread starts on the first one
+        is_first, final = self._world.is_first, self._plan.layout.checkpoint(progress.step)
         folder = final.with_name(f".{final.name}.partial")
         # With look-ahead, the writer would wait for training's stream every few megabytes.
         writer = partial(FileSystemWriter, folder, per_thread_copy_ahead=0)
         save = state_dict_saver.save
         try:
-            self._on_first_rank(lambda: _make_empty(folder))
+            self._on_all_ranks(lambda: _make_empty(folder) if is_first else None)
             self._on_all_ranks(lambda: save(state, storage_writer=writer(), process_group=self._group))
             parts = self._on_all_ranks(
                 lambda: {path.name: SavedFile.of(path) for path in sorted(folder.glob(f"__{self._world.rank}_*"))}
             )
-            self._on_first_rank(lambda: self._complete(folder, final, progress, parts))
+            self._on_all_ranks(lambda: self._complete(folder, final, progress, parts) if is_first else None)
         except _SaveError:
-            if self._world.is_first:
+            if is_first:
                 with suppress(OSError):
                     remove(folder)  # the partial checkpoint may be what fills the disk
             raise
@@ -207,27 +193,17 @@ class Checkpointer:
             files |= part
         write_json(folder / MARKER, Marker(FORMAT_VERSION, progress, self._world.size, files))
         publish(folder, final)  # a damaged one of the same step is replaced
-        training, best = self._plan.recipe.training, progress.best
+        training, best = self._plan.recipe.training, progress.best.step if progress.best else None
         try:
             delete_oldest(
-                self._plan.layout,
-                progress.step,
-                training.keep_checkpoints,
-                keep_every=training.keep_every_steps,
-                best=None if best is None else best.step,
-            )
+                self._plan.layout, progress.step, training.keep_checkpoints,
+                keep_every=training.keep_every_steps, best=best,
+            )  # fmt: skip
         except OSError as error:
             log.warning("an older checkpoint can't be deleted: %s", error)
 
-    def _on_first_rank(self, action: Callable[[], object]) -> None:
-        self._on_all_ranks(lambda: action() if self._world.is_first else None)
-
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Run one stage of a save; return its results on all ranks. Collective.
-
-        Raises:
-            _SaveError: on all ranks, if it failed on one.
-        """
+        """Run one stage of a save; return its results on all ranks. Collective."""
         value, reason = None, ""
         try:
             value = action()
@@ -246,21 +222,12 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _set_device(device: torch.device) -> None:
-    """Set the thread's GPU: every new thread starts on the first one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def delete_oldest(
     layout: RunLayout, step: int, keep: int, *, keep_every: int | None = None, best: int | None = None
 ) -> None:
     """Delete all checkpoints up to a step except the newest, the best, and those of multiples of `keep_every_steps`.
 
     Later checkpoints don't count: they are damaged, or training would have resumed from them.
-
-    Raises:
-        OSError: one can't be deleted.
     """
     for old, folder in [found for found in layout.list_checkpoints() if found[0] <= step][:-keep]:
         if old == best or (keep_every is not None and old % keep_every == 0):
@@ -288,7 +255,7 @@ class HostSnapshot:
         """Return the state, nested dictionaries and lists, with each tensor in host memory."""
         tensors = [local_tensor(tensor) for tensor in find_tensors(state)]
         # A parameter that never got a gradient has no optimizer state yet, so later states may have more tensors.
-        if [_layout(tensor) for tensor in tensors] != [_layout(buffer) for buffer in self._buffers]:
+        if [(each.shape, each.dtype) for each in tensors] != [(each.shape, each.dtype) for each in self._buffers]:
             self._buffers = [empty_pinned_like(tensor) for tensor in tensors]
         buffers = iter(self._buffers)
 
@@ -296,19 +263,13 @@ class HostSnapshot:
             host = next(buffers).copy_(local_tensor(tensor), non_blocking=True)
             if not isinstance(tensor, DTensor):
                 return host
-            mesh = self._world.on_host(tensor.device_mesh)
-            return DTensor.from_local(
-                host, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
+            mesh, shape, stride = self._world.on_host(tensor.device_mesh), tensor.shape, tensor.stride()
+            return DTensor.from_local(host, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
         copied: State = map_instances(torch.Tensor, copy, state)
         if self._world.device.type == "cuda":
             torch.cuda.synchronize()  # host sync: the next step would change tensors during their copy
         return copied
-
-
-def _layout(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def state_bytes(state: State) -> int:

@@ -38,16 +38,11 @@ NUM_AHEAD = 2
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step: this process's micro-batches, and what the step trains on over all processes.
-
-    Attributes:
-        num_targets: tokens in the loss.
-        document_lengths: int64 [documents], tokens of each document, without padding.
-    """
+    """A step: this process's micro-batches, and what the step trains on over all processes."""
 
     micro_batches: list[MicroBatch]
-    num_targets: int
-    document_lengths: NDArray[np.int64]
+    num_targets: int  # tokens in the loss
+    document_lengths: NDArray[np.int64]  # [documents], without padding
 
     @property
     def num_tokens(self) -> int:
@@ -56,14 +51,11 @@ class StepBatch:
 
     def pinned(self) -> StepBatch:
         """Return it in pinned memory, from which copies to a GPU are asynchronous."""
-        return self._each(MicroBatch.pinned)
+        return replace(self, micro_batches=[micro_batch.pinned() for micro_batch in self.micro_batches])
 
     def on(self, device: torch.device) -> StepBatch:
         """Return it on a device."""
-        return self._each(lambda micro_batch: micro_batch.on(device))
-
-    def _each(self, change: Callable[[MicroBatch], MicroBatch]) -> StepBatch:
-        return replace(self, micro_batches=[change(micro_batch) for micro_batch in self.micro_batches])
+        return replace(self, micro_batches=[micro_batch.on(device) for micro_batch in self.micro_batches])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +66,19 @@ class BatchSchedule:
     begins with the pack after those of its checkpoint, whose last step may have had fewer: the plan had fewer epochs.
     After `num_packs_in_run`, the end of the last epoch, packs are empty and have no targets, so that every process
     takes part in every collective.
-
-    Attributes:
-        rank: this process's part of a batch, of `size` parts.
-        state: of the checkpoint that the run resumes from.
     """
 
     store: PackStore
     plan: BatchPlan
     seed: int
     num_packs_in_run: int | None
-    rank: int
+    rank: int  # this process's part of a batch, of `size` parts
     size: int
     is_packed: bool = True
     is_mixed: bool = False
     marks_padding: bool = True
     context: ContextGroup = ALONE
-    state: TrainState = START
+    state: TrainState = START  # of the checkpoint that the run resumes from
 
     def packs_of_step(self, step: int) -> list[int]:
         """Return the packs of a step over all processes; fewer than a full batch at the end of the last epoch."""
@@ -151,40 +139,32 @@ def to_micro_batch(
     marks_padding: bool = True,
     context: ContextGroup = ALONE,
 ) -> MicroBatch:
-    """Convert packs, as `PackStore.read` returns them, to a micro-batch on a device.
+    """Convert packs, as `PackStore.read` returns them, int32 [packs, 4, length], to a micro-batch on a device.
 
-    Args:
-        packs: int32 [packs, 4, length].
-        device: the destination.
-        first_tokens: int64 [packs], the number of each one's first token in the data; of the first packs if None.
-        is_mixed: whether each label gets its source.
-        marks_padding: whether to find the padding, for the routers of a mixture of experts.
-        context: decides which part of each pack this process takes.
+    `first_tokens` has the number of each one's first token in the data, int64 [packs]; None for the first packs.
+    `marks_padding` finds the padding, for the routers of a mixture of experts. Of each pack, this process takes the
+    part that `context` decides.
     """
-    positions = packs[:, 2]
-    is_token = ~find_padding(packs)[:, context.part(packs.shape[2])] if marks_padding else None
-    cu_seqlens = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-    local = packs[:, :, context.part(packs.shape[2])]
-    position_ids = positions[:, context.gathered_part(packs.shape[2])]
+    num_packs, _, length = packs.shape
+    positions, local, gathered = packs[:, 2], packs[:, :, context.part(length)], context.gathered_part(length)
     labels = local[:, 1].reshape(-1)
-    place = np.arange(packs.shape[2])
-    numbers = (len(place) * np.arange(len(packs)) if first_tokens is None else first_tokens)[:, None] + place
     index = np.flatnonzero(labels != IGNORED)
+    first = length * np.arange(num_packs) if first_tokens is None else first_tokens
+    numbers = first[:, None] + np.arange(length)
 
-    def tensor(values: NDArray[np.integer], dtype: type[np.integer]) -> torch.Tensor:
+    def tensor(values: NDArray[np.integer], dtype: type[np.integer] = np.int64) -> torch.Tensor:
         return torch.from_numpy(values.astype(dtype))
 
     batch = MicroBatch(
-        input_ids=tensor(local[:, 0], np.int64),
-        position_ids=tensor(position_ids, np.int64),
-        label_index=tensor(index, np.int64),
-        labels=tensor(labels[index], np.int64),
-        cu_seqlens=tensor(cu_seqlens, np.int32),
-        # The same bound for all batches, because kernels are compiled for it.
-        max_seqlen=packs.shape[2],
-        is_token=None if is_token is None else torch.from_numpy(is_token),
-        label_sources=tensor(local[:, 3].reshape(-1)[index], np.int64) if is_mixed else None,
-        token_keys=tensor(token_keys(numbers[:, context.gathered_part(packs.shape[2])]), np.int64),
+        input_ids=tensor(local[:, 0]),
+        position_ids=tensor(positions[:, gathered]),
+        label_index=tensor(index),
+        labels=tensor(labels[index]),
+        cu_seqlens=tensor(np.append(np.flatnonzero(positions == 0), positions.size), np.int32),
+        max_seqlen=length,  # the same bound for all batches, because kernels are compiled for it
+        is_token=torch.from_numpy(~find_padding(packs)[:, context.part(length)]) if marks_padding else None,
+        label_sources=tensor(local[:, 3].reshape(-1)[index]) if is_mixed else None,
+        token_keys=tensor(token_keys(numbers[:, gathered])),
     )
     return batch.on(device)
 
@@ -192,10 +172,7 @@ def to_micro_batch(
 def to_padded_micro_batch(
     rows: PaddedRows, device: torch.device, first_token: int = 0, *, is_mixed: bool = False
 ) -> MicroBatch:
-    """Convert padded rows to a micro-batch on a device; `first_token` is the number of that of their packs.
-
-    See `to_micro_batch`.
-    """
+    """Convert padded rows to a micro-batch on a device; `first_token` is the number of that of their packs."""
     batch = to_micro_batch(rows.values, HOST, first_token + rows.offsets, is_mixed=is_mixed, marks_padding=False)
     # A row without a document has one token too: attention needs at least one.
     place, lengths = np.arange(rows.values.shape[2]), rows.lengths[:, None]
@@ -219,61 +196,40 @@ def _empty_packs(num: int, length: int, token: int, num_rows: int = 4) -> NDArra
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows of one document each.
+    """Rows of one document each, padded on the right with a token of the data, as in packs."""
 
-    Attributes:
-        values: int32 [B, R, T], the rows of packs (tokens, labels, positions, ...) with padding on the right: a token
-            of the data, as in packs.
-        lengths: int64 [B], tokens of each row's document; 0 for a row without one.
-        offsets: int64 [B], of each row's first token among those of the packs, one after the other.
-    """
-
-    values: NDArray[np.int32]
-    lengths: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    values: NDArray[np.int32]  # [B, R, T], the rows of packs: tokens, labels, positions, ...
+    lengths: NDArray[np.int64]  # [B], tokens of each row's document; 0 for a row without one
+    offsets: NDArray[np.int64]  # [B], of each row's first token among those of the packs, one after the other
 
 
 def pad_documents(packs: NDArray[np.int32], tokens_per_micro_batch: int, num_ranks: int) -> list[PaddedRows]:
-    """Divide the documents of packs into micro-batches of padded rows.
+    """Divide the documents of the packs of all ranks, int32 [P, R, T], into micro-batches of padded rows.
 
     Widths are the packs' length, half of it, a quarter and so on, so that only a few shapes are compiled; rows times
-    width is at most `tokens_per_micro_batch`.
-
-    Args:
-        packs: int32 [P, R, T], at least one pack; those of all ranks.
-        tokens_per_micro_batch: tokens of a micro-batch, T or more.
-        num_ranks: the number of micro-batches is a multiple of it, at least one each. The last ones may be empty.
+    width is at most `tokens_per_micro_batch`, which is T or more. The number of micro-batches is a multiple of
+    `num_ranks`, at least one each; the last ones may be empty.
     """
-    documents = _find_documents(packs)
+    is_padding, longest = find_padding(packs), packs.shape[2]
+    documents = []
+    for pack, positions in enumerate(packs[:, 2]):
+        starts = [*np.flatnonzero(positions == 0).tolist(), longest]
+        documents += [(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
     documents.sort(key=lambda each: (each[1] - each[2], each))  # the longest first
     groups: list[PaddedRows] = []
     while documents or not groups or len(groups) % num_ranks:
         length = documents[0][2] - documents[0][1] if documents else 1
-        width = row_width(length, packs.shape[2])
+        width = row_width(length, longest)
         num_rows = tokens_per_micro_batch // width
-        groups.append(_pad(packs, documents[:num_rows], num_rows, width))
+        values = _empty_packs(num_rows, width, packs[0, 0, 0], packs.shape[1])
+        lengths, offsets = np.zeros((2, num_rows), dtype=np.int64)
+        for row, (pack, begin, end) in enumerate(documents[:num_rows]):
+            values[row, :, : end - begin] = packs[pack, :, begin:end]
+            lengths[row] = end - begin
+            offsets[row] = pack * longest + begin
+        groups.append(PaddedRows(values, lengths, offsets))
         documents = documents[num_rows:]
     return groups
-
-
-def _find_documents(packs: NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Return the pack, the begin and the end of each document."""
-    is_padding = find_padding(packs)
-    found = []
-    for pack, positions in enumerate(packs[:, 2]):
-        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        found += [(pack, begin, end) for begin, end in pairwise(starts) if not is_padding[pack, begin]]
-    return found
-
-
-def _pad(packs: NDArray[np.int32], documents: list[tuple[int, int, int]], num_rows: int, width: int) -> PaddedRows:
-    values = _empty_packs(num_rows, width, packs[0, 0, 0], packs.shape[1])
-    lengths, offsets = np.zeros((2, num_rows), dtype=np.int64)
-    for row, (pack, begin, end) in enumerate(documents):
-        values[row, :, : end - begin] = packs[pack, :, begin:end]
-        lengths[row] = end - begin
-        offsets[row] = pack * packs.shape[2] + begin
-    return PaddedRows(values, lengths, offsets)
 
 
 # --- Prefetching ---------------------------------------------------------------------------------
@@ -288,28 +244,20 @@ def prefetched(
     A thread calls `build`, which returns a batch in host memory. An exception in `build` is raised where its batch is
     requested. The thread ends with the block.
     """
-    builder = ThreadPoolExecutor(1, "batches", _start_thread, (device,))
+    is_cuda = device.type == "cuda"
+
+    def build_on_host(step: int) -> StepBatch:
+        if is_cuda:
+            torch.cuda.set_device(device)  # a new thread starts on GPU 0: pinning would use another rank's memory
+        batch = build(step)
+        return batch.pinned() if is_cuda else batch
+
+    builder = ThreadPoolExecutor(1, "batches")
     try:
-        yield _in_order(builder, build, iter(steps), device)
+        # `on` only queues the copies, since the batch is pinned; on the compute stream, they need no events.
+        yield (batch.on(device) for batch in computed_ahead(builder, build_on_host, steps, NUM_AHEAD))
     finally:
         builder.shutdown(cancel_futures=True)
-
-
-def _start_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread starts on GPU 0, where pinning would use another rank's memory
-
-
-def _in_order(
-    builder: ThreadPoolExecutor, build: Callable[[int], StepBatch], steps: Iterator[int], device: torch.device
-) -> Iterator[StepBatch]:
-    def build_on_host(step: int) -> StepBatch:
-        batch = build(step)
-        return batch.pinned() if device.type == "cuda" else batch
-
-    for batch in computed_ahead(builder, build_on_host, steps, NUM_AHEAD):
-        # This only queues the copies, since the batch is pinned; on the compute stream, they need no events.
-        yield batch.on(device)
 
 
 def computed_ahead(

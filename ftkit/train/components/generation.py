@@ -1,19 +1,15 @@
-"""How the trained model generates, in ftkit's evaluation and once exported: end tokens, settings, rendered prompts."""
+"""How the trained model generates, in ftkit's evaluation and once exported: end tokens and settings."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.limits import NamedTemplate, run_limited
 from ftkit.data.metrics import Completion
-from ftkit.data.rendering import name_of_template
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
 
@@ -35,7 +31,7 @@ class Generation:
     """
 
     end_tokens: tuple[int, ...]
-    settings: dict[str, Any]
+    settings: dict[str, object]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, weights: Path | None) -> Generation:
@@ -43,9 +39,6 @@ class Generation:
 
         The tokenizer may be that of another model: end tokens of the weights that are ordinary text in it are dropped.
         `_from_model_config` is not exported: with it, transformers 4 uses the model's configuration instead.
-
-        Raises:
-            NotFoundError: a file of the weights can't be read.
         """
         pretrained = [] if weights is None else read_end_tokens(weights)
         pretrained = [token for token in pretrained if token in tokenizer.added_tokens_decoder]
@@ -94,7 +87,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         config: GenerationConfig,
         device: torch.device,
-        **options: Any,
+        **options: object,
     ) -> list[list[int]]:
         """Return the completion of each prompt, with its end token if it has one.
 
@@ -117,73 +110,3 @@ class Generation:
     def save(self, folder: Path) -> None:
         """Write `generation_config.json`, including settings from the hub that transformers refuses to write."""
         write_json(folder / GENERATION_FILE, self.settings)
-
-
-# --- Fixed prompts ---------------------------------------------------------------------------------
-
-
-_CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("user", "List the primes below 20, and add them up."),),
-    (("user", "Hello!"), ("assistant", "Hi. What can I do?"), ("user", "SELECT 1 + 1;")),
-    (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
-)
-"""Fixed prompts without training data, since an export may be published."""
-_PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation as the chat template of training renders it, with a generation prompt after a user's turn.
-
-    Turns have a role and a content; without any, `text` is plain.
-    """
-
-    turns: tuple[tuple[str, str], ...]
-    text: str
-    tokens: tuple[int, ...]
-
-    @property
-    def messages(self) -> list[dict[str, str]]:
-        """The turns in the form of a chat template's input."""
-        return [{"role": role, "content": content} for role, content in self.turns]
-
-    @property
-    def asks(self) -> bool:
-        """Whether the assistant's turn is next."""
-        return bool(self.turns) and self.turns[-1][0] == "user"
-
-
-def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
-    """Render the fixed conversations with a tokenizer's chat template; without one, use plain texts."""
-    if tokenizer.chat_template is None:
-        return tuple(Prompt((), text, tuple(tokenizer(text)["input_ids"])) for text in _PLAIN_TEXTS)
-    prompts = []
-    for turns in _CONVERSATIONS:
-        empty = Prompt(turns, "", ())
-        text = render(tokenizer, empty)
-        prompts.append(Prompt(turns, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
-    return tuple(prompts)
-
-
-def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Render a conversation with a tokenizer's chat template, as transformers does.
-
-    Raises:
-        DataError: the template reaches a limit.
-    """
-    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
-    return run_limited(template, _render, tokenizer, prompt)
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
-    return str(text)
-
-
-def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, in which versions of libraries agree.
-
-    The fixed conversations use only a part of both: they have no tools, for example.
-    """
-    parts = {"chat template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
-    return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}

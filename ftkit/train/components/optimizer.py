@@ -1,21 +1,24 @@
-"""AdamW: its parameter groups, its update, optimizer states in host memory, and the learning rate schedule."""
+"""AdamW with states in 32 or 8 bits, on the device or in host memory; parameter groups; the learning rate schedule."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from ftkit.train.gpu_kernels import can_update, update_adamw
 from ftkit.train.model.local_shard import local_tensor
 from ftkit.train.private_apis.deepspeed import zero3_partition
+from ftkit.train.private_apis.libraries import import_bitsandbytes
 from ftkit.train.private_apis.torch import add_to_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from typing import Any
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,10 +26,9 @@ if TYPE_CHECKING:
 
     from ftkit.config.training import TrainingPlan
 
-T = TypeVar("T", bound=torch.Tensor)
+    Group = dict[str, Any]  # a parameter group of torch's optimizers
+    States = dict[str, torch.Tensor]  # of one parameter
 
-Group = dict[str, Any]
-"""A parameter group of torch's optimizers."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of a parameter's states in torch's AdamW."""
 
@@ -36,35 +38,15 @@ def parameter_groups(model: nn.Module, training: TrainingPlan) -> list[Group]:
 
     The parameters of a group are on the same mesh, as torch's fused update requires.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = []
-    for is_matrix, weight_decay in ((True, training.weight_decay), (False, 0.0)):
-        chosen = [parameter for parameter in trained if (_num_dimensions(parameter) >= 2) == is_matrix]  # noqa: PLR2004
-        groups += [{"params": each, "weight_decay": weight_decay} for each in _by_mesh(chosen)]
-    return groups
-
-
-def _by_mesh(parameters: Iterable[T]) -> list[list[T]]:
-    """Group parameters by the mesh that they are sharded over; unsharded ones are one group."""
-    groups: dict[DeviceMesh | None, list[T]] = {}
-    for each in parameters:
-        groups.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
-    return list(groups.values())
-
-
-def _num_dimensions(parameter: torch.Tensor) -> int:
-    partition = zero3_partition(parameter)
-    return len(parameter.shape if partition is None else partition.shape)
-
-
-class _Tensors(NamedTuple):
-    """This rank's shards of a parameter, of its gradient and of its moments, and its number of steps."""
-
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    average: torch.Tensor
-    square: torch.Tensor
-    num_steps: torch.Tensor
+    groups: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        partition = zero3_partition(parameter)
+        is_matrix = len(parameter.shape if partition is None else partition.shape) >= 2  # noqa: PLR2004
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((training.weight_decay if is_matrix else 0.0, mesh), []).append(parameter)
+    return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -89,46 +71,36 @@ class FusedAdamW(torch.optim.AdamW):
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
 
     def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
-        large: list[_Tensors] = []
-        small: list[_Tensors] = []
-        for parameter in parameters:
-            tensors = self._tensors(parameter)
-            (large if can_update(tensors.parameter) else small).append(tensors)
-        self._update_each(large, group)
-        self._update_together(small, group)
+        updates = [self._tensors(parameter) for parameter in parameters]
+        if large := [each for each in updates if can_update(each[0])]:
+            device = large[0][0].device
+            is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+            divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+            add_to_all([num_steps for *_, num_steps in large], 1 - is_skipped)
+            for values, gradient, average, square, num_steps in large:
+                update_adamw(
+                    values, gradient.contiguous(), (average, square), num_steps,
+                    group=group, divisor=divisor, is_skipped=is_skipped,
+                )  # fmt: skip
+        if small := [each for each in updates if not can_update(each[0])]:
+            beta1, beta2 = group["betas"]
+            constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+            parameters, gradients, averages, squares, num_steps_of_each = map(list, zip(*small, strict=True))
+            adamw(
+                parameters, gradients, averages, squares, [], num_steps_of_each,
+                beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
+            )  # fmt: skip
 
-    def _tensors(self, parameter: torch.Tensor) -> _Tensors:
+    def _tensors(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's shards of a parameter, of its gradient and of its moments, and its number of steps."""
         state = self.state[parameter]
         if not state:  # as torch does in the first step
             state["step"] = torch.zeros((), device=parameter.device)
             state |= {name: torch.zeros_like(parameter) for name in _MOMENTS}
-        average, square = (state[name] for name in _MOMENTS)
-        tensors = _Tensors(parameter, cast("torch.Tensor", parameter.grad), average, square, state["step"])
-        return _Tensors(*map(local_tensor, tensors)) if isinstance(parameter, DTensor) else tensors
-
-    def _update_each(self, updates: list[_Tensors], group: Group) -> None:
-        if not updates:
-            return
-        device = updates[0].parameter.device
-        is_skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
-        add_to_all([each.num_steps for each in updates], 1 - is_skipped)
-        for each in updates:
-            update_adamw(
-                each.parameter, each.gradient.contiguous(), (each.average, each.square), each.num_steps,
-                group=group, divisor=divisor, is_skipped=is_skipped,
-            )  # fmt: skip
-
-    def _update_together(self, updates: list[_Tensors], group: Group) -> None:
-        if not updates:
-            return
-        parameters, gradients, averages, squares, num_steps = map(list, zip(*updates, strict=True))
-        beta1, beta2 = group["betas"]
-        constants = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        adamw(
-            parameters, gradients, averages, squares, [], num_steps,
-            beta1=beta1, beta2=beta2, grad_scale=self.grad_scale, found_inf=self.found_inf, **constants,
-        )  # fmt: skip
+        gradient = cast("torch.Tensor", parameter.grad)
+        return [
+            local_tensor(each) for each in (parameter, gradient, *(state[name] for name in _MOMENTS), state["step"])
+        ]
 
 
 class HostStateAdamW(FusedAdamW):
@@ -164,11 +136,146 @@ def learning_rate_at(step: int, num_steps: int, training: TrainingPlan) -> float
         return training.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)
     low = training.min_learning_rate_ratio
-    match training.schedule:
-        case "constant":
-            factor = 1.0
-        case "linear":
-            factor = 1 - (1 - low) * progress
-        case "cosine":
-            factor = low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
-    return training.learning_rate * factor
+    factors = {
+        "constant": 1.0,
+        "linear": 1 - (1 - low) * progress,
+        "cosine": low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2,
+    }
+    return training.learning_rate * factors[training.schedule]
+
+
+# --- 8-bit states --------------------------------------------------------------------------------
+
+
+BLOCK_SIZE = 256
+"""Number of states that share a scale: the only block size of bitsandbytes' optimizers."""
+MIN_8BIT_SIZE = 4096
+"""Parameters with fewer elements have fp32 states, as in bitsandbytes (`min_8bit_size`)."""
+MAX_COLUMN_PARTS = 16
+"""Parts of a row whose scales are stored separately: as many GPUs of a node may divide it (tensor parallelism)."""
+_BYTES, _ABSMAX = "_8bit", "_absmax"
+
+
+class AdamW8bit(FusedAdamW):
+    """AdamW with 8-bit states: one byte each, and a scale for every 256 of them (Dettmers et al. 2021).
+
+    Updates each rank's shards in place; one kernel of bitsandbytes per parameter reads, updates and quantizes its
+    states. bitsandbytes' own optimizers know no shards.
+
+    Each rank's flattened shard has its own blocks. `state_dict` has the bytes, and the scales of runs of each row, the
+    same for any sharding: training continues bit for bit if the block boundaries stay, as they do with the same
+    sharding, or if each row on a rank is a multiple of 256. Otherwise, a block with several scales takes the largest,
+    and is rounded.
+    """
+
+    def __init__(self, params: ParamsT, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, lr, betas)
+        self._library = import_bitsandbytes("optimizer 'adamw8bit'")
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # no closure is ever given
+        if self.found_inf is None or not self.found_inf:  # host sync: bitsandbytes' kernel always updates
+            super().step(closure)
+
+    def _update(self, parameters: list[torch.Tensor], group: Group) -> None:
+        super()._update([parameter for parameter in parameters if not _is_large(parameter)], group)
+        average, square = _MOMENTS
+        beta1, beta2 = group["betas"]
+        for parameter in filter(_is_large, parameters):
+            values, gradient = local_tensor(parameter), local_tensor(cast("torch.Tensor", parameter.grad))
+            state, device = self.state[parameter], values.device
+            if not state:
+                state["step"] = torch.zeros(())
+                for name in _MOMENTS:
+                    state[name + _BYTES] = torch.zeros_like(values, dtype=torch.uint8)
+                    state[name + _ABSMAX] = values.new_zeros(-(-values.numel() // BLOCK_SIZE))
+            state["step"] += 1
+            if not values.numel():  # of a parameter with few rows, a rank's shard may be empty
+                continue
+            if self.grad_scale is not None:
+                gradient.div_(self.grad_scale)
+            self._library.optimizer_update_8bit_blockwise(
+                "adam", gradient, values, state[average + _BYTES], state[square + _BYTES], beta1, beta2, 0.0, 0.0,
+                group["eps"], int(state["step"]), group["lr"], _code(average, device), _code(square, device),
+                state[average + _ABSMAX], state[square + _ABSMAX], weight_decay=group["weight_decay"],
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as shards, the bytes without a copy; scales are as many per row as it has runs."""
+        result = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        result["state"] = {
+            index: {key: _as_shard(key, value, parameters[index]) for key, value in state.items()}
+            for index, state in result["state"].items()
+        }
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, on the same or another number of shards."""
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in state_dict["state"]:
+                self.state[parameter] = _from_shards(state_dict["state"][index], parameter)
+
+
+def _is_large(parameter: torch.Tensor) -> bool:
+    """Return whether the states have 8 bits. The unsharded size decides, so the number of shards doesn't matter."""
+    return parameter.numel() >= MIN_8BIT_SIZE
+
+
+def _run_length(parameter: torch.Tensor) -> int:
+    """Return how many neighbors have one scale in a checkpoint: runs divide blocks, and each rank's part of a row.
+
+    A vector has rows of one element.
+    """
+    width = parameter.shape[-1] if parameter.ndim > 1 else 1
+    return math.gcd(BLOCK_SIZE, width // math.gcd(width, MAX_COLUMN_PARTS))
+
+
+def _as_shard(key: str, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a state as a checkpoint has it: sharded as its parameter; scales as one for each run."""
+    if key == "step" or isinstance(value, DTensor):
+        return value
+    shape, local = parameter.shape, local_tensor(parameter)
+    if key.endswith(_ABSMAX):
+        run = _run_length(parameter)
+        value = value.repeat_interleave(BLOCK_SIZE // run)[: local.numel() // run]
+        value = value.view(*local.shape[:-1], local.shape[-1] // run)
+        shape = torch.Size([*shape[:-1], shape[-1] // run])
+    if not isinstance(parameter, DTensor):
+        return value
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _from_shards(given: States, parameter: torch.Tensor) -> States:
+    """Return this rank's part of the states of a `state_dict`, in the blocks of its shard.
+
+    A block with one scale does not change. A block with several takes the largest of them, so no state grows.
+    """
+    device, run = local_tensor(parameter).device, _run_length(parameter)
+    if not _is_large(parameter):
+        return {key: value.to(device) for key, value in given.items()}
+    state = {key: local_tensor(value).to(device) for key, value in given.items()}
+    state["step"] = given["step"].cpu().clone()
+    for name in _MOMENTS:
+        runs, per_block = state[name + _ABSMAX].flatten(), BLOCK_SIZE // run
+        scales = functional.pad(runs, (0, -len(runs) % per_block)).view(-1, per_block).amax(dim=1)
+        after = scales.repeat_interleave(per_block)[: len(runs)]
+        if not torch.equal(runs, after):
+            code, stored = _code(name, device), state[name + _BYTES]
+            ratios = (runs / after.clamp_min(torch.finfo(torch.float32).tiny)).repeat_interleave(run)
+            values = code.index_select(0, stored.flatten().int()) * ratios
+            nearest = torch.bucketize(values, (code[1:] + code[:-1]) / 2, out_int32=True)
+            state[name + _BYTES] = nearest.to(torch.uint8).view_as(stored)
+        state[name + _ABSMAX] = scales
+    return state
+
+
+@cache
+def _code(name: str, device: torch.device) -> torch.Tensor:
+    """Return the values that the bytes of a state encode, in ascending order; only the average is signed."""
+    code: torch.Tensor = import_bitsandbytes("optimizer 'adamw8bit'").create_dynamic_map(signed=name == _MOMENTS[0])
+    return code.to(device)

@@ -9,26 +9,26 @@ import json
 import logging
 import os
 import re
+import textwrap
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.errors import one_line
-from ftkit.planning.plan import RunPlan
 from ftkit.runs.metrics_file import RecordTail, append_record, read_job_evaluations
 from ftkit.runs.records import EndRecord, EvaluationRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from ftkit.config.recipe import SinkName, TrackingSpec
+    from ftkit.config.recipe import SinkName
     from ftkit.planning.layout import RunLayout
+    from ftkit.planning.plan import RunPlan
     from ftkit.runs.records import Record
     from ftkit.train.world import World
 
@@ -39,8 +39,7 @@ CLOSE_SECONDS = 60.0
 """Seconds that the end of a run waits for all of its trackers together."""
 _DEFAULT_PROJECT = "ftkit"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_REJECTED = re.compile(r"^[./]+|[^\w.-]+")
-"""Characters that MLflow rejects in a name, and those that would make a path."""
+_REJECTED = re.compile(r"^[./]+|[^\w.-]+")  # by MLflow in a name, or would make a path
 _MLFLOW_STATUSES = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _NOT_MEASURED = {"time", "step", "num_steps"}
 
@@ -63,24 +62,16 @@ class Recorder:
         self._unread_evaluations = read_job_evaluations(layout.metrics, layout.evaluations) if world.is_first else []
 
     def write(self, record: Record) -> None:
-        """Append a record, and send it.
-
-        Raises:
-            OSError: it is the run's last record, and can't be written.
-        """
+        """Append a record, and send it; raise OSError only if the run's last record can't be written."""
         if self._path is None:
             return
-        if isinstance(record, EndRecord):  # nothing follows it
-            self._copy_evaluations(self._path)
-        self._append(record, self._path)
-        if isinstance(record, StartRecord | StepRecord):  # trackers are open
-            self._copy_evaluations(self._path)
-
-    def _copy_evaluations(self, path: Path) -> None:
-        """Copy new evaluations of other jobs."""
-        for evaluation in (*self._unread_evaluations, *self._evaluations.read_new()):
-            self._append(evaluation, path)
-        self._unread_evaluations = []
+        evaluations: list[Record] = []
+        if isinstance(record, StartRecord | StepRecord | EndRecord):  # trackers are open
+            evaluations = [*self._unread_evaluations, *self._evaluations.read_new()]
+            self._unread_evaluations = []
+        # Nothing follows the end.
+        for each in [*evaluations, record] if isinstance(record, EndRecord) else [record, *evaluations]:
+            self._append(each, self._path)
 
     def _append(self, record: Record, path: Path) -> None:
         self._waiting.append(record)
@@ -101,31 +92,11 @@ class Recorder:
 # --- Trackers ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TrackerRun:
-    """A run as trackers show it. It has the same id there, so a resumed run continues its record."""
-
-    plan: RunPlan
-    start: StartRecord
-
-    def config(self) -> dict[str, object]:
-        """Return the configuration: recipe, cluster, image, engine, device and versions."""
-        plan, start = self.plan, self.start
-        return {
-            "run": plan.id,
-            "recipe": plan.recipe.model_dump(mode="json", exclude_none=True),
-            "cluster": plan.cluster.name,
-            "image": plan.image or "none",
-            "engine": start.engine,
-            "device": start.device,
-            "world_size": start.world_size,
-            "num_parameters": start.num_parameters,
-            "versions": {"ftkit": plan.ftkit_version, **start.versions},
-        }
-
-
 class Tracker(Protocol):
-    """A tracker in which a run is open. Its methods may raise any exception, and may take long."""
+    """A tracker in which a run is open. Its methods may raise any exception, and may take long.
+
+    The run has the same id there, so a resumed run continues its record.
+    """
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         """Send the scalars of a step."""
@@ -134,20 +105,32 @@ class Tracker(Protocol):
         """Send pending records and close the run."""
 
 
+def _configuration(plan: RunPlan, start: StartRecord) -> dict[str, object]:
+    return {
+        "run": plan.id,
+        "recipe": plan.recipe.model_dump(mode="json", exclude_none=True),
+        "cluster": plan.cluster.name,
+        "image": plan.image or "none",
+        "engine": start.engine,
+        "device": start.device,
+        "world_size": start.world_size,
+        "num_parameters": start.num_parameters,
+        "versions": {"ftkit": plan.ftkit_version, **start.versions},
+    }
+
+
 class TensorBoardTracker:
     """Event files in the run's folder; each time the run is resumed, it begins another one."""
 
-    def __init__(self, run: TrackerRun) -> None:
+    def __init__(self, plan: RunPlan, start: StartRecord) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
-        resumed_from = run.start.resumed_from
         # Steps after the last checkpoint are repeated: viewers drop the earlier ones.
-        self._writer = SummaryWriter(
-            str(run.plan.layout.tensorboard), purge_step=resumed_from + 1 if resumed_from else 0
-        )
+        purge_step = start.resumed_from + 1 if start.resumed_from else 0
+        self._writer = SummaryWriter(str(plan.layout.tensorboard), purge_step=purge_step)
         # Markdown shows indented text verbatim.
-        text = "".join(f"    {line}\n" for line in json.dumps(run.config(), indent=2).splitlines())
-        self._writer.add_text("config", text, resumed_from)
+        text = textwrap.indent(json.dumps(_configuration(plan, start), indent=2) + "\n", "    ")
+        self._writer.add_text("config", text, start.resumed_from)
 
     def log(self, scalars: dict[str, float], step: int) -> None:
         for name, value in scalars.items():
@@ -160,10 +143,9 @@ class TensorBoardTracker:
 class WandbTracker:
     """A run of W&B, online or offline (WANDB_MODE), whose local files are in the run's folder."""
 
-    def __init__(self, run: TrackerRun) -> None:
+    def __init__(self, plan: RunPlan, start: StartRecord) -> None:
         import wandb  # noqa: PLC0415 - an extra
 
-        plan = run.plan
         self._teardown = wandb.teardown
         self._run = wandb.init(
             project=plan.recipe.tracking.project or os.environ.get("WANDB_PROJECT") or _DEFAULT_PROJECT,
@@ -171,7 +153,7 @@ class WandbTracker:
             name=plan.id,
             resume="allow",
             dir=str(plan.layout.root),
-            config=run.config(),
+            config=_configuration(plan, start),
             settings=wandb.Settings(console="off"),  # the job's log is ftkit's, and stays in the run's folder
         )
         self._run.define_metric("job_eval/*", step_metric="job_eval/step")
@@ -192,45 +174,41 @@ class MlflowTracker:
 
     _TAG = "ftkit.run"
     _PARAMETERS_PER_REQUEST = 100
-    _MAX_PARAMETER_LENGTH = 500
-    """Characters that every server accepts, even older ones."""
+    _MAX_PARAMETER_LENGTH = 500  # characters that every server accepts, even older ones
 
-    def __init__(self, run: TrackerRun) -> None:
-        from mlflow import MlflowClient  # noqa: PLC0415 - an extra
+    def __init__(self, plan: RunPlan, start: StartRecord) -> None:
+        import mlflow  # noqa: PLC0415 - an extra
 
-        tracking = run.plan.recipe.tracking
+        tracking = plan.recipe.tracking
         name = tracking.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT_PROJECT
-        self._client = MlflowClient(tracking_uri=tracking.mlflow_uri)
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        known = self._client.search_runs([experiment_id], f"tags.`{self._TAG}` = '{run.plan.id}'")
-        self._run_id: str = known[0].info.run_id if known else self._begin(run, experiment_id)
-        self._client.update_run(self._run_id, status="RUNNING")
-
-    def _begin(self, run: TrackerRun, experiment_id: str) -> str:
-        from mlflow.entities import Param  # noqa: PLC0415
-
-        run_id = str(
-            self._client.create_run(experiment_id, tags={self._TAG: run.plan.id}, run_name=run.plan.id).info.run_id
-        )
+        self._entities = mlflow.entities
+        self._client = client = mlflow.MlflowClient(tracking_uri=tracking.mlflow_uri)
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+        known = client.search_runs([experiment_id], f"tags.`{self._TAG}` = '{plan.id}'")
+        if known:
+            self._run_id = str(known[0].info.run_id)
+            client.update_run(self._run_id, status="RUNNING")
+            return
+        created = client.create_run(experiment_id, tags={self._TAG: plan.id}, run_name=plan.id)
+        self._run_id = str(created.info.run_id)
         parameters = [
-            Param(key, str(value)[: self._MAX_PARAMETER_LENGTH]) for key, value in _flat(run.config()).items()
+            mlflow.entities.Param(key, str(value)[: self._MAX_PARAMETER_LENGTH])
+            for key, value in _flat(_configuration(plan, start)).items()
         ]
         for first in range(0, len(parameters), self._PARAMETERS_PER_REQUEST):
-            self._client.log_batch(run_id, params=parameters[first : first + self._PARAMETERS_PER_REQUEST])
-        return run_id
+            client.log_batch(self._run_id, params=parameters[first : first + self._PARAMETERS_PER_REQUEST])
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        from mlflow.entities import Metric  # noqa: PLC0415
-
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run_id, metrics=[Metric(key, value, now, step) for key, value in scalars.items()])
+        metrics = [self._entities.Metric(key, value, now, step) for key, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self, outcome: Outcome) -> None:
         self._client.set_terminated(self._run_id, _MLFLOW_STATUSES[outcome])
 
 
-TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
+TRACKERS: dict[SinkName, Callable[[RunPlan, StartRecord], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -241,91 +219,63 @@ TRACKERS: dict[SinkName, Callable[[TrackerRun], Tracker]] = {
 def open_trackers(plan: RunPlan, world: World | None = None) -> Iterator[Callable[[Record], None]]:
     """Yield a function that sends a record to the trackers: first a start record, last an end record.
 
-    On ranks other than 0 it does nothing.
-
-    Raises:
-        PrerequisiteError: a tracker's package, key or address is missing.
+    On ranks other than 0 it does nothing. Each rank checks packages, keys and addresses of the trackers first.
     """
-    check_trackers(plan.recipe.tracking)
-    names = plan.recipe.tracking.sinks if world is None or world.is_first else ()
-    workers = [_Worker(name, plan, TRACKERS[name]) for name in names]
+    tracking = plan.recipe.tracking
+    check_packages(tracking)
+    check_access(tracking, os.environ, sees_home=True)
+    queues: dict[SinkName, SimpleQueue[Record | None]] = {}
+    if world is None or world.is_first:
+        queues = {name: SimpleQueue() for name in tracking.sinks}
+    threads = [
+        Thread(target=_talk_to, args=(name, plan, queue), name=name, daemon=True) for name, queue in queues.items()
+    ]
+    for thread in threads:
+        thread.start()
 
-    def send(record: Record) -> None:
-        for worker in workers:
-            worker.records.put(record)
+    def send(record: Record | None) -> None:
+        for queue in queues.values():
+            queue.put(record)
 
     try:
         yield send
     finally:
-        for worker in workers:
-            worker.records.put(None)
+        send(None)
         deadline = time.monotonic() + CLOSE_SECONDS
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                log.warning("tracker %s did not accept all records in time: metrics.jsonl has them", thread.name)
 
 
-def check_trackers(tracking: TrackingSpec) -> None:
-    """Check packages, keys and addresses of the trackers before the model is built, the same on each rank.
-
-    Raises:
-        PrerequisiteError: a tracker's package, key or address is missing.
-    """
-    check_packages(tracking)
-    check_access(tracking, os.environ, sees_home=True)
-
-
-class _Worker:
-    """The thread that talks to one tracker; None in `records` ends it.
+def _talk_to(name: SinkName, plan: RunPlan, records: SimpleQueue[Record | None]) -> None:
+    """Send records to one tracker, until one is None.
 
     The first error is logged as a warning. The next record tries again, and opens the tracker if it is not open.
-    metrics.jsonl has the records that a tracker lost.
     """
-
-    def __init__(self, name: str, plan: RunPlan, open_tracker: Callable[[TrackerRun], Tracker]) -> None:
-        self.records: SimpleQueue[Record | None] = SimpleQueue()
-        self._name = name
-        self._plan = plan
-        self._open = open_tracker
-        self._has_warned = False
-        self._tracker: Tracker | None = None
-        self._run: TrackerRun | None = None
-        self._outcome: Outcome = "failed"
-        self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
-        self._thread.start()
-
-    def join(self, seconds: float) -> None:
-        """Wait until the tracker has taken all records, at most `seconds`."""
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            log.warning("tracker %s did not accept all records in time: metrics.jsonl has them", self._name)
-
-    def _work(self) -> None:
-        while (record := self.records.get()) is not None:
-            with self._warning_once():
-                self._take(record)
-        with self._warning_once():
-            if self._tracker is not None:
-                self._tracker.close(self._outcome)
-
-    def _take(self, record: Record) -> None:
-        if isinstance(record, StartRecord):
-            self._run = TrackerRun(self._plan, record)
-        elif isinstance(record, EndRecord):
-            self._outcome = record.outcome
-        if self._tracker is None and self._run is not None:
-            self._tracker = self._open(self._run)
-        if self._tracker is not None and isinstance(record, StepRecord | EvaluationRecord):
-            self._tracker.log(scalars_of(record), record.step)
-
-    @contextmanager
-    def _warning_once(self) -> Iterator[None]:
+    tracker: Tracker | None = None
+    start: StartRecord | None = None
+    outcome: Outcome = "failed"
+    is_over = has_warned = False
+    while not is_over:
+        record = records.get()
+        is_over = record is None
         try:
-            yield
+            if isinstance(record, StartRecord):
+                start = record
+            elif isinstance(record, EndRecord):
+                outcome = record.outcome
+            if tracker is None and start is not None and not is_over:
+                tracker = TRACKERS[name](plan, start)
+            if tracker is not None and isinstance(record, StepRecord | EvaluationRecord):
+                tracker.log(scalars_of(record), record.step)
+            elif tracker is not None and is_over:
+                tracker.close(outcome)
         except Exception as error:  # noqa: BLE001 - trackers may raise any exception, and training continues
-            if not self._has_warned:
+            if not has_warned:
                 what = _CREDENTIALS.sub("***", f"{type(error).__name__}: {error}")
-                log.warning("tracker %s failed, training continues: %s", self._name, what)
-            self._has_warned = True
+                log.warning("tracker %s failed, training continues: %s", name, what)
+            has_warned = True
 
 
 def scalars_of(record: StepRecord | EvaluationRecord) -> dict[str, float]:
@@ -349,7 +299,7 @@ def _numbers(record: object) -> list[tuple[str, float]]:
     return [(name, value) for name, value in getattr(record, "__dict__", {}).items() if isinstance(value, int | float)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, object]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten nested values into dotted keys, as overrides on the command line."""
     found: dict[str, object] = {}
     for key, value in values.items():

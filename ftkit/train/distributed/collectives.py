@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,39 +37,23 @@ NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API."""
 
 
-class PeerMemory(Protocol):
-    """Memory on each of `size` ranks, `num_bytes` each, that all of them can read and write."""
-
-    num_bytes: int
-    rank: int
-    size: int
-
-    def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return [numel] of a rank's memory, starting at `offset`; both are counted in elements."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks, so that no later copy overtakes an earlier one of another rank."""
-        ...
-
-
-class SymmetricMemory:
-    """Memory of the device that its peers have mapped (torch's symmetric memory)."""
+class PeerMemory:
+    """Memory on each of `size` GPUs, `num_bytes` each, that all of them have mapped (torch's symmetric memory)."""
 
     num_bytes = SHARED_BYTES
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._memory = symmetric_memory().empty(self.num_bytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory().rendezvous(self._memory, group)
+        memory = symmetric_memory().empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self._memory, self._handle = memory, symmetric_memory().rendezvous(memory, group)
         self.rank, self.size = group.rank(), group.size()
 
     def of(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `PeerMemory.of`."""
+        """Return [numel] of a rank's memory, starting at `offset`; both are counted in elements."""
         peer: torch.Tensor = self._handle.get_buffer(rank, (numel,), dtype, offset)
         return peer
 
     def barrier(self) -> None:
-        """See `PeerMemory.barrier`. On the current stream: the host does not wait."""
+        """Wait for all ranks on the current stream, so that no later copy overtakes an earlier one of another rank."""
         self._handle.barrier()
 
 
@@ -80,7 +64,6 @@ class AllGather:
         self._memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -127,11 +110,7 @@ class ReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP2's interface
     ) -> None:
-        """Fill `output_tensor` [n] with the mean over the ranks of this rank's part of `input_tensor` [ranks × n].
-
-        Raises:
-            TrainingError: FSDP2 asks for a different reduction.
-        """
+        """Fill `output_tensor` [n] with the mean over the ranks of this rank's part of `input_tensor` [ranks × n]."""
         del group, async_op
         if op != dist.ReduceOp.AVG or output_tensor.dtype != self._averaged_in:
             raise TrainingError(
@@ -162,7 +141,7 @@ def _others_first(memory: PeerMemory) -> list[int]:
 
 @dataclass(frozen=True)
 class CopyEngineCollectives:
-    """The collectives that FSDP2 calls in place of NCCL's."""
+    """The collectives that FSDP2 calls in place of NCCL's; they run concurrently, so each has separate memory."""
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter
@@ -171,23 +150,41 @@ class CopyEngineCollectives:
         """Set a module's collectives. Its `reduce_dtype` must be the dtype of its computations."""
         set_collectives(module, self.all_gather, self.reduce_scatter)
 
+    def find_error(self, world: World) -> str:
+        """All-gather and average known numbers; return what is wrong, or an empty string. Collective."""
+        numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
+        ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
+        gathered = ranks.where(ranks == world.rank + 1, 0)
+        self.all_gather(gathered, gathered.view(world.size, numel)[world.rank], group)
+        reduce = self.reduce_scatter
+        gradients = reduce.allocate(ranks.shape, dtype=precision, device=world.device).copy_(ranks * (world.rank + 1))
+        averaged = reduce.allocate((numel,), dtype=precision, device=world.device)
+        reduce(averaged, gradients, group, dist.ReduceOp.AVG)
+        expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
+        is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: before the weights
+        return "" if is_right else "copies of known numbers were wrong"
+
 
 def choose_collectives(training: TrainingPlan, world: World) -> CopyEngineCollectives | None:
-    """Return the copy engines' collectives if the recipe allows them and they work here; None for NCCL's. Collective.
-
-    Raises:
-        TrainingError: the recipe asks for copy engines, and they don't work.
-    """
+    """Return the copy engines' collectives if the recipe allows them and they work here, or None. Collective."""
     is_required = training.collectives == "copy_engine"
     if world.size == 1 or training.collectives == "nccl" or (world.device.type == "cpu" and not is_required):
         return None
     collectives, reason = None, _reason_against(training, world)
     if not reason:
-        collectives, reason = _try_copies(training, world)
+        group, problem = world.mesh.get_group(), ""
+        try:
+            gathered, reduced = PeerMemory(group, world.device), PeerMemory(group, world.device)
+            averaged_in = DTYPES[training.reduce_precision]
+            collectives = CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
+            problem = collectives.find_error(world)
+        except RuntimeError as error:
+            problem = one_line(error)
+        reason = next(filter(None, world.gather_objects(problem)), "")
     if reason and is_required:
         raise TrainingError(f"copy engines can't run the collectives: {reason}", fix="set training.collectives=auto")
     log.info("collectives: %s", f"NCCL ({reason})" if reason else f"copy engines ({world.size} GPUs of one host)")
-    return collectives
+    return None if reason else collectives
 
 
 def _reason_against(training: TrainingPlan, world: World) -> str:
@@ -208,57 +205,18 @@ def _reason_against(training: TrainingPlan, world: World) -> str:
     return "no NVLink between the GPUs" if world.sum([len(cut_off)])[0] else ""
 
 
-def _try_copies(training: TrainingPlan, world: World) -> tuple[CopyEngineCollectives | None, str]:
-    """Create the collectives, and verify them on known numbers; return them, or why they can't be used."""
-    precision = DTYPES[training.reduce_precision]
-    group, problem, collectives = world.mesh.get_group(), "", None
-    try:
-        gathered, reduced = SymmetricMemory(group, world.device), SymmetricMemory(group, world.device)
-        collectives = make_collectives(gathered, reduced, precision)
-        problem = find_error(collectives, world)
-    except RuntimeError as error:
-        problem = one_line(error)
-    problems = [problem for problem in world.gather_objects(problem) if problem]
-    return (None, problems[0]) if problems else (collectives, "")
-
-
-def find_error(collectives: CopyEngineCollectives, world: World) -> str:
-    """All-gather and average known numbers; return what is wrong, or an empty string."""
-    numel, group, precision = 1024, world.mesh.get_group(), torch.bfloat16
-    ranks = torch.arange(1, world.size + 1, dtype=precision, device=world.device).repeat_interleave(numel)
-    gathered = ranks.where(ranks == world.rank + 1, 0)
-    collectives.all_gather(gathered, gathered.view(world.size, numel)[world.rank], group)
-    reduce = collectives.reduce_scatter
-    gradients = reduce.allocate(ranks.shape, dtype=precision, device=world.device).copy_(ranks * (world.rank + 1))
-    averaged = reduce.allocate((numel,), dtype=precision, device=world.device)
-    reduce(averaged, gradients, group, dist.ReduceOp.AVG)
-    expected = torch.full_like(averaged, (world.rank + 1) * (world.size + 1) / 2)
-    is_right = torch.equal(gathered, ranks) and torch.equal(averaged, expected)  # host sync: once, before the weights
-    return "" if is_right else "copies of known numbers were wrong"
-
-
-def make_collectives(gathered: PeerMemory, reduced: PeerMemory, averaged_in: torch.dtype) -> CopyEngineCollectives:
-    """Create both collectives; they run concurrently, so each has separate memory."""
-    return CopyEngineCollectives(AllGather(gathered), ReduceScatter(reduced, averaged_in))
-
-
 def reaches(device: int, peer: int) -> bool:
     """Tell whether a GPU can access another's memory with atomics, as over NVLink.
 
     Without atomics, as over most PCIe, ranks can copy, but not wait for each other. torch has no query for them; the
     CUDA driver has.
     """
-    return torch.cuda.can_device_access_peer(device, peer) and _has_native_atomics(device, peer)
-
-
-def _has_native_atomics(device: int, peer: int) -> bool:
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
+    if not torch.cuda.can_device_access_peer(device, peer):
         return False
-    handles, value = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+    driver, first, second, value = ctypes.CDLL(DRIVER), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     statuses = [
-        driver.cuDeviceGet(ctypes.byref(handle), one) for handle, one in zip(handles, (device, peer), strict=True)
+        driver.cuDeviceGet(ctypes.byref(first), device),
+        driver.cuDeviceGet(ctypes.byref(second), peer),
+        driver.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, first, second),
     ]
-    statuses.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, *handles))
     return not any(statuses) and value.value == 1

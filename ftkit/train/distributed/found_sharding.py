@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ftkit.errors import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 Sharding = Literal["fsdp2", "fsdp1", "zero3", "ddp", "none"]
 _MIN_UNITS = 3
@@ -24,30 +24,19 @@ _MIN_UNITS = 3
 
 @dataclass(frozen=True)
 class FoundSharding:
-    """How a model is sharded over the processes.
-
-    Attributes:
-        sharding: what shards it, or replicates it.
-        num_units: modules whose parameters are sharded together.
-        num_parameters: elements of all parameters, unsharded.
-        num_held: elements of them in this process's memory.
-        world_size: processes that torchrun started.
-        is_connected: whether `torch.distributed` is initialized.
-    """
+    """How a model is sharded over the processes that torchrun started."""
 
     sharding: Sharding
-    num_units: int
-    num_parameters: int
-    num_held: int
+    num_units: int  # modules whose parameters are sharded together
+    num_parameters: int  # elements of all parameters, unsharded
+    num_held: int  # elements of them in this process's memory
     world_size: int
-    is_connected: bool
+    is_connected: bool  # whether torch.distributed is initialized
 
     def explain_missing(self, *, was_asked: bool, device: str) -> str:
         """Return a sentence about what is wrong; an empty string if nothing is.
 
-        Args:
-            was_asked: whether accelerate was told to shard.
-            device: the run's device.
+        `was_asked` tells whether accelerate was configured to shard.
         """
         if self.world_size == 1:
             return ""
@@ -58,9 +47,9 @@ class FoundSharding:
                 "torch.distributed.init_process_group()"
             )
         if self.sharding in {"ddp", "none"}:
-            copies = (
-                "DistributedDataParallel averages their gradients" if self.sharding == "ddp" else "nothing wraps them"
-            )
+            copies = "nothing wraps them"
+            if self.sharding == "ddp":
+                copies = "DistributedDataParallel averages their gradients"
             reason = ". To shard the model, give a recipe or --accelerate-config FILE"
             if was_asked and device == "cpu":
                 reason = ". accelerate does not shard on CPUs; on GPUs this run is refused"
@@ -86,7 +75,7 @@ def live_modules() -> list[nn.Module]:
 
 def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundSharding:
     """Determine how the parameters of modules are sharded; `modules` lists submodules too."""
-    parameters = list(_parameters(modules))
+    parameters = {id(each): each for module in modules for each in module.parameters(recurse=False)}.values()
     units = sum(isinstance(each, FSDPModule) for each in modules)
     flat_units = sum(isinstance(each, FullyShardedDataParallel) for each in modules)
     sharding: Sharding = "none"
@@ -94,31 +83,19 @@ def find_sharding(modules: Sequence[nn.Module], world_size: int) -> FoundShardin
         sharding = "fsdp2"
     elif flat_units:
         sharding = "fsdp1"
-    elif any(hasattr(each, "ds_tensor") for each in parameters):
+    elif any(hasattr(each, "ds_tensor") for each in parameters):  # DeepSpeed's
         sharding = "zero3"
     elif any(isinstance(each, DistributedDataParallel) for each in modules):
         sharding = "ddp"
-    sizes = [_sizes(each) for each in parameters]
-    held, total = sum(size[1] for size in sizes), sum(size[0] for size in sizes)
+    total = sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
+    held = sum(_local_part(each).numel() for each in parameters)
     if sharding == "fsdp1":  # flat parameters are one shard each
         total = held * world_size
     return FoundSharding(sharding, units or flat_units, total, held, world_size, distributed.is_initialized())
 
 
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    seen: set[int] = set()
-    for module in modules:
-        for parameter in module.parameters(recurse=False):  # all submodules are listed
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
-
-
-def _sizes(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return the elements of an unsharded parameter, and those in this process's memory."""
+def _local_part(parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, DTensor):
-        return parameter.numel(), parameter.to_local().numel()
-    shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed's
-    if shard is not None:
-        return int(parameter.ds_numel), int(shard.numel())  # type: ignore[attr-defined]
-    return parameter.numel(), parameter.numel()
+        return parameter.to_local()
+    partition: torch.Tensor = getattr(parameter, "ds_tensor", parameter)  # DeepSpeed's
+    return partition

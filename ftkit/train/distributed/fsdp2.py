@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,11 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state, saved_sizes
-from ftkit.train.components.adamw8bit import AdamW8bit, allocate_saved_scales
-from ftkit.train.components.optimizer import FusedAdamW, HostStateAdamW, parameter_groups
+from ftkit.train.components.optimizer import AdamW8bit, FusedAdamW, HostStateAdamW, parameter_groups
 from ftkit.train.distributed.collectives import choose_collectives
 from ftkit.train.distributed.pack_parallel import divide_layers
-from ftkit.train.engine import DEFAULT_SHARDING, ParameterShard, ShardingOptions, collect_sharding_stats
+from ftkit.train.engine import DEFAULT_SHARDING, ShardingOptions, collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.memory.compile import compiles
@@ -36,26 +33,19 @@ from ftkit.train.model.local_shard import gradient_norm, local_tensor, with_ordi
 from ftkit.train.model.lora import saved_parameters
 from ftkit.train.model.pretrained import materialize
 from ftkit.train.model.routers import Routers
-from ftkit.train.private_apis.torch import (
-    FSDP2_ON_CPUS,
-    TORCH,
-    complete_cpu_streams,
-    divide_gradients,
-    skip_step,
-)
+from ftkit.train.private_apis.torch import FSDP2_ON_CPUS, TORCH, complete_cpu_streams, divide_gradients, skip_step
 from ftkit.train.world import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from ftkit.config.training import TrainingPlan
     from ftkit.train.engine import InitWeights, ShardingStats, State
     from ftkit.train.world import World
-
-log = logging.getLogger(__name__)
 
 _NORM_EPSILON = 1e-6
 """Added to the norm of gradients when they are clipped, as in `torch.nn.utils.clip_grads_with_norm_`."""
@@ -65,11 +55,8 @@ class Fsdp2Engine:
     """Master weights, gradients and optimizer states in fp32, sharded over the ranks.
 
     A single process is a mesh of one: it runs the same code, with nothing to all-gather. Adapters on one process are
-    not sharded at all (`is_unsharded`).
-
-    Attributes:
-        model: the sharded model with its loss.
-        optimizer: of the trained parameters.
+    not sharded at all, unless parameters are offloaded: all-gathering a few hundred small tensors would keep the host
+    busier than the GPU (docs/adr/0001). Trained weights stay in fp32, and are cast on use.
     """
 
     def __init__(
@@ -83,15 +70,14 @@ class Fsdp2Engine:
         """Shard a model, initialize its weights and create its optimizer; see `make_engine`."""
         self._world = world
         self._training = training
-        self._is_unsharded = is_unsharded(training, world)
+        self._is_unsharded = world.size == 1 and training.adapters is not None and training.offload != "all"
         self._sharding = sharding
-        if not self._is_unsharded:
-            _check_precisions(hf_model)
-            _check_no_shared_layers(hf_model)
-        _check_device(world)
+        _check_support(hf_model, world, is_sharded=not self._is_unsharded)
         is_empty = any(parameter.is_meta for parameter in hf_model.parameters())
         self._gathered_scales = GatheredScales.of(find_decoder_layers(hf_model), training, world)
-        self.model = parallelize(hf_model, training, world, reshard_after_forward=sharding.reshard_after_forward)
+        self.model = _prepare_layers(hf_model, training, world)
+        if not self._is_unsharded:
+            _shard(self.model, training, world, reshard_after_forward=sharding.reshard_after_forward)
         if is_empty:
             parameter_device = torch.device("cpu") if training.offload == "all" else world.device
             materialize(self.model, world.device, parameter_device)
@@ -104,15 +90,12 @@ class Fsdp2Engine:
         self._update_scales()
 
     def sharding_stats(self) -> ShardingStats:
-        """Return how the model is sharded on this rank."""
-        hf_model = self.model.hf_model
+        layers = find_decoder_layers(self.model.hf_model)
         return collect_sharding_stats(
-            hf_model,
-            lambda parameter: ParameterShard(
-                parameter.numel(), local_tensor(parameter).numel(), self._even_share(parameter)
-            ),
+            self.model.hf_model,
+            lambda each: (each.numel(), local_tensor(each).numel(), self._even_share(each)),
             num_units=sum(isinstance(module, FSDPModule) for module in self.model.modules()),
-            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in find_decoder_layers(hf_model)),
+            num_sharded_layers=sum(isinstance(layer, FSDPModule) for layer in layers),
             is_unsharded=self._is_unsharded,
         )
 
@@ -122,17 +105,17 @@ class Fsdp2Engine:
         Tensor parallelism divides the matrices of decoder layers by rows or columns before that, but one of each
         adapter's two.
         """
-        world, part = self._world, [*parameter.shape]
-        if not (isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh):
-            return _share_of_rows(parameter.shape, world.num_shards)
-        may_be_whole = parameter.ndim < 2 or (parameter.requires_grad and self._training.adapters is not None)  # noqa: PLR2004
-        placement = parameter.placements[-1]
-        if not (may_be_whole and placement.is_replicate()):
-            part[placement.dim if isinstance(placement, Shard) else 0] //= world.tensor_parallel
-        return _share_of_rows(torch.Size(part), world.num_layer_shards)
+        world, shape, num_shards = self._world, [*parameter.shape], self._world.num_shards
+        if isinstance(parameter, DTensor) and parameter.device_mesh == world.tensor_mesh:
+            num_shards = world.num_layer_shards
+            may_be_whole = parameter.ndim < 2 or (parameter.requires_grad and self._training.adapters is not None)  # noqa: PLR2004
+            placement = parameter.placements[-1]
+            if not (may_be_whole and placement.is_replicate()):
+                shape[placement.dim if isinstance(placement, Shard) else 0] //= world.tensor_parallel
+        rows = shape[0] if shape else 1
+        return -(-rows // num_shards) * (torch.Size(shape).numel() // max(1, rows))
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
         loss: torch.Tensor = self.model(batch=batch, source_losses=source_losses)
         return loss
 
@@ -154,7 +137,6 @@ class Fsdp2Engine:
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
-        """Yield the model for evaluation, without gradients; reshard it afterwards."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -165,7 +147,6 @@ class Fsdp2Engine:
 
     @contextmanager
     def probe(self) -> Iterator[CausalLM]:
-        """Yield the model in training mode; see `Engine.probe`."""
         try:
             with warnings.catch_warnings():
                 # The warning is about outputs that are changed in place later, which a probe never does.
@@ -180,7 +161,6 @@ class Fsdp2Engine:
                 module.reshard()
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
-        """Clip, update the weights and clear the gradients; see `Engine.step`."""
         norm = gradient_norm(self._shards)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -197,18 +177,14 @@ class Fsdp2Engine:
             self._gathered_scales.update(mesh.get_group(mesh.ndim - 1))
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that this rank keeps between steps."""
-        states = self.optimizer.state.values()
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "parameters": [local_tensor(shard) for shard in self._shards],
             "gradients": [local_tensor(shard.grad) for shard in self._shards if shard.grad is not None],
-            "optimizer": [
-                local_tensor(value) for state in states for value in state.values() if torch.is_tensor(value)
-            ],
+            "optimizer": [local_tensor(value) for value in states if torch.is_tensor(value)],
         }
 
     def state(self) -> State:
-        """Return weights and optimizer states as shards."""
         model, optimizer = self._state_dicts()
         # The plan defines the parameter groups.
         return {"model": model, "optimizer": {"state": optimizer["state"]}}
@@ -228,85 +204,53 @@ class Fsdp2Engine:
         )
 
     def load(self, folder: Path) -> None:
-        """Load a state from a checkpoint, written at any world size."""
-        check_model(self.model.hf_model, folder)
+        hf_model = self.model.hf_model
+        check_model(hf_model, folder)
         model, optimizer = self._state_dicts()
-        saved = saved_sizes(folder, "optimizer.state.")
-        if isinstance(self.optimizer, AdamW8bit):
-            allocate_saved_scales(optimizer["state"], saved)
         # A parameter that never got a gradient has no state in a checkpoint, and keeps the initial one.
+        saved = saved_sizes(folder, "optimizer.state.")
         has_state = {name.rpartition(".")[0] for name in saved}
         states = {name: each for name, each in optimizer["state"].items() if name in has_state or not saved}
         read_state({"model": model, "optimizer": {"state": states}}, folder)
-        set_state_dict(
-            self.model.hf_model,
-            self.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer,
-            options=self._state_options(),
-        )
+        options = self._state_options()
+        set_state_dict(hf_model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
         if isinstance(self.optimizer, HostStateAdamW):
             self.optimizer.to_host()
         self._update_scales()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
         hf_model = self.model.hf_model
-        options = self._state_options(full=True)
-        weights = get_model_state_dict(hf_model, options=options)
+        weights = get_model_state_dict(hf_model, options=self._state_options(full=True))
         saved = saved_parameters(hf_model, self._training)
         return {name: cast("torch.Tensor", value) for name, value in weights.items() if name in saved}
 
 
-def _check_precisions(model: nn.Module) -> None:
-    precisions = {parameter.dtype for parameter in model.parameters()}
-    if len(precisions) > 1 and TORCH < (2, 8):
-        raise TrainingError(
-            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't shard frozen weights in bf16 together with adapters in fp32",
-            meaning="torch supports this from version 2.8 on",
-            fix="use an image with torch 2.8 or newer, or set training.engine=zero3",
-        )
-
-
-def _check_no_shared_layers(model: nn.Module) -> None:
-    seen: set[int] = set()
-    for layer in find_decoder_layers(model):
-        parameters = {id(parameter) for parameter in layer.parameters()}
-        if not seen.isdisjoint(parameters):
-            raise TrainingError(
-                f"decoder layers of {type(model).__name__} share weights, which FSDP2 can't shard layer by layer",
-                meaning="some of its layers are one layer that is computed several times, as in Zamba",
-                fix="choose another model",
-            )
-        seen |= parameters
-
-
-def _check_device(world: World) -> None:
+def _check_support(model: nn.Module, world: World, *, is_sharded: bool) -> None:
+    """Refuse models that this version of torch can't shard."""
+    torch_version = f"FSDP2 of torch {TORCH[0]}.{TORCH[1]}"
+    layers = [{id(parameter) for parameter in layer.parameters()} for layer in find_decoder_layers(model)]
     if world.size > 1 and world.device.type == "cpu" and not FSDP2_ON_CPUS:
         raise TrainingError(
-            f"FSDP2 of torch {TORCH[0]}.{TORCH[1]} can't train with {world.size} processes without GPUs",
+            f"{torch_version} can't train with {world.size} processes without GPUs",
             meaning="it sums gradients that should be averaged; newer versions train on CPUs",
             fix="use GPUs, one process, or a newer torch",
         )
+    if is_sharded and TORCH < (2, 8) and len({parameter.dtype for parameter in model.parameters()}) > 1:
+        raise TrainingError(
+            f"{torch_version} can't shard frozen weights in bf16 together with adapters in fp32",
+            meaning="torch supports this from version 2.8 on",
+            fix="use an image with torch 2.8 or newer, or set training.engine=zero3",
+        )
+    if is_sharded and sum(map(len, layers)) > len(set().union(*layers)):
+        raise TrainingError(
+            f"decoder layers of {type(model).__name__} share weights, which FSDP2 can't shard layer by layer",
+            meaning="some of its layers are one layer that is computed several times, as in Zamba",
+            fix="choose another model",
+        )
 
 
-def is_unsharded(training: TrainingPlan, world: World) -> bool:
-    """Return whether nothing is sharded: adapters on one process, unless parameters are offloaded.
-
-    All-gathering a few hundred small tensors would keep the host busier than the GPU (docs/adr/0001). Trained weights
-    stay in fp32, and are cast on use.
-    """
-    return world.size == 1 and training.adapters is not None and training.offload != "all"
-
-
-def parallelize(
-    hf_model: PreTrainedModel, training: TrainingPlan, world: World, *, reshard_after_forward: bool
-) -> CausalLM:
-    """Apply activation checkpointing, compilation and FSDP2: each decoder layer is a unit, and the rest is one more.
-
-    Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
-    and output projection stay unsharded between forward and backward.
-    """
+def _prepare_layers(hf_model: PreTrainedModel, training: TrainingPlan, world: World) -> CausalLM:
+    """Apply tensor parallelism, activation checkpointing and compilation to decoder layers; add the loss."""
     complete_cpu_streams()
     routers = Routers.of(hf_model, training, world)
     layers = find_decoder_layers(hf_model)
@@ -318,56 +262,48 @@ def parallelize(
         compiled=compiles(training, world.device),
         offloads=offloads_of_layers(training.offloaded_of_layers(len(layers), "fsdp2"), world.device),
     )
+    if training.adapters is None or training.compute_precision != "bf16":
+        return CausalLM(hf_model, routers=routers, autocast=nullcontext)
     # Adapters are trained in fp32, and cast where they are used.
-    is_cast = training.adapters is not None and training.compute_precision == "bf16"
-    autocast = (
-        partial(torch.autocast, world.device.type, DTYPES[training.compute_precision]) if is_cast else nullcontext
-    )
-    model = CausalLM(hf_model, routers=routers, autocast=autocast)
-    if is_unsharded(training, world):
-        return model
-    collectives = choose_collectives(training, world)
-    options: dict[str, Any] = {
-        "mp_policy": _mixed_precision(training, is_reduced_by_ftkit=collectives is not None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-        if training.offload == "all"
-        else OffloadPolicy(),
-    }
-    for layer in layers:
-        reshards = world.num_layer_shards > 1 and reshard_after_forward
-        fully_shard(layer, mesh=world.layer_mesh, reshard_after_forward=reshards, **options)
-    sharded = fully_shard(model, mesh=world.mesh, **options)
-    if world.tensor_parallel > 1:  # the rest is sharded over more ranks: gradients are divided by the same number
-        sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(world.num_layer_ranks)
-    if collectives is not None:
-        for module in (*layers, model):
-            collectives.install(cast("FSDPModule", module))
-    return model
+    autocast = partial(torch.autocast, world.device.type, DTYPES[training.compute_precision])
+    return CausalLM(hf_model, routers=routers, autocast=autocast)
 
 
-def _mixed_precision(training: TrainingPlan, *, is_reduced_by_ftkit: bool) -> MixedPrecisionPolicy:
-    """Return the dtypes in which weights are all-gathered and gradients reduce-scattered.
+def _shard(model: CausalLM, training: TrainingPlan, world: World, *, reshard_after_forward: bool) -> None:
+    """Apply FSDP2: each decoder layer is a unit, and the rest is one more.
+
+    Layers are all-gathered for their forward, and again for their backward if they are resharded in between. Embedding
+    and output projection stay unsharded between forward and backward.
 
     With adapters, parameters are all-gathered in their storage dtype: frozen ones in the compute dtype, trained ones in
     fp32, cast on use, as on one process. FSDP2 then copies bytes. With a single dtype it would copy numbers, and
     `torch._foreach_copy_` replaces all NaNs with one NaN on GPUs, which would change 4-bit weights.
     """
-    compute, reduced = DTYPES[training.compute_precision], DTYPES[training.reduce_precision]
-    if training.adapters is not None:
-        return MixedPrecisionPolicy(reduce_dtype=None if is_reduced_by_ftkit else reduced)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute if is_reduced_by_ftkit else reduced)
+    collectives = choose_collectives(training, world)
+    compute = None if training.adapters is not None else DTYPES[training.compute_precision]
+    reduced = DTYPES[training.reduce_precision] if collectives is None else compute
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced)
+    offload = OffloadPolicy()
+    if training.offload == "all":
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    layers = find_decoder_layers(model.hf_model)
+    reshards = world.num_layer_shards > 1 and reshard_after_forward
+    for layer in layers:
+        fully_shard(
+            layer, mesh=world.layer_mesh, reshard_after_forward=reshards, mp_policy=precision, offload_policy=offload
+        )
+    root = fully_shard(model, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
+    if world.tensor_parallel > 1:  # the rest is sharded over more ranks: gradients are divided by the same number
+        root.set_force_sum_reduction_for_comms(True)
+        root.set_gradient_divide_factor(world.num_layer_ranks)
+    if collectives is not None:
+        for module in (*layers, model):
+            collectives.install(cast("FSDPModule", module))
 
 
 def _make_optimizer(model: nn.Module, training: TrainingPlan) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, training)
-    rates: dict[str, Any] = {"lr": 0.0, "betas": training.betas}  # each step sets the learning rate
+    groups, initial_rate = parameter_groups(model, training), 0.0  # each step sets the learning rate
     if training.optimizer == "adamw8bit":
-        return AdamW8bit(groups, **rates)
-    return (HostStateAdamW if training.offload == "optimizer" else FusedAdamW)(groups, **rates)
-
-
-def _share_of_rows(shape: torch.Size, num_shards: int) -> int:
-    """Return the maximum number of elements on one of `num_shards` ranks, split along the rows."""
-    rows = shape[0] if shape else 1
-    return -(-rows // num_shards) * (shape.numel() // max(1, rows))
+        return AdamW8bit(groups, initial_rate, training.betas)
+    optimizer = HostStateAdamW if training.offload == "optimizer" else FusedAdamW
+    return optimizer(groups, initial_rate, training.betas)

@@ -65,11 +65,7 @@ _TOKENS: Placement = Shard(1)
 
 
 def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, tensor_parallel: int = 1) -> None:
-    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads.
-
-    Raises:
-        TrainingError: parts of the model other than attention mix tokens, or its heads can't be divided.
-    """
+    """Check that a model's tokens can be divided among `size` ranks, each with its part of the heads."""
     heads = config.num_attention_heads
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
@@ -87,11 +83,7 @@ def check_context_parallel(config: PretrainedConfig, kernel: Kernel, size: int, 
 
 
 def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -> None:
-    """Check that the decoder layers of a model can be divided among `size` ranks.
-
-    Raises:
-        TrainingError: they can't, or this version of torch can't train them.
-    """
+    """Check that the decoder layers of a model can be divided among `size` ranks."""
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     indivisible = indivisible_sizes(*sizes, size)
     if config.model_type not in MEASURED:
@@ -114,9 +106,7 @@ def check_tensor_parallel(config: PretrainedConfig, kernel: Kernel, size: int) -
 def whole_pack_attention(kernel: Kernel, exchange: ContextGroup) -> str:
     """Register attention over whole packs with transformers, whose own masks are for a rank's tokens; return its name.
 
-    Args:
-        kernel: flash4, or sdpa with a mask by documents.
-        exchange: ranks that exchange tokens for heads; tensor parallelism alone has one, with all tokens of its heads.
+    `exchange` are ranks that exchange tokens for heads; tensor parallelism alone has one, with all tokens of its heads.
     """
     AttentionInterface.register(_NAME, partial(_attention, kernel=kernel, group=exchange.name, size=exchange.size))
     return _NAME
@@ -146,44 +136,28 @@ def _attention(  # noqa: PLR0913 - the interface is transformers'
     refuse_changed_scores(module, others)
     del attention_mask
     batch, heads, tokens, width = query.shape
-    if size == 1:
-        queries, keys, values = (
-            each.transpose(1, 2).reshape(batch * tokens, -1, each.shape[-1]) for each in (query, key, value)
-        )
-    else:
-        queries, keys, values = _tokens_for_heads(query, key, value, group, size)
+    # Each of the ranks needs a key-value head for its query heads.
+    times = size // math.gcd(size, key.shape[1])
+    if times > 1:
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    parts = [each.transpose(1, 2).reshape(batch, tokens, size, -1) for each in (query, key, value)]
+    if size > 1:  # exchange a rank's tokens of all heads for all tokens of its heads
+        sent = torch.cat(parts, dim=-1).permute(2, 0, 1, 3).contiguous()
+        received = all_to_all(sent, group).transpose(0, 1)  # [B, size, S, ...]
+        parts = list(received.split([part.shape[-1] for part in parts], dim=-1))
+    queries, keys, values = (
+        part.reshape(batch * size * tokens, -1, each.shape[-1])
+        for part, each in zip(parts, (query, key, value), strict=True)
+    )
     scale = scaling if scaling is not None else 1 / math.sqrt(width)
     if kernel == "flash4":
         output, _ = varlen_attention(queries, keys, values, cu_seq_lens_q, max_length_q, scale, sliding_window)
     else:
         output = masked_attention(queries, keys, values, cu_seq_lens_q, scale, sliding_window)
-    if size == 1:
-        return output.view(batch, tokens, heads, -1), None
-    sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
-    received = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
-    return received.reshape(batch, tokens, heads, -1), None
-
-
-def _tokens_for_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str, size: int
-) -> list[torch.Tensor]:
-    """Exchange queries, keys and values, [B, heads, S, D], of a rank's tokens for all tokens, [T, heads / size, D]."""
-    batch, _, tokens, _ = query.shape
-    projections = (query, _repeat_heads(key, size), _repeat_heads(value, size))
-    parts = [tensor.transpose(1, 2).reshape(batch, tokens, size, -1) for tensor in projections]
-    sent = torch.cat(parts, dim=-1).permute(2, 0, 1, 3).contiguous()
-    received = all_to_all(sent, group).transpose(0, 1)  # [B, size, S, ...]
-    exchanged = received.split([part.shape[-1] for part in parts], dim=-1)
-    return [
-        part.reshape(batch * size * tokens, -1, tensor.shape[-1])
-        for part, tensor in zip(exchanged, projections, strict=True)
-    ]
-
-
-def _repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Repeat key-value heads, [B, K, S, D], so that each of `size` ranks gets one for its query heads."""
-    times = size // math.gcd(size, tensor.shape[1])
-    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+    if size > 1:
+        sent = output.view(batch, size, tokens, -1).transpose(0, 1).contiguous()
+        output = all_to_all(sent, group).permute(1, 2, 0, 3)  # [B, S, size, ...]
+    return output.reshape(batch, tokens, heads, -1), None
 
 
 # An operator: the compiler doesn't trace into it, so its argument is the group's name.
@@ -221,7 +195,7 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
     for layer in layers:
         names = [name for name, module in layer.named_children() if type(module).__name__.endswith("Norm")]
         norms = dict.fromkeys(names, SequenceParallel(use_local_output=True))
-        styles = norms | _attention_styles(family) | _mlp_styles()
+        styles = norms | _styles(family)
         if adapters is not None:
             for name in [name for name in styles if name.rpartition(".")[2] in adapters.targets]:
                 del styles[name]
@@ -233,8 +207,8 @@ def divide_layers(layers: nn.ModuleList, family: str, mesh: DeviceMesh, adapters
             parameter.requires_grad_(is_trained[name])  # torch's styles of norms make their weights trainable
 
 
-def _attention_styles(family: str) -> dict[str, ParallelStyle]:
-    """Return the styles of attention by the modules' names, with those of its norms of queries and keys."""
+def _styles(family: str) -> dict[str, ParallelStyle]:
+    """Return the styles of attention and feed-forward layer by the modules' names."""
     norms: dict[str, ParallelStyle] = {
         "qwen3": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, heads, D]
         "gemma3_text": SequenceParallel(sequence_dim=1, use_local_output=True),  # of [B, heads, T, D]
@@ -248,12 +222,6 @@ def _attention_styles(family: str) -> dict[str, ParallelStyle]:
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
         **({f"self_attn.{name}_norm": norms[family] for name in "qk"} if family in norms else {}),
         "self_attn.o_proj": RowwiseParallel(output_layouts=_TOKENS),
-    }
-
-
-def _mlp_styles() -> dict[str, ParallelStyle]:
-    """Return the styles of the feed-forward layer by the modules' names."""
-    return {
         "mlp": PrepareModuleInput(input_layouts=_TOKENS, desired_input_layouts=Replicate()),
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
@@ -290,7 +258,6 @@ class DividedAdapter(AdaptedLinear, ABC):
     """
 
     def __init__(self, adapted: AdaptedLinear, mesh: DeviceMesh) -> None:
-        """Divide a layer; its parameters may be on the meta device."""
         super().__init__(adapted, adapted.lora, adapted.dropout)
         self._mesh = mesh
 
@@ -301,28 +268,24 @@ class DividedAdapter(AdaptedLinear, ABC):
         _distribute(self.lora_B, self._mesh, lambda _: up)
         _distribute(self.lora_magnitude_vector, self._mesh, lambda _: outputs)
 
-    def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the outputs, or its summands of them, without the bias."""
-        return self.adapt(inputs, self._multiply(inputs))
-
     def _down(self, inputs: torch.Tensor, draw: Draw | None) -> torch.Tensor:
-        down = _local(_only(self.lora_A))
+        down = _local_weight(self.lora_A)
         return functional.linear(inputs, down) if draw is None else draw.multiply(inputs, down)
 
     def _up(self, products: torch.Tensor) -> torch.Tensor:
-        return functional.linear(products, _local(_only(self.lora_B)))
+        return functional.linear(products, _local_weight(self.lora_B))
 
     def _multiply(self, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.linear(inputs, _local(_only(self.base_layer)))
+        return functional.linear(inputs, _local_weight(self.base_layer))
 
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
         return output  # `forward` adds it
 
     def _magnitudes(self) -> torch.Tensor:
-        return _local(_only(self.lora_magnitude_vector))
+        return _local_weight(self.lora_magnitude_vector)
 
     def _norms(self) -> torch.Tensor:
-        base, down, up = (_local(_only(part)) for part in (self.base_layer, self.lora_A, self.lora_B))
+        base, down, up = (_local_weight(part) for part in (self.base_layer, self.lora_A, self.lora_B))
         return self._sum(merged_squares(base, down, up, self.lora.scaling)).sqrt()
 
     @abstractmethod
@@ -339,7 +302,8 @@ class ColwiseAdapter(DividedAdapter):
 
     def forward(self, inputs: DTensor) -> torch.Tensor:  # type: ignore[override]
         """Return this rank's features, [B, T, outputs / ranks], for inputs [B, T, inputs]."""
-        product = self._product(inputs.to_local(grad_placements=[Partial()]))
+        local = inputs.to_local(grad_placements=[Partial()])
+        product = self.adapt(local, self._multiply(local))  # without the bias
         return product if self.base_layer.bias is None else product + _local(self.base_layer.bias)
 
     def _sum(self, squares: torch.Tensor) -> torch.Tensor:
@@ -355,7 +319,8 @@ class RowwiseAdapter(DividedAdapter):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens, [B, T / ranks, outputs], for inputs [B, T, inputs / ranks]."""
-        summed = DTensor.from_local(self._product(inputs), self._mesh, [Partial()], run_check=False)
+        summands = self.adapt(inputs, self._multiply(inputs))  # without the bias
+        summed = DTensor.from_local(summands, self._mesh, [Partial()], run_check=False)
         outputs = summed.redistribute(placements=[Shard(1)]).to_local()
         return outputs if self.base_layer.bias is None else outputs + _local(self.base_layer.bias)
 
@@ -374,13 +339,12 @@ def _distribute(owner: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.P
             module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
 
 
-def _only(owner: nn.Module) -> nn.Parameter:
-    """Return the first parameter of a module, its weight."""
-    return next(owner.parameters())
-
-
 def _local(parameter: nn.Parameter) -> torch.Tensor:
     """Return a parameter's part on this rank; the gradient of one that is whole there has to be summed."""
     divided = cast("DTensor", parameter)
     is_whole = divided.placements[0].is_replicate()
     return divided.to_local(grad_placements=[Partial()] if is_whole else None)
+
+
+def _local_weight(owner: nn.Module) -> torch.Tensor:
+    return _local(next(owner.parameters()))

@@ -15,7 +15,7 @@ from ftkit.errors import TrainingError
 from ftkit.train.causal_lm import CausalLM, MicroBatch, SourceLosses
 from ftkit.train.checkpoint.loading import check_model, read_state
 from ftkit.train.components.optimizer import parameter_groups
-from ftkit.train.engine import ParameterShard, collect_sharding_stats
+from ftkit.train.engine import collect_sharding_stats
 from ftkit.train.memory.activation_checkpointing import apply_activation_checkpointing
 from ftkit.train.memory.activation_offload import offloads_of_layers
 from ftkit.train.model.expert_adapters import experts_in_layers
@@ -46,23 +46,26 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Zero3Engine:
-    """Weights in the compute dtype, their fp32 masters and optimizer states, partitioned over the ranks.
-
-    Attributes:
-        model: the partitioned model with its loss.
-    """
+    """Weights in the compute dtype, their fp32 masters and optimizer states, partitioned over the ranks."""
 
     def __init__(
         self, hf_model: PreTrainedModel, training: TrainingPlan, world: World, init_weights: InitWeights | None = None
     ) -> None:
         """Partition a model, initialize its weights and create its optimizer; see `make_engine`."""
-        self._world, self._training = world, training
+        self._world = world
+        self._training = training
         # DeepSpeed returns offloaded states on the device, one parameter at a time: they are moved back immediately.
         self._state_mesh = world.mesh if training.offload == "none" else world.host_mesh
-        _check_experts(hf_model)
+        for name, module in hf_model.named_modules():
+            if isinstance(module, nn.ModuleList) and name.endswith("experts"):
+                raise TrainingError(  # ranks that use different modules would wait for each other forever
+                    f"ZeRO-3 can't train '{name}', whose experts are separate modules",
+                    meaning="this family, or this version of transformers, has no parameter for all experts of a layer",
+                    fix="set training.engine=fsdp2",
+                )
         hide_activations(hf_model)
         self._deepspeed = import_deepspeed(world.device)
-        config = deepspeed_config(training, world)
+        config = _deepspeed_config(training, world)
         precision = DTYPES[training.compute_precision]
         routers = Routers.of(hf_model, training, world)
         hf_model.tie_weights()  # while tied parameters are still one object
@@ -102,37 +105,31 @@ class Zero3Engine:
             num_sharded_layers=sharded_layers,
         )
 
-    def _shard_of(self, parameter: torch.Tensor) -> ParameterShard:
-        partition, total = zero3_partition(parameter), parameter.numel()
+    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int, int]:
+        partition = zero3_partition(parameter)
+        total = parameter.numel() if partition is None else partition.shape.numel()
+        even_share = -(-total // self._world.size)
         if partition is None:
-            return ParameterShard(total, total, self._even_share(total))
-        total = partition.shape.numel()
+            return total, total, even_share
         persistent = total if partition.is_persistent else 0
-        local = partition.values.numel() + parameter.numel()
-        return ParameterShard(total, local, self._even_share(total) + persistent)
-
-    def _even_share(self, num_elements: int) -> int:
-        return -(-num_elements // self._world.size)
+        return total, partition.values.numel() + parameter.numel(), even_share + persistent
 
     def _is_partitioned(self, parameter: nn.Parameter) -> bool:
-        shard = self._shard_of(parameter)
-        return zero3_partition(parameter) is not None and shard.local <= shard.allowed
+        _, local, allowed = self._shard_of(parameter)
+        return zero3_partition(parameter) is not None and local <= allowed
 
     def forward(self, batch: MicroBatch, source_losses: SourceLosses | None = None) -> torch.Tensor:
-        """Return the loss summed over a micro-batch's labels; see `Engine.forward`."""
         loss: torch.Tensor = self._engine(batch=batch, source_losses=source_losses)
         return loss
 
     def backward(self, loss: torch.Tensor, num_labels: int, *, is_last: bool) -> None:
-        """Accumulate gradients; see `Engine.backward`."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         # DeepSpeed averages gradients over the ranks; the loss is a mean over the labels of all of them.
         self._engine.backward(loss * (self._world.size / num_labels))
 
     @contextmanager
     def inference(self) -> Iterator[CausalLM]:
-        """Yield the model for evaluation, without gradients; DeepSpeed frees gathered parameters after use."""
-        self._engine.eval()
+        self._engine.eval()  # DeepSpeed frees gathered parameters after use
         try:
             with torch.no_grad():
                 yield self.model
@@ -141,14 +138,12 @@ class Zero3Engine:
 
     @contextmanager
     def probe(self) -> Iterator[CausalLM]:
-        """Yield the model in training mode; see `Engine.probe`."""
         try:
             yield self.model
         finally:
             forget_pending_gradients(self.model)
 
     def step(self, learning_rate: float, max_norm: float) -> torch.Tensor:
-        """Clip, update the weights and clear the gradients; see `Engine.step`."""
         self._optimizer.set_step(learning_rate, max_norm)
         self._engine.step()
         norm = self._optimizer.grad_norm
@@ -156,7 +151,6 @@ class Zero3Engine:
         return torch.as_tensor(torch.nan if norm is None else norm, device=self._world.device).float()
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that this rank keeps between steps."""
         partitions = (local_shard(parameter).values for parameter in self.model.parameters())
         return {
             "parameters": [*self._optimizer.masters, *partitions],
@@ -165,25 +159,29 @@ class Zero3Engine:
         }
 
     def load(self, folder: Path) -> None:
-        """Load a state from a checkpoint, written at any world size."""
         check_model(self.model.hf_model, folder)
         state = self.state()
         read_state(state, folder)
         write = self._deepspeed.utils
+
+        def padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
+            """Pad a shard to the length of all DeepSpeed partitions."""
+            local = values.to_local()
+            return functional.pad(local, (0, partition.values.numel() - local.numel()))
+
         for name, parameter, partition in self._saved():
-            master = _padded(state["model"][name], partition)
+            master = padded(state["model"][name], partition)
             partition.values.copy_(master)
             if not parameter.requires_grad:
                 continue
             write.safe_set_local_fp32_param(parameter, master)
             for key in _STATES:
-                write.safe_set_local_optimizer_state(parameter, _padded(state["optimizer"][key][name], partition), key)
+                write.safe_set_local_optimizer_state(parameter, padded(state["optimizer"][key][name], partition), key)
         for states in self._optimizer.states.values():
             states["step"].copy_(state["step"])
         self._optimizer.gather_persistent()
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights, unsharded and in host memory, on rank 0; an empty dictionary elsewhere."""
         weights = {}
         for name, parameter, _ in self._saved():
             with self._deepspeed.zero.GatheredParameters([parameter]):
@@ -233,22 +231,11 @@ class Zero3Engine:
         )
 
 
-def _check_experts(model: nn.Module) -> None:
-    """Refuse experts in separate modules: ranks that use different ones would wait for each other forever."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and name.endswith("experts"):
-            raise TrainingError(
-                f"ZeRO-3 can't train '{name}', whose experts are separate modules",
-                meaning="this family, or this version of transformers, does not store them in one parameter per layer",
-                fix="set training.engine=fsdp2",
-            )
-
-
 def hide_activations(model: nn.Module) -> None:
     """Take the activation functions of experts out of the modules that DeepSpeed sees.
 
-    It hooks every module, and its ranks wait for each other forever if they call different ones. Experts that are
-    computed one by one call their activation function once for each expert that got a token.
+    It hooks every module, and ranks wait for each other forever if they call different ones. Experts that are computed
+    one by one call their activation function once for each expert that got a token.
     """
     for _, experts in experts_in_layers(model):
         for name, module in list(experts.named_children()):
@@ -257,8 +244,7 @@ def hide_activations(model: nn.Module) -> None:
                 object.__setattr__(experts, name, module)  # nn.Module would register it again
 
 
-def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]:
-    """Return DeepSpeed's configuration of a run."""
+def _deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]:
     to_host = {"device": "cpu", "pin_memory": world.device.type == "cuda"}
     zero: dict[str, object] = {
         "stage": 3,
@@ -283,12 +269,6 @@ def deepspeed_config(training: TrainingPlan, world: World) -> dict[str, object]:
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's optimizer would be compiled at each start
         "steps_per_print": 2**31,
     }
-
-
-def _padded(values: DTensor, partition: Zero3Partition) -> torch.Tensor:
-    """Pad a shard to the length of all DeepSpeed partitions."""
-    local = values.to_local()
-    return functional.pad(local, (0, partition.values.numel() - local.numel()))
 
 
 def _init_in_fp32(model: nn.Module, init_weights: InitWeights) -> list[tuple[nn.Parameter, torch.Tensor]]:

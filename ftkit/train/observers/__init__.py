@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, ClassVar
 
+from ftkit.train.loop import Observer, Observers
 from ftkit.train.model.hf_model import find_decoder_layers
-from ftkit.train.observers.metrics import AnomalyWatch, MfuMeter, StepMetrics, StepReporter, Stopwatch
-from ftkit.train.observers.observer import Observer, Observers
 from ftkit.train.observers.profiler import Profiler
-from ftkit.train.observers.progress import with_evaluation
 from ftkit.train.observers.ranks import RankTimes, Watchdog
+from ftkit.train.observers.step_metrics import AnomalyWatch, StepMetrics, Stopwatch
 
 if TYPE_CHECKING:
     from ftkit.train.checkpoint.saving import Checkpointer
     from ftkit.train.components.evaluate import Evaluator
     from ftkit.train.components.recorder import Recorder
     from ftkit.train.engine import Engine
+    from ftkit.train.loop import Phase, Progress, StepResult
     from ftkit.train.memory.usage import MemoryTrace
-    from ftkit.train.observers.observer import Phase, StepResult
-    from ftkit.train.observers.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +38,11 @@ def make_observers(  # noqa: PLR0913 - what they read and write
     """
     plan, world = progress.plan, evaluator.world
     stopwatch = Stopwatch()
-    reporter = StepReporter(recorder, trace, MfuMeter.of(plan.recipe, world), progress)
-    metrics = StepMetrics(progress, world, stopwatch, reporter, sources)  # reduces over the ranks, one step behind
     return Observers(
-        metrics,
         [
-            metrics,
+            StepMetrics(
+                progress, world, stopwatch, recorder, trace, sources
+            ),  # reduces over the ranks, one step behind
             FirstStep(progress, trace, recorder),
             AnomalyWatch(plan.id, plan.recipe.training.on_nonfinite, recorder, progress.batches.packs_of_step),
             Watchdog(plan.layout, world, progress, plan.recipe.resources.hang_timeout_seconds),
@@ -55,7 +52,7 @@ def make_observers(  # noqa: PLR0913 - what they read and write
             RankTimes(progress, world, find_decoder_layers(engine.model.hf_model)),
             Saving(progress, engine, checkpointer),
             Profiler(plan.recipe.profile, plan.layout, world),
-        ],
+        ]
     )
 
 
@@ -106,14 +103,11 @@ class Evaluation(Observer):
         progress.is_best = False
         if not progress.is_evaluation_due:
             return
-        record = self._evaluator.evaluate(self._engine, progress.step, "during")
+        own = self._evaluator.evaluate(self._engine, progress.step, "during")
+        record = self._evaluator.world.gather_objects(own)[0]  # host sync: once an evaluation
         self._recorder.write(record)
-        evaluation = progress.plan.recipe.evaluation
-        if evaluation.selection is not None:
-            state = with_evaluation(progress.state, record, evaluation.selection, evaluation.early_stopping_threshold)
-            progress.state = self._evaluator.world.gather_objects(state)[0]  # host sync: once an evaluation
-            best = progress.state.best
-            progress.is_best = best is not None and best.step == progress.step
+        if (selection := progress.plan.recipe.evaluation.selection) is not None:
+            progress.add_evaluation(record, selection)
 
 
 class Saving(Observer):

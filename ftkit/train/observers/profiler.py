@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ftkit.errors import TrainingError, plural
 from ftkit.files import atomic_file
-from ftkit.train.observers.observer import Observer
+from ftkit.train.loop import Observer
 from ftkit.train.private_apis.torch import dump_memory_snapshot, record_memory_history
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ftkit.config.recipe import ProfileSpec
     from ftkit.planning.layout import RunLayout
     from ftkit.train.world import World
@@ -27,11 +25,7 @@ NUM_MEMORY_EVENTS = 500_000
 
 
 def check_profile(spec: ProfileSpec, num_steps: int) -> None:
-    """Check that the run has enough steps for the profile: its length is known once the data is prepared.
-
-    Raises:
-        TrainingError: the run is too short.
-    """
+    """Check that the run has enough steps for the profile: its length is known once the data is prepared."""
     if spec.enabled and spec.num_steps > num_steps:
         raise TrainingError(
             f"the profile takes {plural(spec.num_steps, 'step')}, the run has {num_steps}",
@@ -48,7 +42,6 @@ class Profiler(Observer):
         self._world = world
         self._num_traces = 0
         self._profile: profile | None = None
-        self._stack = ExitStack()
         self._memory = ExitStack()
 
     def start(self) -> None:
@@ -56,11 +49,12 @@ class Profiler(Observer):
         if not spec.enabled or rank not in spec.ranks or layout.profile_trace(rank, spec.cycles - 1).exists():
             return
         layout.profile.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(self._memory)
         is_cuda = self._world.device.type == "cuda"
         if spec.memory and is_cuda:
-            self._memory.enter_context(_memory_history(layout, self._world))
-        profiler = profile(
+            record_memory_history(NUM_MEMORY_EVENTS)
+            self._memory.callback(record_memory_history, 0)
+            self._memory.callback(dump_memory_snapshot, layout.memory_snapshot(rank))  # also after an error
+        self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
             schedule=schedule(
                 wait=spec.wait_steps, warmup=spec.warmup_steps, active=spec.active_steps, repeat=spec.cycles
@@ -70,14 +64,16 @@ class Profiler(Observer):
             profile_memory=spec.memory,
             with_stack=spec.with_stack,
         )
-        self._profile = self._stack.enter_context(profiler)
+        self._profile.start()
 
     def end_step(self) -> None:
         if self._profile is not None:
             self._profile.step()
 
     def close(self) -> None:
-        self._stack.close()
+        with self._memory:
+            if self._profile is not None:
+                self._profile.stop()
 
     def _write_trace(self, profiler: profile) -> None:
         path = self._layout.profile_trace(self._world.rank, self._num_traces)
@@ -87,14 +83,3 @@ class Profiler(Observer):
         self._num_traces += 1
         if self._num_traces == self._spec.cycles:
             self._memory.close()
-
-
-@contextmanager
-def _memory_history(layout: RunLayout, world: World) -> Iterator[None]:
-    """Record allocations, and write the snapshot at the end, after an out-of-memory error too."""
-    record_memory_history(NUM_MEMORY_EVENTS)
-    try:
-        yield
-    finally:
-        dump_memory_snapshot(layout.memory_snapshot(world.rank))
-        record_memory_history(0)

@@ -1,9 +1,4 @@
-"""Watch the ranks: end a run that hangs, and time each rank so that stragglers can be found.
-
-Every rank watches its own steps. All ranks notice a hang, since they wait for each other. Each writes its Python
-stacks, torch's record of the last collectives, and a report; the rank without a report, or behind the others, is the
-cause. The processes then end, and the job script restarts them from the newest checkpoint.
-"""
+"""Watch the ranks: end a run that hangs, and time each rank so that stragglers can be found."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from ftkit.files import read_json_if_valid, write_file, write_json
 from ftkit.runs.failure import record_rank_error
 from ftkit.runs.stragglers import MIN_STEPS, RankTiming, find_stragglers, read_timings
-from ftkit.train.observers.observer import Observer
+from ftkit.train.loop import Observer
 from ftkit.train.private_apis.torch import dump_collectives
 
 if TYPE_CHECKING:
@@ -35,18 +30,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.train.observers.observer import Phase, StepResult
-    from ftkit.train.observers.progress import Progress
+    from ftkit.train.loop import Phase, Progress, StepResult
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 
 _LIMIT_IN_MEDIANS = 10.0
 _NUM_TIMED_STEPS = 64
-_MIN_TIMED_STEPS = 5
-"""Steps before there is a limit: the first ones compile."""
-_GRACE_SECONDS = 15.0
-"""Seconds to wait for the reports of the other ranks."""
+_MIN_TIMED_STEPS = 5  # before there is a limit: the first ones compile
+_GRACE_SECONDS = 15.0  # to wait for the reports of the other ranks
 _MAX_SHOWN = 8
 
 
@@ -64,23 +56,26 @@ class HangReport:
 
 
 class Watchdog(Observer):
-    """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called."""
+    """Watches the steps of this rank from a separate thread. A step ends where this observer's `end_step` is called.
+
+    All ranks notice a hang, since they wait for each other. Each writes its Python stacks, torch's record of the last
+    collectives, and a report; the rank without a report, or behind the others, is the cause. The processes then end,
+    and the job script restarts them from the newest checkpoint. Steps shorter than `floor_seconds` are no hang.
+    """
 
     def __init__(self, layout: RunLayout, world: World, progress: Progress, floor_seconds: float) -> None:
-        """Start to measure how long a step takes; shorter ones than `floor_seconds` never count as a hang."""
         self._layout = layout
         self._world = world
         self._progress = progress
         self._floor = floor_seconds
         self._waits_for_batch = False
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_STEPS)
-        self._now: tuple[int, float] | None = None
+        self._now: tuple[int, float] | None = None  # the current step, and when it began
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._layout.hang_report(self._world.rank).unlink(missing_ok=True)  # of an earlier start
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         self._ended.set()
@@ -91,7 +86,6 @@ class Watchdog(Observer):
             self._now = self._progress.step + 1, time.monotonic()
 
     def end_step(self) -> None:
-        """Record that the step has ended; there is no limit until the next one begins."""
         if self._now is not None:
             self._seconds.append(time.monotonic() - self._now[1])
         self._now = None
@@ -111,33 +105,24 @@ class Watchdog(Observer):
 
     def _end_run(self, step: int, limit: float) -> None:
         """Write stacks, collectives and the report, and end this process."""
-        rank, layout = self._world.rank, self._layout
-        report = HangReport(socket.gethostname(), step, self._waits_for_batch)
+        rank, layout, ranks = self._world.rank, self._layout, range(self._world.size)
         with suppress(OSError):
-            write_json(layout.hang_report(rank), report)
+            write_json(layout.hang_report(rank), HangReport(socket.gethostname(), step, self._waits_for_batch))
             with layout.stacks(rank).open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
             if collectives := dump_collectives():
                 layout.collectives(rank).write_bytes(collectives)
-        reports = self._gather_reports()
-        cause = describe_culprits(reports, self._world.size, step)
+        deadline, reports = time.monotonic() + _GRACE_SECONDS, dict[int, HangReport]()
+        while len(reports) < len(ranks) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            read = {each: read_json_if_valid(layout.hang_report(each), HangReport) for each in ranks}
+            reports = {each: report for each, report in read.items() if report}
+        cause = describe_culprits(reports, len(ranks), step)
         error = HangError(
             f"step {step} takes longer than {limit:.0f} s: {cause}. Stacks of all ranks: {layout.stacks(rank).parent}"
         )
         log.error("%s", error)
         os._exit(record_rank_error(error, layout.rank_error(rank), layout.disk_full, rank=rank))
-
-    def _gather_reports(self) -> dict[int, HangReport]:
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while True:
-            found = {
-                rank: report
-                for rank in range(self._world.size)
-                if (report := read_json_if_valid(self._layout.hang_report(rank), HangReport))
-            }
-            if len(found) == self._world.size or time.monotonic() > deadline:
-                return found
-            time.sleep(0.5)
 
 
 def describe_culprits(reports: Mapping[int, HangReport], size: int, step: int) -> str:
@@ -158,95 +143,73 @@ def _ranks(words: list[str]) -> str:
     return f"rank{'s' if len(words) > 1 else ''} {shown}"
 
 
-_WINDOW = 100
-_WRITE_SECONDS = 60.0
-"""Between two writes of a rank: thousands of ranks may share a file system."""
-
-
 # --- Stragglers ----------------------------------------------------------------------------------
 
 
+_WINDOW = 100
+_WRITE_SECONDS = 60.0
+"""Between two writes of a rank: thousands of ranks may share a file system."""
 Mark = torch.cuda.Event | float
-"""A CUDA event on the compute stream of a GPU, or seconds on the clock of a CPU."""
-
-
-class LayerMarks:
-    """Records in `marks` when the device reaches a decoder layer, begins it and ends it.
-
-    On a GPU with CUDA events on the compute stream, read once the device has passed them anyway; on a CPU with the
-    clock. FSDP2 all-gathers a layer's weights in a forward pre-hook: the time between a hook before that one and a hook
-    after it is waiting, and the forward itself is computing.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
-        """Register hooks before and after those of FSDP2."""
-        self._is_cuda = device.type == "cuda"
-        self.marks: list[Mark] | None = None
-        for layer in layers:
-            layer.register_forward_pre_hook(self._mark, prepend=True)
-            layer.register_forward_pre_hook(self._mark)
-            layer.register_forward_hook(self._mark, prepend=True)
-
-    def _mark(self, *_: object) -> None:
-        if self.marks is None:
-            return
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    def seconds(self, marks: list[Mark]) -> tuple[float, float]:
-        """Return the seconds in layers, and of waiting before them. The device must be past all marks."""
-        if self._is_cuda:
-            events = cast("list[torch.cuda.Event]", marks)
-            between = [first.elapsed_time(second) / 1000 for first, second in pairwise(events)]
-        else:
-            between = [second - first for first, second in pairwise(cast("list[float]", marks))]
-        return sum(between[1::3]), sum(between[::3])
 
 
 class RankTimes(Observer):
-    """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0."""
+    """Measures the steps of this rank, writes their medians to its file, and reports stragglers on rank 0.
+
+    Marks are recorded when the device reaches a decoder layer, begins it and ends it: on a GPU with CUDA events on the
+    compute stream, read once the device has passed them anyway; on a CPU with the clock. FSDP2 all-gathers a layer's
+    weights in a forward pre-hook: the time between a hook before that one and a hook after it is waiting, and the
+    forward itself is computing.
+    """
 
     def __init__(self, progress: Progress, world: World, layers: Iterable[nn.Module]) -> None:
-        """Begin to measure decoder layers; remove files of earlier starts."""
         self._progress = progress
         self._layout = progress.plan.layout
         self._world = world
-        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
-        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)] if world.context.size == 1 else []
-        self._layers = LayerMarks(sharded if world.size > 1 else [], world.device)
+        self._is_cuda = world.device.type == "cuda"
+        self._marks: list[Mark] | None = None  # of the current forward, if it is measured
         self._pending: dict[int, list[Mark]] = {}
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)
         self._last_step = 0
         self._num_unwritten = 0
         self._written = time.monotonic()
         self._reported: set[str] = set()
-        self._remove_old_files()
-
-    def _remove_old_files(self) -> None:
-        own = self._layout.rank_timing(self._world.rank)
-        old = self._layout.logs.glob("timing-*.json") if self._world.is_first else [own]
+        # Where collectives run within layers (ZeRO-3, context parallelism), waiting can't be told from computing.
+        if world.size > 1 and world.context.size == 1:
+            for layer in filter(lambda each: isinstance(each, FSDPModule), layers):
+                layer.register_forward_pre_hook(self._mark, prepend=True)
+                layer.register_forward_pre_hook(self._mark)
+                layer.register_forward_hook(self._mark, prepend=True)
+        old = [self._layout.rank_timing(world.rank)]  # files of earlier starts
+        if world.is_first:
+            old = [*self._layout.logs.glob("timing-*.json"), self._layout.stragglers]
         with suppress(OSError):
-            for path in [*old, *([self._layout.stragglers] if self._world.is_first else [])]:
+            for path in old:
                 path.unlink(missing_ok=True)
+
+    def _mark(self, *_: object) -> None:
+        if self._marks is None:
+            return
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
 
     def begin(self, phase: Phase) -> None:
         """Mark the layers of the forward of a step's first micro-batch."""
         step = self._progress.step + 1
         if phase == "forward" and step not in self._pending:
-            self._layers.marks = self._pending[step] = []
+            self._marks = self._pending[step] = []
         else:
-            self._layers.marks = None
+            self._marks = None
 
     def report(self, result: StepResult) -> None:
-        """Add a step that the device has completed."""
         marks = self._pending.pop(result.step, None)
         if not marks:
             return
-        computing, waiting = self._layers.seconds(marks)
+        between = [_seconds_between(first, second) for first, second in pairwise(marks)]
+        computing, waiting = sum(between[1::3]), sum(between[::3])
         self._steps.append((result.timing.seconds, result.timing.wait_seconds, computing, waiting))
         self._last_step = result.step
         self._num_unwritten += 1
@@ -261,7 +224,7 @@ class RankTimes(Observer):
         rank, host, device = self._world.rank, socket.gethostname(), self._world.device.type
         timing = RankTiming(rank, host, device, self._last_step, len(self._steps), *map(float, medians))
         with suppress(OSError):
-            write_json(self._layout.rank_timing(self._world.rank), timing)
+            write_json(self._layout.rank_timing(rank), timing)
             if is_due and self._world.is_first:
                 self.report_stragglers()
 
@@ -280,3 +243,10 @@ class RankTimes(Observer):
             with suppress(OSError):
                 lines = [f"{each.host}\t{each.reason}\n" for each in found[:1]]
                 write_file(self._layout.stragglers, "".join(lines).encode())
+
+
+def _seconds_between(first: Mark, second: Mark) -> float:
+    """Return the seconds between two marks, which the device must have passed."""
+    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
+        return float(first.elapsed_time(second)) / 1000
+    return cast("float", second) - cast("float", first)

@@ -91,7 +91,11 @@ def test_a_package_keeps_its_name_and_a_folder_of_modules_does_not(tmp_path: Pat
 
 def test_the_copy_of_ftkit_itself_is_a_package_with_its_data() -> None:
     copy = copy_own_package()
-    assert {"ftkit/__init__.py", "ftkit/train/script.py", "ftkit/recipes/qwen3-8b-tools-full.yaml"} <= copy.files.keys()
+    assert {
+        "ftkit/__init__.py",
+        "ftkit/train/user_script.py",
+        "ftkit/recipes/qwen3-8b-tools-full.yaml",
+    } <= copy.files.keys()
 
 
 def test_a_rerun_uses_the_same_code_or_reports_what_is_missing_or_changed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BEGAN = datetime(2026, 11, 23, 22, 10, tzinfo=UTC).timestamp()
 START = """2026-11-23T22:{0}9:49Z ftkit: job 2 on n[1-2], restart {0}
 2026-11-23T22:{0}9:49Z ftkit: training
-2026-11-23 22:58:23,474 rank 0 INFO ftkit.train.observers.metrics: step 334/1000000: loss 5.5711
+2026-11-23 22:58:23,474 rank 0 INFO ftkit.train.observers.step_metrics: step 334/1000000: loss 5.5711
 """
 JOB = "slurmstepd-n1: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"
 STEP = "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-23T22:58:16{} ***\n"

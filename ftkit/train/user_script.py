@@ -1,4 +1,4 @@
-"""`python -m ftkit.train.script PLAN [RESTARTS]`: one process of a run that executes a user's script.
+"""`python -m ftkit.train.user_script PLAN [RESTARTS]`: one process of a run that executes a user's script.
 
 torchrun starts it. It sets accelerate's environment variables, then runs the unchanged script as `__main__` in this
 process. Before the script's first optimizer step, it checks how the model is sharded, and reports it.
@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from ftkit.errors import FtkitError, TrainingError
 from ftkit.planning.layout import SCRIPT_CODE, RunLayout
@@ -25,12 +25,8 @@ from ftkit.runs.metrics_file import append_record
 from ftkit.runs.records import EndRecord, Record, ScriptStepRecord, ShardingRecord
 from ftkit.train.launcher import RunRank, end_with_launcher
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _POLL_SECONDS: Final = 2.0
 _SECONDS_BETWEEN_RECORDS: Final = 20.0
-_SIGNALS: Final[Mapping[str, signal.Signals]] = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
 
 
 class ScriptRank:
@@ -59,31 +55,20 @@ class ScriptRank:
 
     def watch_optimizer(self) -> None:
         """Check the sharding before this process's first optimizer step, and count the steps."""
-        from torch.optim.optimizer import (  # noqa: PLC0415 - after the logs are set up: its import can fail
-            Optimizer,
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
+        # The import can fail: it comes after the logs are set up.
+        from torch.optim import optimizer as torch_optimizer  # noqa: PLC0415
 
-        def before(*_: object) -> None:
-            self.check_sharding()
-
-        def after(optimizer: Optimizer, *_: object) -> None:
-            del optimizer
+        def after(*_: object) -> None:
             self.num_steps += 1
             if time.time() >= self._next_record:
                 self._next_record = time.time() + _SECONDS_BETWEEN_RECORDS
                 self.record(ScriptStepRecord(time.time(), self.num_steps))
 
-        register_optimizer_step_pre_hook(before)
-        register_optimizer_step_post_hook(after)
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: self.check_sharding())
+        torch_optimizer.register_optimizer_step_post_hook(after)
 
     def check_sharding(self) -> None:
-        """Record how the model is sharded, once.
-
-        Raises:
-            TrainingError: it is not sharded, although sharding was requested.
-        """
+        """Record how the model is sharded, once."""
         if self._is_checked:
             return
         self._is_checked = True
@@ -105,14 +90,6 @@ class ScriptRank:
                 warning, fix="see accelerate.json in the run's folder; without a recipe, ftkit requests no sharding"
             )
 
-    def check_sharding_after_failure(self) -> None:
-        """Record how the model is sharded if the script failed before its first step: it may be why memory ran out."""
-        from torch import distributed  # noqa: PLC0415 - as above
-
-        if distributed.is_available() and distributed.is_initialized():
-            with suppress(Exception):
-                self.check_sharding()
-
     def watch_stop_file(self) -> None:
         """Pass a stop request on to the script, as a signal to this process."""
         threading.Thread(target=self._wait_for_stop, name="stop-request", daemon=True).start()
@@ -122,13 +99,35 @@ class ScriptRank:
         while not path.exists():
             time.sleep(_POLL_SECONDS)
         self.is_stop_requested = True
-        number = _SIGNALS.get(self.plan.script.stop_signal)
+        number = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}.get(self.plan.script.stop_signal)
         if number is None:
             return
         if self.rank == 0:
             say(f"stop requested: sending {number.name} to the script")
         self.record_end()  # a script that does not handle the signal ends with it
         os.kill(os.getpid(), number)
+
+    def run(self) -> int:
+        """Run the script as `__main__`; return its exit code."""
+        script = self.plan.script
+        path = self.plan.layout.code / SCRIPT_CODE / script.path
+        os.chdir(script.folder)
+        sys.argv = [str(path), *(word.replace(RUN_FOLDER, str(self.plan.layout.root)) for word in script.args)]
+        sys.path[0] = str(path.parent)  # as Python does, instead of the folder that -m puts there
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            say(str(end.code))
+            return 1
+        finally:
+            distributed = sys.modules["torch.distributed"]
+            if distributed.is_available() and distributed.is_initialized():
+                # Most scripts leave their process group open: gloo's threads can abort at exit then.
+                with suppress(RuntimeError):
+                    distributed.destroy_process_group()
+        return 0
 
 
 def say(text: str) -> None:
@@ -147,7 +146,10 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
         else:
             sys.excepthook(type(reason), reason, reason.__traceback__)
 
-    _take_signals()
+    # The script gets signals as if started from a shell, not those that the launcher handles.
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with_launcher()
     plan = read_job_plan(layout)
     if not isinstance(plan, ScriptPlan):
@@ -164,9 +166,8 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             _set_environment(plan)
             script.watch_optimizer()
             script.watch_stop_file()
-            code = _run(plan)
+            code = script.run()
     except Exception as error:  # noqa: BLE001 - any error is recorded for `ftkit status`
-        script.check_sharding_after_failure()
         return rank.fail(error)
     if code == 0:
         script.record_end()
@@ -175,41 +176,6 @@ def main(plan_path: Path, num_restarts: int = 0) -> int:
             exit_error = SystemExit(f"the script exited with code {code}")
             write_rank_error(layout.rank_error(rank.rank), RankError.from_exception(exit_error, rank=rank.rank))
     return code
-
-
-def _take_signals() -> None:
-    """Reset the signal handlers inherited from the launcher: the script gets signals as if started from a shell."""
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def _run(plan: ScriptPlan) -> int:
-    """Run the script as `__main__`; return its exit code."""
-    script = plan.script
-    path = plan.layout.code / SCRIPT_CODE / script.path
-    os.chdir(script.folder)
-    sys.argv = [str(path), *(word.replace(RUN_FOLDER, str(plan.layout.root)) for word in script.args)]
-    sys.path[0] = str(path.parent)  # as Python does, instead of the folder that -m puts there
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        say(str(end.code))
-        return 1
-    finally:
-        _disconnect()
-    return 0
-
-
-def _disconnect() -> None:
-    """Close the process group that most scripts leave open: gloo's threads can abort at exit otherwise."""
-    from torch import distributed  # noqa: PLC0415 - as above
-
-    if distributed.is_available() and distributed.is_initialized():
-        with suppress(RuntimeError):
-            distributed.destroy_process_group()
 
 
 def _set_environment(plan: ScriptPlan) -> None:

@@ -23,9 +23,9 @@ from ftkit.planning.training_setup import gpu_of_device
 from ftkit.runs.records import AnomalyRecord, StepRecord
 from ftkit.train.components.batches import StepBatch
 from ftkit.train.components.evaluate import mean_losses
+from ftkit.train.loop import Observer, StepResult, StepTiming
 from ftkit.train.memory.host_memory import empty_pinned_like
 from ftkit.train.model.routers import router_stats
-from ftkit.train.observers.observer import Observer, StepResult, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,51 +35,114 @@ if TYPE_CHECKING:
     from ftkit.config.training import OnNonfinite, TrainingSpec
     from ftkit.models.architecture import ArchitectureSpec
     from ftkit.train.components.recorder import Recorder
+    from ftkit.train.loop import Progress, StepOutcome
     from ftkit.train.memory.usage import MemoryTrace
-    from ftkit.train.observers.observer import StepOutcome
-    from ftkit.train.observers.progress import Progress
     from ftkit.train.world import World
 
 log = logging.getLogger(__name__)
 
 
 class StepMetrics(Observer):
-    """Reports the results of steps, one step behind, and passes on a stop request."""
+    """Sums losses and stop requests over the ranks, and reports the results of steps, one step behind.
+
+    A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
+    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
+    the same step.
+    """
 
     def __init__(
-        self, progress: Progress, world: World, stopwatch: Stopwatch, reporter: StepReporter, sources: tuple[str, ...]
+        self,
+        progress: Progress,
+        world: World,
+        stopwatch: Stopwatch,
+        recorder: Recorder,
+        trace: MemoryTrace,
+        sources: tuple[str, ...],
     ) -> None:
-        """Take what measures a step's time, what writes its record, and the names of the sources of a mixture."""
         self._progress = progress
-        self._world = world
+        self._is_first = world.is_first
         self._stopwatch = stopwatch
-        self._reporter = reporter
-        self._reducer = StepReducer(sources)
+        self._reporter = StepReporter(recorder, trace, MfuMeter.of(progress.plan.recipe, world), progress)
+        self._sources = sources
+        self._pending: _Pending | None = None
+        self._buffer: torch.Tensor | None = None
         self.is_behind = world.device.type == "cuda"
 
     def reduce(self, outcome: StepOutcome) -> Iterator[StepResult]:
-        progress = self._progress
-        previous = self._reducer.pop()  # host sync: on the previous step, while the device computes this one
-        # A stop may be requested for the run, or for this Slurm job.
-        requests = [str(progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
-        stop = self._world.is_first and any(map(os.path.exists, requests))
-        self._reducer.push(progress.step, outcome, self._stopwatch.take(), stop=stop)
+        previous = self._take_pending()  # host sync: on the previous step, while the device computes this one
+        self._sum_over_ranks(outcome)
         if previous is not None:
-            progress.is_stopped |= previous.stop_requested
             yield previous
-        if not self.is_behind or progress.has_host_sync:
-            result = self._reducer.pop()
+        if not self.is_behind or self._progress.has_host_sync:
+            result = self._take_pending()
             if result is not None:
-                progress.is_stopped |= result.stop_requested
                 yield result
+
+    def _sum_over_ranks(self, outcome: StepOutcome) -> None:
+        # A stop may be requested for the run, or for this Slurm job.
+        requests = [str(self._progress.plan.layout.stop_request), os.environ.get("FTKIT_STOP_FILE", "")]
+        stop = torch.full_like(outcome.loss, self._is_first and any(map(os.path.exists, requests)))
+        local = [torch.stack([outcome.loss, stop]), outcome.source_losses.sums.flatten(), outcome.router_sums.values]
+        sums = torch.cat(local)
+        dist.all_reduce(sums)
+        *others, routers = sums.split([part.numel() for part in local])  # type: ignore[no-untyped-call]
+        numbers = torch.cat([*others, outcome.router_sums.summarize(routers), outcome.grad_norm.to(sums).reshape(1)])
+        copied = None
+        if numbers.is_cuda:
+            if self._buffer is None:
+                self._buffer = empty_pinned_like(numbers)
+            numbers = self._buffer.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        batch, timing = replace(outcome.batch, micro_batches=[]), self._stopwatch.take()
+        self._pending = _Pending(self._progress.step, batch, outcome.learning_rate, numbers, copied, timing)
+
+    def _take_pending(self) -> StepResult | None:
+        """Wait for the sums of the last step, and return its result; None if it was returned already."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if pending.copied is not None:
+            pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
+        loss, stop, *others, grad_norm = pending.numbers.tolist()
+        self._progress.is_stopped |= stop > 0
+        num_by_source, num_targets = 2 * len(self._sources), pending.batch.num_targets
+        return StepResult(
+            pending.step,
+            pending.batch,
+            loss / num_targets,
+            mean_losses(self._sources, others[:num_by_source]),
+            grad_norm,
+            pending.learning_rate,
+            stop > 0,
+            pending.timing,
+            router_stats(others[num_by_source:], num_targets),
+        )
 
     def report(self, result: StepResult) -> None:
         self._reporter.report(result)
 
     def close(self) -> None:
         """Report the last step even if the run fails, unless the device might never finish it."""
-        if self._reducer.is_done and (result := self._reducer.pop()):
+        copied = None if self._pending is None else self._pending.copied
+        is_done = copied is None or copied.query()  # type: ignore[no-untyped-call]
+        if is_done and (result := self._take_pending()):
             self._reporter.report(result)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose sums are being copied to the host.
+
+    `numbers` are loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
+    """
+
+    step: int
+    batch: StepBatch
+    learning_rate: float
+    numbers: torch.Tensor
+    copied: torch.cuda.Event | None
+    timing: StepTiming
 
 
 class Stopwatch(Observer):
@@ -105,92 +168,14 @@ class Stopwatch(Observer):
         """Return the times since the last call, and reset them."""
         self.begin("report")
         seconds, self._seconds = self._seconds, defaultdict(float)
-        work = seconds["forward"] + seconds["backward"] + seconds["update"] + seconds["reduce"]
+        work = sum(seconds[phase] for phase in ("forward", "backward", "update", "reduce"))
         return StepTiming(sum(seconds.values()) - seconds["pause"], work, seconds["batch"])
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A step whose sums are being copied to the host.
-
-    `numbers` are loss, stop requests, sums by source, those of routers, and gradient norm; valid once `copied` is done.
-    """
-
-    step: int
-    batch: StepBatch
-    learning_rate: float
-    numbers: torch.Tensor
-    copied: torch.cuda.Event | None
-    timing: StepTiming
-
-
-class StepReducer:
-    """Sums losses and stop requests over the ranks, one step behind.
-
-    A GPU runs behind the host. The sums of a step are read once the next step is queued, by waiting for the copy of
-    the sums and not for the queue, so that the device never idles. All ranks read the same numbers, so they stop after
-    the same step.
-    """
-
-    def __init__(self, sources: tuple[str, ...]) -> None:
-        self._sources = sources
-        self._pending: _Pending | None = None
-        self._buffer: torch.Tensor | None = None
-
-    def push(self, step: int, outcome: StepOutcome, timing: StepTiming, *, stop: bool) -> None:
-        """Start the sums of a step. Collective; the step before must have been popped."""
-        stop_requests = torch.full_like(outcome.loss, float(stop))
-        local = [
-            torch.stack([outcome.loss, stop_requests]), outcome.source_losses.sums.flatten(), outcome.router_sums.values
-        ]  # fmt: skip
-        sums = torch.cat(local)
-        dist.all_reduce(sums)
-        *others, routers = sums.split([part.numel() for part in local])  # type: ignore[no-untyped-call]
-        numbers = torch.cat([*others, outcome.router_sums.summarize(routers), outcome.grad_norm.to(sums).reshape(1)])
-        copied = None
-        if numbers.is_cuda:
-            if self._buffer is None:
-                self._buffer = empty_pinned_like(numbers)
-            numbers = self._buffer.copy_(numbers, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        batch = replace(outcome.batch, micro_batches=[])
-        self._pending = _Pending(step, batch, outcome.learning_rate, numbers, copied, timing)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `pop` would return a step without waiting."""
-        if self._pending is None:
-            return False
-        return self._pending.copied is None or bool(self._pending.copied.query())  # type: ignore[no-untyped-call]
-
-    def pop(self) -> StepResult | None:
-        """Wait for the last pushed step, and return it; None if it was already popped."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        if pending.copied is not None:
-            pending.copied.synchronize()  # host sync: on a step that completes while the next one is queued
-        loss, stop, *others, grad_norm = pending.numbers.tolist()
-        num_by_source = 2 * len(self._sources)
-        return StepResult(
-            pending.step,
-            pending.batch,
-            loss / pending.batch.num_targets,
-            mean_losses(self._sources, others[:num_by_source]),
-            grad_norm,
-            pending.learning_rate,
-            stop > 0,
-            pending.timing,
-            router_stats(others[num_by_source:], pending.batch.num_targets),
-        )
 
 
 class StepReporter:
     """Writes a record every few steps, with the throughput since the last record."""
 
     def __init__(self, recorder: Recorder, trace: MemoryTrace, mfu_meter: MfuMeter, progress: Progress) -> None:
-        """Start with no steps; the state of `progress` has the tokens before them."""
         self._recorder = recorder
         self._trace = trace
         self._mfu_meter = mfu_meter
@@ -205,10 +190,8 @@ class StepReporter:
         self._num_tokens += result.batch.num_tokens
         self._num_targets += result.batch.num_targets
         every, num_steps = self._progress.plan.recipe.training.log_every_steps, self._progress.num_steps
-        if result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested:
-            self._write(result, num_steps)
-
-    def _write(self, result: StepResult, num_steps: int) -> None:
+        if not (result.step % every == 0 or result.step in {1, num_steps} or result.stop_requested):
+            return
         results, self._results = self._results, []
         seconds = sum(each.timing.seconds for each in results)
         work = sum(each.timing.work_seconds for each in results)
@@ -257,18 +240,13 @@ def count_flops(shape: ArchitectureSpec, training: TrainingSpec, lengths: NDArra
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """Measures model FLOPs utilization, the share of the GPUs' peak (MFU; Chowdhery et al. 2022, appendix B).
-
-    Attributes:
-        peak_flops: FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate.
-    """
+    """Measures model FLOPs utilization, the share of the GPUs' peak (MFU; Chowdhery et al. 2022, appendix B)."""
 
     recipe: RecipePlan
-    peak_flops: float | None
+    peak_flops: float | None  # FLOP/s of all GPUs; None if the GPU is unknown, or the model's FLOPs are an estimate
 
     @classmethod
     def of(cls, recipe: RecipePlan, world: World) -> MfuMeter:
-        """Return the meter of a run on these processes."""
         is_known = world.device.type == "cuda" and count_model(recipe.model.architecture).is_exact
         gpu = gpu_of_device(torch.cuda.get_device_name(world.device)) if is_known else None
         return cls(recipe, None if gpu is None else world.size * gpu.peak_flops(recipe.training.compute_precision))
@@ -284,8 +262,6 @@ class MfuMeter:
 # --- Anomalies -----------------------------------------------------------------------------------
 
 
-log = logging.getLogger(__name__)
-
 _WINDOW, _MIN_STEPS, _SIGMAS = 128, 32, 6.0
 """A spike is 6 standard deviations above the mean of the last 128 steps, and needs 32 of them (OLMo-core's
 SkipStepOptimizer). Logarithms are compared: losses and gradient norms are positive and skewed, and single batches often
@@ -294,8 +270,7 @@ _FLOOR = 1e-3
 """Smaller values are raised to this one: a multiple of a negligible loss is negligible too."""
 _MIN_RISE = math.log(1.1)
 """A spike is at least 10% above the mean: the deviation of steps that hardly differ is rounding."""
-_MAX_SKIPPED = 10
-"""Consecutive skipped steps after which the cause is not single batches."""
+_MAX_SKIPPED = 10  # consecutive steps after which the cause is not single batches
 _MAX_SHOWN = 8
 
 
@@ -309,7 +284,6 @@ class AnomalyWatch(Observer):
     def __init__(
         self, run_id: str, policy: OnNonfinite, recorder: Recorder, packs_of_step: Callable[[int], list[int]]
     ) -> None:
-        """Start without history; `packs_of_step` returns the packs of a step, counted from 0."""
         self._run_id = run_id
         self._policy = policy
         self._recorder = recorder
@@ -319,11 +293,6 @@ class AnomalyWatch(Observer):
         self._num_skipped = 0
 
     def report(self, result: StepResult) -> None:
-        """Record an anomalous step.
-
-        Raises:
-            TrainingError: its gradient is not finite, and the policy is to stop; or this happened too often in a row.
-        """
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._report_nonfinite(result)
             return

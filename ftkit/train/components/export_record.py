@@ -1,0 +1,199 @@
+"""The record of an export: fixed prompts, and the logits that the trained model computes for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import nn
+
+from ftkit.config.training import Precision
+from ftkit.data.limits import NamedTemplate, run_limited
+from ftkit.data.rendering import name_of_template
+from ftkit.runs.checkpoints import SavedFile
+from ftkit.train.model.hf_model import find_decoder_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_CONVERSATIONS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "List the primes below 20, and add them up."),),
+    (("user", "Hello!"), ("assistant", "Hi. What can I do?"), ("user", "SELECT 1 + 1;")),
+    (("user", "Name a color."), ("assistant", "Blue, 青, bleu: 3 words.\n")),
+)
+"""Fixed prompts without training data, since an export may be published."""
+_PLAIN_TEXTS = ("The quick brown fox jumps over 13 lazy dogs.\n", "def add(a, b):\n    return a + b")
+_NUM_COLUMNS = 256
+_SIGNIFICANT_DIGITS = 7
+Logits = list[list[list[float]]]
+"""Per prompt and token: logits of some tokens of the vocabulary, then the log-sum-exp of all."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the chat template of training renders it, with a generation prompt after a user's turn.
+
+    Turns have a role and a content; without any, `text` is plain.
+    """
+
+    turns: tuple[tuple[str, str], ...]
+    text: str
+    tokens: tuple[int, ...]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The turns in the form of a chat template's input."""
+        return [{"role": role, "content": content} for role, content in self.turns]
+
+    @property
+    def asks(self) -> bool:
+        """Whether the assistant's turn is next."""
+        return bool(self.turns) and self.turns[-1][0] == "user"
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """The source of an export, and its expected logits: ftkit-export.json."""
+
+    run: str
+    step: int
+    kind: Literal["model", "adapters"]
+    precision: Precision
+    base: str | None  # hub id or folder of the pretrained model; None if training began with random weights
+    revision: str | None
+    end_tokens: tuple[int, ...]  # that end a completion; the trained one is the first
+    prompts: tuple[Prompt, ...]
+    trained: Logits | None  # None if there is no base model to compute them with
+    untrained: Logits | None  # of the base model
+    files: dict[str, SavedFile]
+    exported: Logits | None  # of the trained weights rounded to `precision`; None if that changes nothing
+    columns: tuple[int, ...]  # tokens of the vocabulary whose logits are recorded
+    tokenizer: dict[str, str]
+    version: Literal[1]
+    """Of the record's fields and their meaning; a record with another version is refused."""
+
+
+def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
+    """Render the fixed conversations with a tokenizer's chat template; without one, use plain texts."""
+    if tokenizer.chat_template is None:
+        return tuple(Prompt((), text, tuple(tokenizer(text)["input_ids"])) for text in _PLAIN_TEXTS)
+    texts = {turns: render(tokenizer, Prompt(turns, "", ())) for turns in _CONVERSATIONS}
+    return tuple(
+        Prompt(turns, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        for turns, text in texts.items()
+    )
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Render a conversation with a tokenizer's chat template, as transformers does."""
+    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
+    return run_limited(template, _render, tokenizer, prompt)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=prompt.asks)
+    return str(text)
+
+
+def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the SHA-256 of a tokenizer's chat template and of its vocabulary, in which versions of libraries agree.
+
+    The fixed conversations use only a part of both: they have no tools, for example.
+    """
+    parts = {"chat template": tokenizer.chat_template, "vocabulary": sorted(tokenizer.get_vocab().items())}
+    return {name: hashlib.sha256(json.dumps(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+def sample_columns(vocab_size: int, end_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens whose logits are kept: evenly spaced ones, and end tokens."""
+    evenly_spaced = torch.linspace(0, vocab_size - 1, min(vocab_size, _NUM_COLUMNS)).long().tolist()
+    return tuple(sorted({*evenly_spaced, *(token for token in end_tokens if token < vocab_size)}))
+
+
+@torch.no_grad()
+def sample_logits(model: PreTrainedModel, record: ExportRecord) -> Logits:
+    """Compute the logits of a record's prompts in one batch, and return a sample that depends on the full vocabulary.
+
+    Rows are padded on their right without a mask: in a causal model no token sees what follows.
+    """
+    prompts = record.prompts
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    rows = [[*prompt.tokens, *[0] * (longest - len(prompt.tokens))] for prompt in prompts]
+    logits: torch.Tensor = model(input_ids=torch.tensor(rows), use_cache=False).logits.float()
+    kept = torch.cat([logits[..., list(record.columns)], logits.logsumexp(-1, keepdim=True)], -1).tolist()
+    return [
+        [[float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values] for values in row[: len(prompt.tokens)]]
+        for row, prompt in zip(kept, prompts, strict=True)
+    ]
+
+
+def streamed_logits(model: nn.Module, tensors: Mapping[str, torch.Tensor], record: ExportRecord) -> Logits:
+    """Compute `sample_logits` in fp32 on the CPU, with one decoder layer, or one embedding, at a time in memory.
+
+    `model` is a transformers model on the meta device, with adapters or without; `tensors` are its parameters, and the
+    buffers that are in files, by its names.
+    """
+
+    def fill(names: Mapping[str, str]) -> None:
+        for name, first_name in names.items():
+            _set(model, name, tensors[first_name].float())
+
+    def empty(names: Mapping[str, str]) -> None:
+        for name in names:
+            _set(model, name, torch.empty_like(model.get_parameter(name), device="meta"))
+
+    resident, units = _units(model)
+    for name, buffer in model.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])
+    hooks = []
+    for prefix, own in units.items():
+        module = model.get_submodule(prefix)
+        hooks.append(module.register_forward_pre_hook(lambda *_, own=own: fill(own)))
+        hooks.append(module.register_forward_hook(lambda *_, own=own: empty(own)))
+    causal_lm = cast("PreTrainedModel", model)
+    causal_lm.eval()
+    try:
+        fill(resident)
+        return sample_logits(causal_lm, record)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for own in (resident, *units.values()):
+            empty(own)
+        causal_lm.tie_weights()
+
+
+def streamed_bytes(model: nn.Module) -> int:
+    """Return the bytes of the most weights that `streamed_logits` holds at a time."""
+    resident, units = _units(model)
+    held = [sum(model.get_parameter(name).numel() for name in own) for own in units.values()]
+    return 4 * (max(held) + sum(model.get_parameter(name).numel() for name in resident))
+
+
+def _units(model: nn.Module) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Group parameters: those that stay in memory, and those of each decoder layer and of each table of tokens.
+
+    Each name comes with the first name of its parameter: tables may be tied, and layers may share parameters.
+    """
+    first_names: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: first_names.setdefault(id(parameter), name) for name, parameter in named}
+    causal_lm = cast("PreTrainedModel", model)
+    owners = [*find_decoder_layers(model), causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    prefixes = [prefix for prefix, module in model.named_modules() if any(module is owner for owner in owners)]
+    units = {
+        prefix: {name: first for name, first in names.items() if name.startswith(f"{prefix}.")} for prefix in prefixes
+    }
+    resident = {name: first for name, first in names.items() if not any(name in own for own in units.values())}
+    return resident, units
+
+
+def _set(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    owner, _, own_name = name.rpartition(".")
+    setattr(model.get_submodule(owner), own_name, nn.Parameter(values, requires_grad=False))
