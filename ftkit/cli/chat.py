@@ -22,7 +22,7 @@ from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.image_reference import parse_image
 from ftkit.config.load import load_cluster
-from ftkit.data.turns import read_tools
+from ftkit.data.conversations import read_tools
 from ftkit.errors import NotFoundError, TrainingError
 from ftkit.evaluate.source import ModelFolder, Target, find_target
 from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server

@@ -79,7 +79,7 @@ def show_command(
 
 def _samples_of_run(words: tuple[str, ...], packs: str) -> Iterable[Sample]:
     from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.store import PreparedData
+    from ftkit.data.prepared_data import PreparedData
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):

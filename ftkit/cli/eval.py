@@ -125,7 +125,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
         tasks = [name for name in harness.split(",") if name]
         _run_harness(target, tasks, harness_tasks, settings, terminal, as_json=as_json)
         return
-    from ftkit.data.metrics import choose_metrics
+    from ftkit.data.completion_metrics import choose_metrics
     from ftkit.evaluate.scoring import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:  # report an unknown metric before a model is loaded

@@ -258,7 +258,7 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
     if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
         return ()
     from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.store import PreparedData
+    from ftkit.data.prepared_data import PreparedData
 
     try:
         plan = read_plan_to_use(layout)

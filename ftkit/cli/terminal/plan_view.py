@@ -246,7 +246,7 @@ def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
     sources = plan.recipe.data.sources
     if plan.data.is_prepared:
-        from ftkit.data.store import PreparedData
+        from ftkit.data.prepared_data import PreparedData
 
         counted = PreparedData(plan.data_directory).read_manifest().sources
         total = max(1, sum(source.num_tokens for source in counted))
