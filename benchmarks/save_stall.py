@@ -42,8 +42,7 @@ from train import CASES, CHECKOUT, make_plan, training_of
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.execution import GIB
-from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import IGNORED, Document, build_pack
 from ftkit.planning.training_setup import GPUS
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.checkpoint.saving import Checkpointer, state_bytes

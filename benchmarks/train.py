@@ -38,7 +38,8 @@ from recording import MEASURED, Row, Training, nvidia_smi, record_of, write_reco
 from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
-from ftkit.data.store import TRAINED, DataManifest, DocumentBatch, PackWriter, new_prepared_data
+from ftkit.data.packing import TRAINED, DocumentBatch
+from ftkit.data.prepared_data import DataManifest, PackWriter, new_prepared_data
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError
 from ftkit.planning.plan import RunPlan, plan_to_json

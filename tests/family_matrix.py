@@ -20,8 +20,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import Document, build_pack
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import FtkitError, one_line
 from ftkit.models.adapters import LoraSpec

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
+from ftkit.data.cases import encode_text, renderer_of
 from ftkit.data.conversations import Conversation, Message
-from ftkit.data.prompts import encode_prompt, renderer_of
 from ftkit.evaluate.generate import Decoding
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.source import ModelFolder
@@ -25,7 +25,8 @@ NUM_TOKENS = 12
 
 def generated_tokens(model: LoadedModel, text: str) -> list[int]:
     """Return the most probable tokens after a prompt; an untrained model may start with the end token."""
-    prompt = encode_prompt(model, renderer_of(model, {}), Conversation((Message("user", text),)))
+    renderer = renderer_of(model.tokenizer, model.label, {})
+    prompt = encode_text(model.tokenizer, renderer.render(Conversation((Message("user", text),)), open_turn=True))
     config = Decoding(max_new_tokens=NUM_TOKENS).config(model)
     config.min_new_tokens = NUM_TOKENS
     (completion,) = model.complete([prompt], config)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PreparedData
+from ftkit.data.packing import IGNORED
+from ftkit.data.prepared_data import PreparedData
 
 
 def validation_loss(model: Any, run: Any) -> float:

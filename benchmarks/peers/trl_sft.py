@@ -28,9 +28,8 @@ from transformers.utils import is_flash_attn_4_available
 from trl import SFTConfig, SFTTrainer
 
 from ftkit.config.execution import GIB
-from ftkit.data.encoding import IGNORED
-from ftkit.data.order import pack_at
-from ftkit.data.store import PreparedData
+from ftkit.data.packing import IGNORED, pack_at
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.planning.layout import RunLayout
 from ftkit.planning.plan import RunPlan, read_plan

@@ -6,7 +6,7 @@ The shell completes commands with this module, so pydantic is imported only when
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
@@ -17,21 +17,19 @@ from ftkit.cli.commands import current_context
 from ftkit.config.context import Context, list_images, list_names, read_settings_layers, workspace_folder
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
 from ftkit.planning.layout import Workspace
-from ftkit.runs.find import find_run, list_runs
+from ftkit.runs.find import RunFolder, find_run, list_runs
 from ftkit.runs.signing import require_signing_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from ftkit.cli.terminal.console import Terminal
     from ftkit.config.request import LoadedSettings
     from ftkit.images.image_store import ImageStore
     from ftkit.launch.resolve import RunArgs
     from ftkit.planning.plan import CodePlan
-    from ftkit.runs.find import RunFolder
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.listing import RunEntry
 
+Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 SpecT = TypeVar("SpecT")
 _NUM_RUNS = 50
@@ -39,22 +37,14 @@ _NUM_RUNS = 50
 # --- Shell completion ---------------------------------------------------------------------------
 
 
-def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a recipe."""
-    del ctx, param
-    return _starting_with(incomplete, list_names("recipe", Context.here()))
+def _completing(find: Callable[[Context], Sequence[str]]) -> Completion:
+    """Return the function that completes one of the names that `find` returns."""
+    return lambda _ctx, _param, incomplete: [name for name in find(Context.here()) if name.startswith(incomplete)]
 
 
-def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a cluster profile."""
-    del ctx, param
-    return _starting_with(incomplete, list_names("cluster", Context.here()))
-
-
-def complete_image(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of an image."""
-    del ctx, param
-    return _starting_with(incomplete, list_images(Context.here()))
+complete_recipe = _completing(lambda ctx: list_names("recipe", ctx))
+complete_cluster = _completing(lambda ctx: list_names("cluster", ctx))
+complete_image = _completing(list_images)
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -64,12 +54,9 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
         here = Context.here()
         workspace = Workspace(workspace_folder(read_settings_layers(here, ["workspace"]), here))
         runs = list_runs(workspace)[:_NUM_RUNS]
-        return _starting_with(incomplete, ["last", *(run.name for run in runs), *(run.id for run in runs)])
+        words = dict.fromkeys(["last", *(run.name for run in runs), *(run.id for run in runs)])
+        return [word for word in words if word.startswith(incomplete)]
     return []
-
-
-def _starting_with(incomplete: str, words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(word for word in words if word.startswith(incomplete)))
 
 
 # --- Arguments and options: one definition of each, so that it means the same everywhere -----------
@@ -110,7 +97,6 @@ def dry_run_option(printed: str) -> Decorator:
 
 
 def image_option(about: str) -> Decorator:
-    """Return `--image`."""
     return click.option("--image", metavar="NAME:TAG", shell_complete=complete_image, help=about)
 
 
@@ -127,19 +113,16 @@ def check_run_name(ctx: click.Context, param: click.Parameter, value: str | None
 
 
 def name_option(default: str) -> Decorator:
-    """Return `--name`."""
     return click.option("--name", metavar="NAME", callback=check_run_name, help=f"Name of the run; default: {default}.")
 
 
 def time_option(default: str) -> Decorator:
-    """Return `--time`."""
     return click.option(
         "--time", "time_limit", metavar="LIMIT", help=f"Time limit in Slurm's format (2-00:00:00); default: {default}."
     )
 
 
 def signing_options(what: str) -> Decorator:
-    """Return `--sign` and `--key`; `what` completes the help of `--sign`."""
     return together(
         click.option("--sign", "signs", is_flag=True, help=f"Sign with an SSH key: {what}"),
         file_option("--key", about="Private SSH key for --sign; or a public key whose private key the agent holds."),
@@ -154,9 +137,6 @@ def require_signature_option(what: str) -> Decorator:
     )  # fmt: skip
 
 
-RUN_HELP = (
-    "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, or 'last'."
-)
 run_argument = click.argument("reference", metavar="RUN", shell_complete=complete_run)
 image_argument = click.argument("reference", metavar="NAME:TAG", shell_complete=complete_image)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -215,11 +195,7 @@ def usage_error(text: str) -> click.UsageError:
 
 
 def run_args(words: Sequence[str], *, code: tuple[CodePlan, ...] = (), **options: Unpack[RunOptions]) -> RunArgs:
-    """Separate the recipe from the overrides.
-
-    Raises:
-        UsageError: there is more than one recipe.
-    """
+    """Separate the recipe from the overrides."""
     from ftkit.launch.resolve import RunArgs
 
     overrides = tuple(word for word in words if "=" in word)
@@ -268,11 +244,7 @@ def get_sweep(reference: str) -> list[RunEntry]:
 
 
 def get_run_or_sweep(reference: str) -> list[RunFolder]:
-    """Return the run that `reference` selects; if there is none, the runs of the sweep with that id or name.
-
-    Raises:
-        NotFoundError: there is no such run or sweep.
-    """
+    """Return the run that `reference` selects; if there is none, the runs of the sweep with that id or name."""
     try:
         return [get_run(reference)]
     except NotFoundError:
@@ -286,9 +258,6 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
     """Return the selected runs without duplicates; the name of a sweep selects all of its runs.
 
     If a single reference could be a run or a sweep, it selects the sweep, since a comparison needs two runs.
-
-    Raises:
-        NotFoundError: there is no such run or sweep.
     """
     found: dict[str, RunFolder] = {}
     for reference in references:
@@ -298,11 +267,7 @@ def get_runs(references: Sequence[str]) -> list[RunFolder]:
 
 
 def get_submission(folder: RunFolder) -> SubmittedRun:
-    """Return a run with its job.
-
-    Raises:
-        NotFoundError: it has no job.
-    """
+    """Return a run with its job."""
     from ftkit.launch.submission import adopt_job
     from ftkit.runs.job import SubmittedRun, read_submitted
 
@@ -346,11 +311,7 @@ def registry_of(option: str | None) -> str | None:
 
 
 def required_registry(option: str | None, reference: str) -> str:
-    """Return the registry to push an image to.
-
-    Raises:
-        ConfigError: neither the command line nor a file sets one.
-    """
+    """Return the registry to push an image to."""
     registry = registry_of(option)
     if not registry:
         fix = (
@@ -363,12 +324,7 @@ def required_registry(option: str | None, reference: str) -> str:
 
 
 def signing_key(*, signs: bool, key: Path | None) -> Path | None:
-    """Return the key to sign with; None if nothing is to be signed.
-
-    Raises:
-        UsageError: one of the two options is missing.
-        PrerequisiteError: it is no SSH key, or ssh-keygen is missing.
-    """
+    """Return the key to sign with; None if nothing is to be signed."""
     if signs != bool(key):
         raise usage_error("--sign and --key FILE, the private key, require each other")
     if key:

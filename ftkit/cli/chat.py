@@ -1,20 +1,32 @@
-"""`ftkit chat` and `ftkit generate`: try a model, and complete prompts."""
+"""`ftkit chat`, `ftkit generate` and `ftkit serve`: try a model, complete prompts, serve a model to other programs."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import socket
 import sys
 from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from ftkit.cli.arguments import file_option, number_option, together
-from ftkit.cli.forwarded import ForwardedCommand
-from ftkit.cli.inference import MODEL_HELP, engine_option, find_model, load_into_engine, model_argument
-from ftkit.cli.terminal.console import Styled, Terminal
-from ftkit.data.turns import read_tools
-from ftkit.errors import NotFoundError
+from ftkit import process
+from ftkit.cli import arguments
+from ftkit.cli.commands import current_context
+from ftkit.cli.forwarded import forwarded_command
+from ftkit.cli.inference import engine_option, find_model, load_into_engine, model_argument
+from ftkit.cli.submit import say_overridden
+from ftkit.cli.terminal.console import Facts, Styled, Terminal
+from ftkit.cli.terminal.format import short_path
+from ftkit.config.image_reference import parse_image
+from ftkit.config.load import load_cluster
+from ftkit.data.conversations import read_tools
+from ftkit.errors import NotFoundError, TrainingError
+from ftkit.evaluate.source import ModelFolder, Target, find_target
+from ftkit.launch.side_jobs import ServeArgs, plan_serving, submit, tunnel, wait_for_server
+from ftkit.planning.layout import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,9 +34,11 @@ if TYPE_CHECKING:
 
     from ftkit.evaluate.generate import ChatSession
     from ftkit.evaluate.vllm import EngineName
+    from ftkit.launch.render import SideJob
 
-_decoding_options = together(
-    number_option("--max-new-tokens", default=256, about="Maximum number of new tokens (default 256)."),
+_EXPORT_SECONDS = 6 * 3600
+_decoding_options = arguments.together(
+    arguments.number_option("--max-new-tokens", default=256, about="Maximum number of new tokens (default 256)."),
     click.option(
         "--temperature", metavar="T", type=click.FloatRange(min=0), default=0.0,
         help="Sampling temperature; 0, the default, decodes greedily.",
@@ -40,25 +54,15 @@ class _DecodingOptions(TypedDict):
     seed: int
 
 
-@click.command(
+@forwarded_command(
     "chat",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit chat last",
-        "ftkit chat last --before",
-        "echo 'CREATE TABLE pets (name TEXT) How many pets?' | ftkit chat last",
-    ),
-    help=f"""Chat with a model, to try it. To complete a file of prompts, use 'ftkit generate'; for other programs,
-    'ftkit serve'. Each line is a turn; a line that ends with \\ continues on the next line.
-
-    /reset clears the conversation; /exit or Ctrl-D ends it. In a pipe, only completions go to stdout.
-
-    {MODEL_HELP}
-    """,
+    "ftkit chat last",
+    "ftkit chat last --before",
+    "echo 'CREATE TABLE pets (name TEXT) How many pets?' | ftkit chat last",
 )
 @model_argument
 @click.option("--system", metavar="TEXT", help="System prompt.")
-@file_option(
+@arguments.file_option(
     "--tools", "tools_file",
     about="JSON file with tool schemas. Tool calls are printed as the model writes them and never executed.",
 )  # fmt: skip
@@ -68,7 +72,13 @@ def chat_command(
     reference: str, *, system: str | None, tools_file: Path | None, with_before: bool, engine: EngineName,
     **decoding: Unpack[_DecodingOptions],
 ) -> None:  # fmt: skip
-    """Chat with a model."""
+    r"""Chat with a model. To complete a file of prompts, use 'ftkit generate'; for other programs, 'ftkit serve'.
+
+    Each line is a turn; a line that ends with \ continues on the next line. /reset clears the conversation; /exit or
+    Ctrl-D ends it. In a pipe, only completions go to stdout.
+
+    {MODEL}
+    """
     terminal, target = Terminal(), find_model(reference)
     from ftkit.evaluate.generate import ChatSession, Decoding
 
@@ -130,33 +140,29 @@ def _turns(terminal: Terminal) -> Iterator[str]:
             yield turn
 
 
-@click.command(
+@forwarded_command(
     "generate",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit generate last --input 'CREATE TABLE pets (name TEXT) How many pets?'",
-        "ftkit generate last --input prompts.jsonl --output completions.jsonl",
-        "ftkit generate last@0 --input prompts.jsonl --batch-size 32",
-    ),
-    help=f"""Generate a completion for each prompt, and write them as JSON Lines.
-
-    Each input line has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
-    adds "completion", "finish_reason" (stop or length) and "model" to the columns. An existing output file is
-    continued.
-
-    {MODEL_HELP}
-    """,
+    "ftkit generate last --input 'CREATE TABLE pets (name TEXT) How many pets?'",
+    "ftkit generate last --input prompts.jsonl --output completions.jsonl",
+    "ftkit generate last@0 --input prompts.jsonl --batch-size 32",
 )
 @model_argument
 @click.option("--input", "given", metavar="FILE|TEXT", required=True, help="A JSON Lines file, or one prompt.")
-@file_option("--output", "-o", about="Output file; default: stdout.", exists=False)
-@number_option("--batch-size", default=8, about="Prompts per batch (default 8).")
+@arguments.file_option("--output", "-o", about="Output file; default: stdout.", exists=False)
+@arguments.number_option("--batch-size", default=8, about="Prompts per batch (default 8).")
 @_decoding_options
 def generate_command(
     reference: str, *, given: str, output: Path | None, batch_size: int, engine: EngineName,
     **decoding: Unpack[_DecodingOptions],
 ) -> None:  # fmt: skip
-    """Generate completions."""
+    """Generate a completion for each prompt, and write them as JSON Lines.
+
+    Each input line has the columns that the run was trained on, or turns ("messages"), or a "prompt". The output
+    adds "completion", "finish_reason" (stop or length) and "model" to the columns. An existing output file is
+    continued.
+
+    {MODEL}
+    """
     terminal, target = Terminal(), find_model(reference)
     from ftkit.evaluate.generate import Decoding, count_done, generate_rows, read_inputs
 
@@ -183,3 +189,78 @@ def generate_command(
             file.write(lines)
             file.flush()
             terminal.say(f"{num_done:,} of {len(rows):,} prompts")
+
+
+@forwarded_command(
+    "serve",
+    "ftkit serve demo --dry-run",
+    "ftkit serve demo --gpus 2 --time 08:00:00 --no-follow",
+    "ftkit serve demo --no-follow -- --max-model-len 8192",
+)
+@arguments.run_argument
+@click.argument("words", metavar="[-- VLLM-OPTION]...", nargs=-1)
+@arguments.cluster_option
+@arguments.image_option("Serving image; default: vllm:0.33.")
+@arguments.number_option("--gpus", "num_gpus", about="GPUs; default: as many as the weights need.")
+@arguments.number_option("--port", low=1024, high=65535, about="Port; default: 20000 + job id modulo 10000.")
+@arguments.time_option("the profile's")
+@arguments.dry_run_option("the job script")
+@arguments.follow_option
+def serve_command(  # noqa: PLR0913 - one for each option
+    reference: str, words: tuple[str, ...], *, cluster: str | None, image: str | None, num_gpus: int | None,
+    port: int | None, time_limit: str | None, dry_run: bool, follow: bool,
+) -> None:  # fmt: skip
+    """Start vLLM's OpenAI-compatible server on the export of a run, in the serving image, and print its address.
+
+    RUN, RUN@STEP and RUN@best work as in 'ftkit chat'; a checkpoint without an export is exported first. Adapters are
+    served on their base model. Arguments after -- are passed to 'vllm serve'. Export VLLM_API_KEY to require a key:
+    without it, everyone on the cluster's network can use the server.
+    """
+    terminal, ctx = Terminal(), current_context()
+    target = find_target(reference, arguments.current_workspace())
+    if target.plan is None:
+        raise NotFoundError(f"{reference} is not a run", fix="serve a folder with vLLM itself: vllm serve FOLDER")
+    place = load_cluster(cluster, ctx) if cluster else target.plan.cluster
+    chosen = parse_image(image, ctx.project, "command line", "--image") if image else None
+    args = ServeArgs(num_gpus, port, time_limit, words)
+    folder = _export(target, terminal, dry_run=dry_run)
+    job = plan_serving(target.plan, place, chosen, folder, args, ctx)
+    say_overridden(terminal, ctx.project)
+    if dry_run:
+        terminal.data(job.script)
+        return
+    job_id, address = submit(job, os.environ), None
+    terminal.say(f"job {job_id} serves {target.plan.id}")
+    try:
+        address = wait_for_server(job, job_id, terminal.say) if follow else None
+    except KeyboardInterrupt:
+        _show_server(job_id, job, None, terminal)
+        raise
+    _show_server(job_id, job, address, terminal)
+    terminal.data(f"{address}/v1\n" if address else f"{job_id}\n")
+
+
+def _export(target: Target, terminal: Terminal, *, dry_run: bool) -> Path:
+    """Return the export to serve; if there is only a checkpoint, export it first."""
+    source = target.source
+    if isinstance(source, ModelFolder):
+        return source.folder
+    export = ["export", source.plan.id, "--step", str(source.step)]
+    if dry_run or not source.step:
+        raise NotFoundError(f"there is no export of {source.label}", fix=f"export it: ftkit {' '.join(export)}")
+    terminal.say(f"exporting {source.label}")
+    done = process.run_stoppable([sys.executable, "-m", "ftkit", *export], timeout_seconds=_EXPORT_SECONDS)
+    made = find_target(source.label, Workspace(source.plan.workspace)).source
+    if done.returncode or not isinstance(made, ModelFolder):
+        raise TrainingError(f"{source.label} can't be exported: {done.stderr.strip()}", fix=f"ftkit {' '.join(export)}")
+    return made.folder
+
+
+def _show_server(job_id: str, job: SideJob, address: str | None, terminal: Terminal) -> None:
+    facts: Facts = [("model", job.plan.name)]
+    if address:
+        facts.append(("from a laptop", tunnel(address, socket.gethostname(), getpass.getuser())))
+    else:
+        facts.append(("address", f"once the server answers, in {short_path(job.address_file)}-{job_id}"))
+    facts += [("log", short_path(job.log)), ("cancel", f"scancel {job_id}")]
+    terminal.facts(facts, is_data=False)

@@ -9,8 +9,8 @@ import click
 
 from ftkit import process
 from ftkit.cli.arguments import complete_cluster, dry_run_option, file_option, json_option, load_all, yes_option
-from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.terminal.console import Column, Styled, Terminal
+from ftkit.cli.commands import command
+from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import Context, list_names
 from ftkit.config.load import load_cluster
@@ -19,6 +19,7 @@ from ftkit.errors import ConfigError, Problem, plural
 from ftkit.provision.providers import plan_provision
 from ftkit.provision.settings import KINDS, Kind, read_spec, restore_spec
 from ftkit.provision.steps import (
+    Provision,
     ProvisionState,
     begin_or_continue,
     clusters_folder,
@@ -36,14 +37,8 @@ from ftkit.wheel import code_identity
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.provision.steps import Provision
 
-
-@click.command(
-    "list",
-    cls=ExamplesCommand,
-    examples=("ftkit cluster list", "ftkit cluster list --json"),
-)
+@command("list", "ftkit cluster list", "ftkit cluster list --json")
 @json_option
 def list_command(*, as_json: bool) -> None:
     """List the cluster profiles of the project, of your configuration, and of ftkit."""
@@ -55,8 +50,6 @@ def list_command(*, as_json: bool) -> None:
             [{"name": name, "is_default": name == chosen, **spec.model_dump(mode="json")} for name, spec in profiles]
         )
         return
-    columns = (Column("NAME"), Column("SCHEDULER"), Column("GPUS/NODE", is_number=True),
-               Column("DESCRIPTION", can_shrink=True))  # fmt: skip
     rows = [
         (
             Styled(f"{name} (default)", "bold") if name == chosen else name,
@@ -66,14 +59,10 @@ def list_command(*, as_json: bool) -> None:
         )
         for name, profile in profiles
     ]
-    terminal.table(columns, rows)
+    terminal.table(("NAME", "SCHEDULER", "#GPUS/NODE", "DESCRIPTION…"), rows)
 
 
-@click.command(
-    "connect",
-    cls=ExamplesCommand,
-    examples=("ftkit cluster connect mycluster", "ftkit cluster connect mycluster --extra train --extra report"),
-)
+@command("connect", "ftkit cluster connect mycluster", "ftkit cluster connect mycluster --extra train --extra report")
 @click.argument("cluster", metavar="CLUSTER", shell_complete=complete_cluster)
 @click.option(
     "--extra", "extras", metavar="NAME", multiple=True, help="Also install this extra of ftkit: train, images, …"
@@ -95,13 +84,10 @@ def connect_command(cluster: str, *, extras: tuple[str, ...]) -> None:
     terminal.say(f"ready. Try: ftkit run demo --cluster {cluster}")
 
 
-@click.command(
+@command(
     "create",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit cluster create vm --kind gcp-vm-l4 project=p1 zone=us-east1-b --dry-run",
-        "ftkit cluster create a4 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
-    ),
+    "ftkit cluster create vm --kind gcp-vm-l4 project=p1 zone=us-east1-b --dry-run",
+    "ftkit cluster create a4 --kind a4-highgpu-8g --settings a4.yaml num_nodes=4",
 )
 @click.argument("name")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -139,8 +125,6 @@ def create_command(
 
 
 def _script(provision: Provision, folder: Path) -> str:
-    """Return all files and commands as a shell script."""
-
     def line(command: str) -> str:
         return shlex.join(words_of(command, folder)) + "\n"
 
@@ -158,11 +142,7 @@ def _script(provision: Provision, folder: Path) -> str:
     return "".join(parts)
 
 
-@click.command(
-    "status",
-    cls=ExamplesCommand,
-    examples=("ftkit cluster status train1", "ftkit cluster status train1 --json"),
-)
+@command("status", "ftkit cluster status train1", "ftkit cluster status train1 --json")
 @click.argument("name")
 @json_option
 def status_command(name: str, *, as_json: bool) -> None:
@@ -182,17 +162,13 @@ def status_command(name: str, *, as_json: bool) -> None:
         [("cluster", f"{name}, {state.kind}"), ("cost", provision.cost), ("folder", short_path(folder))], is_data=True
     )
     terminal.table(
-        (Column("STEP"), Column("WHAT", can_shrink=True), Column("OUTCOME")),
+        ("STEP", "WHAT…", "OUTCOME"),
         [(step.id, step.title, outcomes.get(step.id, "not yet")) for step in provision.steps],
     )
     terminal.data(process.run(words_of(provision.status, folder), timeout_seconds=120, cwd=folder).stdout)
 
 
-@click.command(
-    "destroy",
-    cls=ExamplesCommand,
-    examples=("ftkit cluster destroy train1 --dry-run", "ftkit cluster destroy train1 --keep-image --yes"),
-)
+@command("destroy", "ftkit cluster destroy train1 --dry-run", "ftkit cluster destroy train1 --keep-image --yes")
 @click.argument("name")
 @click.option(
     "--keep-image", is_flag=True, help="Keep the nodes' operating system image, which takes longest to build."

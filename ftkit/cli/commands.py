@@ -14,7 +14,17 @@ from ftkit.cli.output import WithOutputOptions
 from ftkit.config.context import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+
+_SHARED_HELP = {
+    "{RUN}": "RUN is a name (the newest run with that name), an id or the beginning or end of an id, a Slurm job id, "
+    "or 'last'.",
+    "{MODEL}": "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the "
+    "newest step with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by "
+    "validation loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model).",
+}
+"""Texts in the help of several commands, by what stands for them in docstrings."""
 
 
 class ExamplesCommand(WithOutputOptions):
@@ -23,13 +33,21 @@ class ExamplesCommand(WithOutputOptions):
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = examples
+        for placeholder, text in _SHARED_HELP.items():
+            self.help = (self.help or "").replace(placeholder, text)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
         del ctx
         with formatter.section("Examples"):
             for example in self.examples:
                 formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+def command(
+    name: str, *examples: str, cls: type[ExamplesCommand] = ExamplesCommand
+) -> Callable[[Callable[..., object]], ExamplesCommand]:
+    """Return the decorator that makes a command of a function."""
+    return click.command(name, cls=cls, examples=examples)
 
 
 @dataclass(frozen=True)
@@ -64,14 +82,12 @@ class LazyGroup(ExamplesCommand, click.Group):
         self._by_name = {command.name: command for section in sections.values() for command in section}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert the default command."""
         names = (*self._by_name, "-h", "--help")
         if self.default and not ctx.resilient_parsing and (not args or args[0] not in names):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of the sections."""
         del ctx
         return list(self._by_name)
 
@@ -105,7 +121,6 @@ class LazyGroup(ExamplesCommand, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections."""
         del ctx
         for title, commands in self.sections.items():
             with formatter.section(title):

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 from click.shell_completion import get_completion_class
 
 from ftkit import assets
 from ftkit.cli.arguments import json_option, load_all
-from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.commands import command, current_context
 from ftkit.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
-from ftkit.cli.terminal.console import Column, Facts, Styled, Terminal
+from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, short_path
 from ftkit.config.cluster import ClusterProfile
 from ftkit.config.context import DOTENV, Context, list_names, read_dotenv
 from ftkit.config.image import ImageSpec
 from ftkit.config.load import load_recipe, shipped_config
 from ftkit.config.recipe import RecipeSpec
-from ftkit.config.request import load_settings
+from ftkit.config.request import LoadedSettings, load_settings
 from ftkit.errors import PrerequisiteError
-from ftkit.models.architecture import ArchitectureSpec
+from ftkit.models.architecture import ArchitectureSpec, ModelSpec
 from ftkit.models.parameters import count_by_config, count_model
 from ftkit.spec import Spec
 
-if TYPE_CHECKING:
-    from ftkit.config.request import LoadedSettings
-    from ftkit.models.architecture import ModelSpec
 
-
-@click.command(
+@command(
     "show",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit config",
-        "FTKIT_CLUSTER=mycluster ftkit config",
-        "ftkit config --json | jq -r .settings.workspace.value",
-    ),
+    "ftkit config",
+    "FTKIT_CLUSTER=mycluster ftkit config",
+    "ftkit config --json | jq -r .settings.workspace.value",
 )
 @json_option
 def show_command(*, as_json: bool) -> None:
@@ -53,7 +44,7 @@ def show_command(*, as_json: bool) -> None:
         terminal.json({"settings": settings, "files": files, "project": str(ctx.project), "dotenv": variables})
         return
     terminal.table(
-        (Column("SETTING"), Column("VALUE"), Column("FROM")),
+        ("SETTING", "VALUE", "FROM"),
         [(key, "-" if value is None else str(value), _origin(loaded, key)) for key, value in values.items()],
     )
     terminal.text()
@@ -70,11 +61,7 @@ def _origin(loaded: LoadedSettings, key: str) -> str:
     return loaded.layers.origins.get((key,), "default")
 
 
-@click.command(
-    "recipes",
-    cls=ExamplesCommand,
-    examples=("ftkit config recipes", "ftkit config recipes --json"),
-)
+@command("recipes", "ftkit config recipes", "ftkit config recipes --json")
 @json_option
 def recipes_command(*, as_json: bool) -> None:
     """List the recipes of the project, of your configuration, and of ftkit."""
@@ -84,7 +71,7 @@ def recipes_command(*, as_json: bool) -> None:
         terminal.json([{"name": name, **recipe.model_dump(mode="json")} for name, recipe in recipes])
         return
     terminal.table(
-        (Column("NAME"), Column("PARAMETERS", is_number=True), Column("DESCRIPTION", can_shrink=True)),
+        ("NAME", "#PARAMETERS", "DESCRIPTION…"),
         [(name, _size(recipe.model), recipe.description) for name, recipe in recipes],
     )
 
@@ -98,14 +85,11 @@ def _size(model: ModelSpec) -> str:
     return "?" if config is None else count(count_by_config(config).total)
 
 
-@click.command(
+@command(
     "schema",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit config schema recipe > recipe.schema.json",
-        "# and at the top of a recipe, for editors with the YAML language server:",
-        "# yaml-language-server: $schema=recipe.schema.json",
-    ),
+    "ftkit config schema recipe > recipe.schema.json",
+    "# and at the top of a recipe, for editors with the YAML language server:",
+    "# yaml-language-server: $schema=recipe.schema.json",
 )
 @click.argument("kind", type=click.Choice(["recipe", "cluster", "image"]))
 def schema_command(kind: str) -> None:
@@ -143,14 +127,11 @@ def _drop_required(schema: object) -> None:
         _drop_required(part)
 
 
-@click.command(
+@command(
     "completion",
-    cls=ExamplesCommand,
-    examples=(
-        'eval "$(ftkit config completion bash)"    # in ~/.bashrc',
-        'eval "$(ftkit config completion zsh)"     # in ~/.zshrc',
-        "ftkit config completion fish > ~/.config/fish/completions/ftkit.fish",
-    ),
+    'eval "$(ftkit config completion bash)"    # in ~/.bashrc',
+    'eval "$(ftkit config completion zsh)"     # in ~/.zshrc',
+    "ftkit config completion fish > ~/.config/fish/completions/ftkit.fish",
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:

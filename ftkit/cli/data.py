@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from ftkit.cli.arguments import (
-    get_run,
-    hf_token_option,
-    job_environment,
-    json_option,
-    number_option,
-    run_args,
-    run_options,
-    usage_error,
-)
-from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli import arguments
+from ftkit.cli.commands import command, current_context
 from ftkit.cli.inference import require_packages
 from ftkit.cli.terminal.console import Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration
 from ftkit.errors import DataError, plural
 from ftkit.launch.inputs import prepare_here
-from ftkit.launch.resolve import read_settings, resolve, resolve_recipe
+from ftkit.launch.resolve import RunArgs, read_settings, resolve, resolve_recipe
 from ftkit.planning.plan import read_plan_to_use
 
 if TYPE_CHECKING:
@@ -33,27 +24,12 @@ if TYPE_CHECKING:
 
     from ftkit.cli.arguments import RunOptions
     from ftkit.data.inspection import DataInspector, DataStats, Sample
-    from ftkit.launch.resolve import RunArgs
-    from ftkit.planning.plan import RunPlan
 
 _BAR = 30
 
 
-class _Epoch(TypedDict):
-    """An epoch; only steps if the plan does not predict their time."""
-
-    steps: int
-    seconds: float | None
-    gpu_hours: float | None
-    cost: float | None
-
-
 def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
-    """Resolve the recipe, read its first training rows and load its tokenizer. No cluster is needed.
-
-    Raises:
-        PrerequisiteError: a package that tokenizes is missing here.
-    """
+    """Resolve the recipe, read its first training rows and load its tokenizer. No cluster is needed."""
     require_packages("transformers", "tokenizers", "numpy")
     from ftkit.data.inspection import DataInspector
     from ftkit.data.prepare import open_encoder
@@ -62,20 +38,17 @@ def _open_data(terminal: Terminal, args: RunArgs) -> DataInspector:
     return DataInspector(recipe, open_encoder(recipe, terminal.say), terminal.say)
 
 
-@click.command(
+@command(
     "show",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit data show demo",
-        "ftkit data show demo -n 10 data.train_on=last",
-        "ftkit data show demo --json",
-        "ftkit data show --packs 3,17 last",
-    ),
+    "ftkit data show demo",
+    "ftkit data show demo -n 10 data.train_on=last",
+    "ftkit data show demo --json",
+    "ftkit data show --packs 3,17 last",
 )
-@run_options
-@number_option("-n", "--rows", "num_rows", default=3, about="Number of rows (default 3).")
+@arguments.run_options
+@arguments.number_option("-n", "--rows", "num_rows", default=3, about="Number of rows (default 3).")
 @click.option("--packs", metavar="IDS", help="Print these packs (3,17) of a run; give RUN instead of RECIPE.")
-@json_option
+@arguments.json_option
 def show_command(
     words: tuple[str, ...], *, num_rows: int, packs: str | None, as_json: bool, **options: Unpack[RunOptions]
 ) -> None:
@@ -87,7 +60,7 @@ def show_command(
     if packs is not None:
         _show_all(_samples_of_run(words, packs), terminal, as_json=as_json)
         return
-    inspector = _open_data(terminal, run_args(words, **options))
+    inspector = _open_data(terminal, arguments.run_args(words, **options))
     samples = list(inspector.samples(num_rows))
     if not as_json:
         is_text = all(encoder.format.kind == "text" for encoder in inspector.encoder.encoders.values())
@@ -105,14 +78,13 @@ def show_command(
 
 
 def _samples_of_run(words: tuple[str, ...], packs: str) -> Iterable[Sample]:
-    """Return documents of a run's prepared data."""
     from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.store import PreparedData
+    from ftkit.data.prepared_data import PreparedData
 
     ids = [word.strip() for word in packs.split(",")]
     if len(words) != 1 or not all(word.isdigit() for word in ids):
-        raise usage_error("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
-    data = PreparedData(read_plan_to_use(get_run(words[0]).layout).data_directory)
+        raise arguments.usage_error("--packs takes numbers and one run: ftkit data show --packs 3,17 RUN")
+    data = PreparedData(read_plan_to_use(arguments.get_run(words[0]).layout).data_directory)
     return samples_of_packs(data, [int(word) for word in ids])
 
 
@@ -138,29 +110,34 @@ def _show_all(samples: Iterable[Sample], terminal: Terminal, *, as_json: bool) -
         terminal.text()
 
 
-@click.command(
-    "stats",
-    cls=ExamplesCommand,
-    examples=("ftkit data stats demo", "ftkit data stats demo --cluster slurm --json"),
-)
-@run_options
-@json_option
+@command("stats", "ftkit data stats demo", "ftkit data stats demo --cluster slurm --json")
+@arguments.run_options
+@arguments.json_option
 def stats_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[RunOptions]) -> None:
     """Count tokens, lengths, duplicates and packs of the training rows.
 
     If a cluster is set, predict the duration of an epoch on it.
     """
-    terminal, ctx, args = Terminal(), current_context(), run_args(words, **options)
+    terminal, ctx, args = Terminal(), current_context(), arguments.run_args(words, **options)
     plan = resolve(args, ctx) if read_settings(args, ctx).has_cluster else None
     inspector = _open_data(terminal, args)
     stats, training = inspector.stats(), inspector.recipe.training
-    batch = training.global_batch_size
-    epoch = _epoch(stats, batch, plan)
+    batch, steps = training.global_batch_size, -(-stats.num_packs // training.global_batch_size)
+    epoch: dict[str, float | None] = {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
+    about = (
+        plural(steps, "step") if stats.num_packs >= batch else f"less than a step, which takes {plural(batch, 'pack')}"
+    )
+    if plan and plan.speed:
+        seconds = steps * plan.speed.step_seconds
+        gpu_hours, cost = seconds * plan.placement.world_size / 3600, plan.cost_of(seconds)
+        epoch |= {"seconds": seconds, "gpu_hours": gpu_hours, "cost": cost}
+        about += f", {duration(seconds)}, {gpu_hours:,.1f} GPU hours on {plan.cluster.name}"
+        about += "" if cost is None else f", {cost:,.2f} at its price_per_gpu_hour"
     if as_json:
         terminal.json(asdict(stats) | {"epoch": epoch})
         return
-    facts = [*_facts(stats, training.sequence_length), ("epoch", _describe(epoch, stats, batch, plan))]
-    terminal.facts(facts, is_data=True)
+    facts = _facts(stats, training.sequence_length)
+    terminal.facts([*facts, ("epoch", f"{about}; {count(stats.num_tokens)} tokens")], is_data=True)
     most = max((each.count for each in stats.histogram), default=0)
     terminal.text()
     terminal.facts(
@@ -193,33 +170,10 @@ def _facts(stats: DataStats, length: int) -> Facts:
     return facts
 
 
-def _epoch(stats: DataStats, batch: int, plan: RunPlan | None) -> _Epoch:
-    """Return the steps of an epoch, with duration, GPU hours and cost if the plan predicts the step time."""
-    steps = -(-stats.num_packs // batch)
-    if plan is None or plan.speed is None:
-        return {"steps": steps, "seconds": None, "gpu_hours": None, "cost": None}
-    seconds = steps * plan.speed.step_seconds
-    gpu_hours = seconds * plan.placement.world_size / 3600
-    return {"steps": steps, "seconds": seconds, "gpu_hours": gpu_hours, "cost": plan.cost_of(seconds)}
-
-
-def _describe(epoch: _Epoch, stats: DataStats, batch: int, plan: RunPlan | None) -> str:
-    is_short = stats.num_packs < batch
-    text = f"less than a step, which takes {plural(batch, 'pack')}" if is_short else plural(epoch["steps"], "step")
-    if plan and epoch["seconds"] is not None:
-        text += f", {duration(epoch['seconds'])}, {epoch['gpu_hours']:,.1f} GPU hours on {plan.cluster.name}"
-        text += "" if epoch["cost"] is None else f", {epoch['cost']:,.2f} at its price_per_gpu_hour"
-    return f"{text}; {count(stats.num_tokens)} tokens"
-
-
-@click.command(
-    "check",
-    cls=ExamplesCommand,
-    examples=("ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json"),
-)
-@run_options
-@number_option("--skip-bad", low=0, about="Number of bad rows to tolerate (data.skip_bad).")
-@json_option
+@command("check", "ftkit data check demo", "ftkit data check demo --skip-bad 10", "ftkit data check demo --json")
+@arguments.run_options
+@arguments.number_option("--skip-bad", low=0, about="Number of bad rows to tolerate (data.skip_bad).")
+@arguments.json_option
 def check_command(
     words: tuple[str, ...], *, skip_bad: int | None, as_json: bool, **options: Unpack[RunOptions]
 ) -> None:
@@ -228,7 +182,7 @@ def check_command(
     Prints each bad row with its file, line and reason. Fails with exit code 8 if there are more than data.skip_bad.
     """
     terminal = Terminal()
-    inspector = _open_data(terminal, run_args(words, **options))
+    inspector = _open_data(terminal, arguments.run_args(words, **options))
     allowed = inspector.recipe.data.skip_bad if skip_bad is None else skip_bad
     num_rows = num_bad = num_refused = num_fit = num_too_long = 0
     listed: list[dict[str, str]] = []
@@ -272,14 +226,10 @@ def _fix(num_rows: int, num_bad: int, num_refused: int, fixes: set[str]) -> str:
     return "set data.format to match these rows; 'ftkit data show' prints how they are read"
 
 
-@click.command(
-    "prepare",
-    cls=ExamplesCommand,
-    examples=("ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8"),
-)
-@run_options
-@number_option("--workers", about="Number of tokenizing processes; default: one per CPU.")
-@hf_token_option
+@command("prepare", "ftkit data prepare demo", "ftkit data prepare mine.yaml --workers 8")
+@arguments.run_options
+@arguments.number_option("--workers", about="Number of tokenizing processes; default: one per CPU.")
+@arguments.hf_token_option
 def prepare_command(
     words: tuple[str, ...], *, workers: int | None, hf_token_file: Path | None, **options: Unpack[RunOptions]
 ) -> None:
@@ -288,6 +238,6 @@ def prepare_command(
     Prints the folder of the prepared data. Needs no GPU. Does nothing if the data is already prepared.
     """
     terminal = Terminal()
-    plan = resolve(run_args(words, **options), current_context())
-    prepare_here(plan, job_environment(hf_token_file), terminal.say, workers)
+    plan = resolve(arguments.run_args(words, **options), current_context())
+    prepare_here(plan, arguments.job_environment(hf_token_file), terminal.say, workers)
     terminal.data(f"{plan.data_directory}\n")

@@ -10,21 +10,12 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
-from ftkit.cli.arguments import (
-    dry_run_option,
-    file_option,
-    folder_option,
-    get_run,
-    json_option,
-    number_option,
-    time_option,
-    usage_error,
-)
+from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
-from ftkit.cli.forwarded import ForwardedCommand
-from ftkit.cli.inference import MODEL_HELP, engine_option, find_model, load_here, load_into_engine, model_argument
+from ftkit.cli.forwarded import forwarded_command
+from ftkit.cli.inference import engine_option, find_model, load_here, load_into_engine, model_argument
 from ftkit.cli.submit import say_overridden
-from ftkit.cli.terminal.console import Cell, Column, Facts, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.launch.side_jobs import plan_evaluation, submit
 from ftkit.planning.plan import read_plan
@@ -51,15 +42,50 @@ class _Settings(TypedDict):
     file: str | None
 
 
-@click.command(
+@forwarded_command(
     "eval",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit eval last --limit 3 --max-new-tokens 8",
-        "ftkit eval last --data prompts.jsonl --metrics loss,repetition --json",
-        "ftkit eval last@0 --no-before --limit 3 --max-new-tokens 8",
-    ),
-    help=f"""Evaluate a model on rows it was not trained on, and the model before training on the same rows.
+    "ftkit eval last --limit 3 --max-new-tokens 8",
+    "ftkit eval last --data prompts.jsonl --metrics loss,repetition --json",
+    "ftkit eval last@0 --no-before --limit 3 --max-new-tokens 8",
+)
+@model_argument
+@arguments.file_option(
+    "--data",
+    "file",
+    about="JSON Lines file in any training format, or with prompts only; default: the validation split.",
+)
+@click.option(
+    "--metrics", metavar="NAME,...", default="", help="Metrics of the completions; the default depends on the data."
+)
+@arguments.number_option("--limit", default=200, about="Maximum number of rows (default 200).")
+@click.option("--before/--no-before", "with_before", default=True, help="Compare with the model before training.")
+@arguments.number_option(
+    "--examples", "num_examples", low=0, default=2, about="Best and worst examples to show (default 2 each)."
+)
+@arguments.number_option("--max-new-tokens", default=128, about="Maximum tokens per completion (default 128).")
+@arguments.number_option("--batch-size", default=16, about="Completions per batch (default 16).")
+@click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
+@click.option("--harness", metavar="TASK,...", default="", help="Tasks of lm-evaluation-harness in place of --metrics.")
+@arguments.folder_option("--harness-tasks", about="Folder with your own tasks for --harness, as YAML files.")
+@click.option(
+    "--as-job", is_flag=True,
+    help="Evaluate the run's checkpoints in a separate Slurm job while training continues, until the run ends.",
+)  # fmt: skip
+@arguments.number_option(
+    "--gpus", "num_gpus", default=1,
+    about="Number of GPUs of one node that share the rows, or of processes without GPUs (default 1). Each loads the "
+    "whole model: omit this for a model that needs several GPUs.",
+)  # fmt: skip
+@engine_option
+@arguments.time_option("the profile's, for --as-job")
+@arguments.dry_run_option("the script of --as-job")
+@arguments.json_option
+def eval_command(  # noqa: PLR0913 - one for each option
+    reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
+    max_new_tokens: int, batch_size: int, seed: int, harness: str, harness_tasks: Path | None, as_job: bool,
+    num_gpus: int, engine: EngineName, time_limit: str | None, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Evaluate a model on rows it was not trained on, and the model before training on the same rows.
 
     Loss, perplexity and token accuracy cover the assistant turns; for rows without completions, the prompts.
     Completions are scored by --metrics; by default those of the recipe's data.task, calls (tool calls by name
@@ -71,66 +97,27 @@ class _Settings(TypedDict):
 
     Intervals are 95% intervals of the change, by a paired bootstrap over the rows.
 
-    {MODEL_HELP}
-    """,
-)
-@model_argument
-@file_option(
-    "--data",
-    "file",
-    about="JSON Lines file in any training format, or with prompts only; default: the validation split.",
-)
-@click.option(
-    "--metrics", metavar="NAME,...", default="", help="Metrics of the completions; the default depends on the data."
-)
-@number_option("--limit", default=200, about="Maximum number of rows (default 200).")
-@click.option("--before/--no-before", "with_before", default=True, help="Compare with the model before training.")
-@number_option(
-    "--examples", "num_examples", low=0, default=2, about="Best and worst examples to show (default 2 each)."
-)
-@number_option("--max-new-tokens", default=128, about="Maximum tokens per completion (default 128).")
-@number_option("--batch-size", default=16, about="Completions per batch (default 16).")
-@click.option("--seed", metavar="N", type=int, default=0, help="Seed of the bootstrap (default 0).")
-@click.option("--harness", metavar="TASK,...", default="", help="Tasks of lm-evaluation-harness in place of --metrics.")
-@folder_option("--harness-tasks", about="Folder with your own tasks for --harness, as YAML files.")
-@click.option(
-    "--as-job", is_flag=True,
-    help="Evaluate the run's checkpoints in a separate Slurm job while training continues, until the run ends.",
-)  # fmt: skip
-@number_option(
-    "--gpus", "num_gpus", default=1,
-    about="Number of GPUs of one node that share the rows, or of processes without GPUs (default 1). Each loads the "
-    "whole model: omit this for a model that needs several GPUs.",
-)  # fmt: skip
-@engine_option
-@time_option("the profile's, for --as-job")
-@dry_run_option("the script of --as-job")
-@json_option
-def eval_command(  # noqa: PLR0913 - one for each option
-    reference: str, *, file: Path | None, metrics: str, limit: int, with_before: bool, num_examples: int,
-    max_new_tokens: int, batch_size: int, seed: int, harness: str, harness_tasks: Path | None, as_job: bool,
-    num_gpus: int, engine: EngineName, time_limit: str | None, dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Evaluate a model."""
+    {MODEL}
+    """
     names = tuple(name for name in metrics.split(",") if name)
     settings = _Settings(
         metrics=names, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size,
         file=str(file.resolve()) if file else None,
     )  # fmt: skip
     if (harness and (as_job or num_gpus > 1 or names or file)) or (harness_tasks and not harness):
-        raise usage_error(
+        raise arguments.usage_error(
             "--harness has its own data and metrics, and runs here in one process: omit --data, --metrics, --gpus and "
             "--as-job; --harness-tasks requires --harness"
         )
     if engine == "vllm" and (harness or as_job or num_gpus > 1):
-        raise usage_error(
+        raise arguments.usage_error(
             "--engine vllm runs here, and uses all GPUs of this machine: omit --harness, --as-job and --gpus"
         )
     if as_job:
         _submit(reference, settings, num_gpus, time_limit, dry_run=dry_run)
         return
     if dry_run or time_limit:
-        raise usage_error("--time and --dry-run are for --as-job")
+        raise arguments.usage_error("--time and --dry-run are for --as-job")
     terminal, target = Terminal(), find_model(reference)
     if not with_before:
         target = replace(target, before=None)
@@ -138,7 +125,7 @@ def eval_command(  # noqa: PLR0913 - one for each option
         tasks = [name for name in harness.split(",") if name]
         _run_harness(target, tasks, harness_tasks, settings, terminal, as_json=as_json)
         return
-    from ftkit.data.metrics import choose_metrics
+    from ftkit.data.completion_metrics import choose_metrics
     from ftkit.evaluate.scoring import MeasureSettings, is_a_rank, joined_ranks, measure_target, run_ranks
 
     if names:  # report an unknown metric before a model is loaded
@@ -203,7 +190,7 @@ def _run_harness(
 
 
 def _submit(reference: str, settings: _Settings, num_gpus: int, time_limit: str | None, *, dry_run: bool) -> None:
-    terminal, folder, project = Terminal(), get_run(reference), current_context().project
+    terminal, folder, project = Terminal(), arguments.get_run(reference), current_context().project
     file = Path(settings["file"]) if settings["file"] else None
     job = plan_evaluation(read_plan(folder.layout), json.dumps(settings), num_gpus, time_limit, file, project)
     say_overridden(terminal, project)
@@ -220,8 +207,7 @@ def _submit(reference: str, settings: _Settings, num_gpus: int, time_limit: str 
 
 def _show(results: Sequence[Result], terminal: Terminal) -> None:
     has_before = any(result.before is not None for result in results)
-    titles = ["metric", "cases", *(["before", "after", "change"] if has_before else ["value"]), "95% interval"]
-    columns = [Column(title, is_number=title != "metric", can_shrink=title == "metric") for title in titles]
+    values = ("#before", "#after", "#change") if has_before else ("#value",)
     rows = []
     for result in results:
         name = f"{result.metric} ({result.source})" if result.source else result.metric
@@ -236,7 +222,7 @@ def _show(results: Sequence[Result], terminal: Terminal) -> None:
             cells.append(_number(result.after, result))
         interval = [_number(each, result, sign="+" if has_before else "") for each in result.interval]
         rows.append([*cells, " to ".join(interval)])
-    terminal.table(columns, rows)
+    terminal.table(("metric…", "#cases", *values, "#95% interval"), rows)
 
 
 def _number(value: float, result: Result, sign: str = "") -> str:

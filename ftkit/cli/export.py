@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING
 import click
 
 from ftkit import process
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    complete_image,
-    current_workspace,
-    get_run,
-    image_store,
-    json_option,
-    require_signature_option,
-    run_argument,
-    usage_error,
-)
-from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli import arguments
+from ftkit.cli.commands import command
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.image_reference import ImageFile, RegistryImage, parse_image, parse_name
 from ftkit.data.imports import import_transformers
 from ftkit.errors import EXIT_CODES, FtkitError, TrainingError
-from ftkit.evaluate.export_formats import check_format, read_precision, verify_vllm_lora, write_gguf
+from ftkit.evaluate.export_formats import Format, check_format, read_precision, verify_vllm_lora, write_gguf
 from ftkit.evaluate.source import ModelFolder
 from ftkit.hub.push import check_hub_access, push_to_hub
 from ftkit.images.signatures import require_beside
@@ -43,32 +33,20 @@ from ftkit.runs.storage import Store, push
 
 if TYPE_CHECKING:
     from ftkit.config.training import Precision
-    from ftkit.evaluate.export_formats import Format
     from ftkit.evaluate.vllm import EngineName
 
 _HUB = "hf://"
 _VERIFICATION_SECONDS = 24 * 3600.0
 
 
-@click.command(
+@forwarded_command(
     "export",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit export last",
-        "ftkit export demo --step best --dtype fp32",
-        "ftkit export demo --step 10 --to ./my-model",
-        "ftkit export demo --push ./copies/demo",
-    ),
-    help=f"""Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
-
-    The folder has everything transformers or peft loads: weights, configuration, tokenizer, chat template, generation
-    settings and a model card. It is renamed into place only after another process has loaded it and computed the same
-    logits as the trained model. Prints the folder.
-
-    {RUN_HELP}
-    """,
+    "ftkit export last",
+    "ftkit export demo --step best --dtype fp32",
+    "ftkit export demo --step 10 --to ./my-model",
+    "ftkit export demo --push ./copies/demo",
 )
-@run_argument
+@arguments.run_argument
 @click.option(
     "--step", metavar="N|best|last", default="",
     help="Checkpoint: a step, 'best' (by evaluation.best, or validation loss), or 'last'; default: the best by "
@@ -99,8 +77,15 @@ def export_command(  # noqa: PLR0913 - one for each option
     reference: str, *, step: str, merges: bool, precision: Precision | None, folder: Path | None, verifies: bool,
     destination: str | None, form: Format,
 ) -> None:  # fmt: skip
-    """Export a checkpoint."""
-    terminal, layout = Terminal(), get_run(reference).layout
+    """Export the trained model of a run from one of its checkpoints, on a machine without GPUs.
+
+    The folder has everything transformers or peft loads: weights, configuration, tokenizer, chat template, generation
+    settings and a model card. It is renamed into place only after another process has loaded it and computed the same
+    logits as the trained model. Prints the folder.
+
+    {RUN}
+    """
+    terminal, layout = Terminal(), arguments.get_run(reference).layout
     if destination is not None:
         _check_destination(destination)
     _use_hub_cache()
@@ -128,22 +113,18 @@ def export_command(  # noqa: PLR0913 - one for each option
 
 
 def _check_destination(destination: str) -> None:
-    """Check that a destination can be written to, before anything is computed.
-
-    Raises:
-        UsageError: it is none of the forms of --push.
-        FtkitError: it can't be written to.
-    """
+    """Check that a destination can be written to, before anything is computed."""
     if destination.startswith(_HUB):
         check_hub_access(destination)
     elif destination.partition("://")[0] in ("s3", "gs") or is_path(destination):
         Store(destination).check_writable()
     else:
-        raise usage_error(f"--push: expected hf://ORG/NAME, s3://…, gs://… or a folder (./copy), got '{destination}'")
+        raise arguments.usage_error(
+            f"--push: expected hf://ORG/NAME, s3://…, gs://… or a folder (./copy), got '{destination}'"
+        )
 
 
 def _push(exported: Path, destination: str, terminal: Terminal) -> str:
-    """Copy an export; return its address."""
     try:
         if destination.startswith(_HUB):
             return push_to_hub(exported, destination, terminal.say)
@@ -159,15 +140,11 @@ def _push(exported: Path, destination: str, terminal: Terminal) -> str:
 
 def _use_hub_cache() -> None:
     """Look for base models in the jobs' cache, unless HF_HOME is set."""
-    os.environ.setdefault("HF_HOME", str(current_workspace().hub_home))
+    os.environ.setdefault("HF_HOME", str(arguments.current_workspace().hub_home))
 
 
 def _verify_in_process(folder: Path) -> str:
-    """Verify an export in another process; return what it found.
-
-    Raises:
-        TrainingError: the export differs from the trained model, or could not be verified.
-    """
+    """Verify an export in another process; return what it found."""
     command = [sys.executable, "-m", "ftkit", "verify", str(folder)]
     done = process.run_stoppable(command, timeout_seconds=_VERIFICATION_SECONDS)
     if done.returncode == -signal.SIGKILL:
@@ -185,21 +162,21 @@ def _verify_in_process(folder: Path) -> str:
     return done.stdout.rstrip()
 
 
-@click.command(
+@command(
     "verify",
-    cls=ExamplesCommand,
-    examples=("ftkit verify olmo3:25.02", "ftkit verify /shared/images/olmo3+25.02.sqsh --deep",
-              "ftkit verify ./my-model --engine transformers"),
-)  # fmt: skip
-@click.argument("wanted", metavar="NAME:TAG|FILE|URI|DIR", shell_complete=complete_image)
+    "ftkit verify olmo3:25.02",
+    "ftkit verify /shared/images/olmo3+25.02.sqsh --deep",
+    "ftkit verify ./my-model --engine transformers",
+)
+@click.argument("wanted", metavar="NAME:TAG|FILE|URI|DIR", shell_complete=arguments.complete_image)
 @click.option("--deep", is_flag=True, help="An image: also run the self-check inside it.")
-@require_signature_option("a file")
+@arguments.require_signature_option("a file")
 @click.option(
     "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
     help="An export: with vllm, also load it with vLLM's engine; auto, the default, does so on GPUs where it is "
     "installed.",
 )  # fmt: skip
-@json_option
+@arguments.json_option
 def verify_command(wanted: str, *, deep: bool, public_key: Path | None, engine: EngineName, as_json: bool) -> None:
     """Verify an imported image, or DIR, an export. Lists every difference.
 
@@ -221,7 +198,7 @@ def _verify_image(wanted: str, public_key: Path | None, *, deep: bool, as_json: 
         file = image.path
     else:
         named = parse_name((image.named if isinstance(image, RegistryImage) else image).reference).reference
-        sqsh, sif = image_store().link(named, "sqsh"), image_store().link(named, "sif")
+        sqsh, sif = arguments.image_store().link(named, "sqsh"), arguments.image_store().link(named, "sif")
         file = sif if sif.exists() and not sqsh.exists() else sqsh
     with ProgressView(terminal) as view:
         if public_key:

@@ -17,17 +17,15 @@ from ftkit.errors import FtkitError, RunFailedError
 from ftkit.launch.job_states import observe_all
 from ftkit.launch.scheduler import scheduler_for
 from ftkit.runs.ends import excluded_nodes
-from ftkit.runs.job import Job, RunState
+from ftkit.runs.job import Job, RunState, SubmittedRun
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.records import EndRecord, MemoryRecord, ScriptStepRecord, StageRecord, StartRecord, StepRecord
+from ftkit.runs.records import EndRecord, MemoryRecord, Record, ScriptStepRecord, StageRecord, StartRecord, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ftkit.cli.terminal.console import Terminal
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.job import SubmittedRun
-    from ftkit.runs.records import Record
 
 _READ_SECONDS = 0.3
 _LOST_SECONDS = 60
@@ -36,12 +34,7 @@ _SECONDS_BETWEEN_STEPS = 30
 
 
 def follow(run: SubmittedRun, terminal: Terminal, tail: RecordTail | None = None) -> None:
-    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one.
-
-    Raises:
-        RunFailedError: it failed or was canceled.
-        KeyboardInterrupt: the user stops following; the run continues.
-    """
+    """Follow a run until it ends, then show its results; `tail` reads its records, by default from the first one."""
     tail = tail or RecordTail(run.layout.metrics)
     view = LiveView(terminal) if terminal.is_live else PlainView(terminal)
     try:
@@ -90,9 +83,6 @@ def poll_states(run: SubmittedRun) -> Iterator[Job | None]:
     """Yield the state after each poll of the scheduler, and None in between, when it is time to read the records.
 
     Ends after a final state.
-
-    Raises:
-        RunFailedError: the scheduler has not known the job for a minute.
     """
     pause = scheduler_for(run.submission.scheduler).poll_seconds
     last_known = time.monotonic()
@@ -128,7 +118,6 @@ class PlainView:
             self._shown = words
 
     def note(self, text: str) -> None:
-        """Show a message about the job."""
         self._terminal.say(text)
 
     def record(self, record: Record) -> None:
@@ -141,8 +130,7 @@ class PlainView:
             self._next_step = record.time + _SECONDS_BETWEEN_STEPS
         self._terminal.say(record_line(record))
 
-    def close(self) -> None:
-        """End: no record follows."""
+    def close(self) -> None: ...
 
 
 class LiveView(PlainView):
@@ -174,7 +162,6 @@ class LiveView(PlainView):
         self._is_waiting = not is_running
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(text)
 
     def record(self, record: Record) -> None:
@@ -216,5 +203,4 @@ class LiveView(PlainView):
         self._progress.update(self._task, description=description, completed=0, numbers="")
 
     def close(self) -> None:
-        """Remove the bar."""
         self._progress.stop()

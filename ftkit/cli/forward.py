@@ -25,19 +25,9 @@ from ftkit.launch.resolve import recipe_name
 from ftkit.launch.sweep import expand
 from ftkit.launch.user_script import copy_script
 from ftkit.planning.layout import SCRIPT_CODE
+from ftkit.remote import ssh
 from ftkit.remote.remote_runs import Records, printed_ids
 from ftkit.remote.sending import digest_of, list_sent, pack_run, project_files, project_name, send_files
-from ftkit.remote.ssh import (
-    CODE_FOLDER,
-    Login,
-    Request,
-    ask,
-    call,
-    call_through_pipe,
-    is_lost,
-    unreachable,
-    with_project,
-)
 from ftkit.wheel import code_identity
 
 if TYPE_CHECKING:
@@ -64,16 +54,14 @@ _MIB: Final = 2**20
 _MAX_WAIT_SECONDS: Final = 30
 
 
-def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]) -> int:
-    """Run a command on a login node, and return its exit status.
-
-    Raises:
-        FtkitError: it could not be run there.
-    """
+def forward(
+    login: ssh.Login, ctx: Context, path: Sequence[str], typed: Sequence[str], params: Mapping[str, Any]
+) -> int:
+    """Run a command on a login node, and return its exit status."""
     files = project_files(ctx)
     variables = {key: os.environ[key] for key in _OUTPUT_VARIABLES if key in os.environ}
     project, digest = project_name(ctx.project), digest_of(files)
-    request = Request("run", code_identity(), project, digest, login.cluster, (*path, *typed), variables)
+    request = ssh.Request("run", code_identity(), project, digest, login.cluster, (*path, *typed), variables)
     forwarded = _Forwarded(login, request, files, Terminal())
     if path[0] in SUBMITTING:
         return _submit(forwarded, ctx, path[0], typed, params)
@@ -84,26 +72,26 @@ def forward(login: Login, ctx: Context, path: Sequence[str], typed: Sequence[str
 
 @dataclass(frozen=True)
 class _Forwarded:
-    login: Login
-    request: Request
+    login: ssh.Login
+    request: ssh.Request
     files: Mapping[str, str]
     terminal: Terminal
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command there, connected to this terminal."""
         code = self._call(tuple(words))
-        if is_lost(code):
-            raise unreachable(self.login)
+        if ssh.is_lost(code):
+            raise ssh.unreachable(self.login)
         return code
 
     def _call(self, words: tuple[str, ...]) -> int:
         request = replace(self.request, words=words)
         on_output = None if sys.stdin.isatty() and sys.stdout.isatty() else _writer()
-        return with_project(self.login, request, self.files, lambda: call(self.login, request, on_output))
+        return ssh.with_project(self.login, request, self.files, lambda: ssh.call(self.login, request, on_output))
 
     def follow(self, words: Sequence[str], *, copies_log: bool) -> int:
         """Run a command that follows a run; reconnect if the connection is lost."""
-        ask(self.login, replace(self.request, action="missing"), self.files)  # fail if the first connection does
+        ssh.ask(self.login, replace(self.request, action="missing"), self.files)  # fail if the first connection does
         shown, write = 0, _writer()
 
         def show(chunk: bytes) -> None:
@@ -115,14 +103,14 @@ class _Forwarded:
             if not copies_log:
                 return self._call(tuple(words))
             request = replace(self.request, words=(*words, f"--from-byte={shown}"))
-            return call_through_pipe(self.login, request, show)
+            return ssh.call_through_pipe(self.login, request, show)
 
         return self.until_answered(attempt, "the run continues; Ctrl-C stops following it")
 
     def until_answered(self, attempt: Callable[[], int], meanwhile: str) -> int:
         """Reconnect with increasing pauses until the command ends."""
         pause = 1
-        while is_lost(code := attempt()):
+        while ssh.is_lost(code := attempt()):
             self.terminal.warn(f"no connection to {self.login.address}: retrying in {pause} s ({meanwhile})")
             time.sleep(pause)
             pause = min(2 * pause, _MAX_WAIT_SECONDS)
@@ -143,11 +131,15 @@ def _writer() -> Callable[[bytes], None]:
 def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str], params: Mapping[str, Any]) -> int:
     """Send a run's files, submit it there exactly once, record it here, and follow it."""
     login, terminal = forwarded.login, forwarded.terminal
-    words, secrets = _without_own_options(typed), _secrets(params.get("hf_token_file"))
+    words, token = _without_own_options(typed), params.get("hf_token_file")
+    # They are passed only on ssh's standard input into the environment there.
+    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    if token is not None:
+        secrets["HF_TOKEN"] = token.read_text(encoding="utf-8").strip()
     if name == "run":
         words = _send_run(forwarded, ctx, words, params)
     else:
-        ask(login, replace(forwarded.request, action="missing"), forwarded.files)
+        ssh.ask(login, replace(forwarded.request, action="missing"), forwarded.files)
     if params.get("dry_run"):
         return forwarded.run((name, *words))
     records, output = Records.of(os.environ), bytearray()
@@ -157,7 +149,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 
         def attempt() -> int:
             output.clear()
-            return call_through_pipe(login, request, output.extend)
+            return ssh.call_through_pipe(login, request, output.extend)
 
         code = forwarded.until_answered(attempt, "the run is submitted only once, even if the request is repeated")
         text = output.decode(errors="replace")
@@ -177,11 +169,7 @@ def _submit(forwarded: _Forwarded, ctx: Context, name: str, typed: Sequence[str]
 
 
 def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Mapping[str, Any]) -> list[str]:
-    """Send a run's recipe, local files and code; return its arguments with paths on the login node.
-
-    Raises:
-        ConfigError: the local files are larger than the profile allows, and there is no terminal to ask on.
-    """
+    """Send a run's recipe, local files and code; return its arguments with paths on the login node."""
     login, terminal = forwarded.login, forwarded.terminal
     names = ("image", "cluster", "name", "num_nodes", "gpus_per_node")
     words: tuple[str, ...] = params["words"]
@@ -191,54 +179,43 @@ def _send_run(forwarded: _Forwarded, ctx: Context, typed: list[str], params: Map
     args = run_args(words, **{key: params[key] for key in names})
     trials = [trial.args.overrides for trial in expand(args, ctx)]
     recipe = args.recipe if params["script"] else recipe_name(args, ctx)
-    parcel, code = pack_run(recipe, trials, words, login, ctx), _pack_code(params)
+    parcel = pack_run(recipe, trials, words, login, ctx)
+    archive, code_options, code_files = _pack_code(params)
+    code = _digest(archive)
     files = {parcel.recipe_file: parcel.recipe_text} if parcel.recipe_file else {}
     sent = list_sent(parcel.local_files)
-    wanted = replace(forwarded.request, action="missing", files=files | code.files, local_files=sent, code=code.digest)
-    answer = ask(login, wanted, forwarded.files)
+    wanted = replace(forwarded.request, action="missing", files=files | code_files, local_files=sent, code=code)
+    answer = ssh.ask(login, wanted, forwarded.files)
     missing: list[str] = answer["missing"]
-    archive = code.archive if answer["code"] else b""
+    archive = archive if answer["code"] else b""
     num_bytes = sum(Path(path).stat().st_size for path in missing)
     _confirm_size(num_bytes + len(archive), len(missing), ctx, login)
     if archive:
         terminal.say(f"sending code ({len(archive) / _MIB:.1f} MiB) to {login.address}")
-        unpack = replace(forwarded.request, action="unpack", code=code.digest, archive=b64encode(archive).decode())
-        if call_through_pipe(login, unpack, lambda _: None):
-            raise unreachable(login)
+        unpack = replace(forwarded.request, action="unpack", code=code, archive=b64encode(archive).decode())
+        if ssh.call_through_pipe(login, unpack, lambda _: None):
+            raise ssh.unreachable(login)
     if missing:
         size = plural(len(missing), "local file")
         terminal.say(f"sending {size} ({num_bytes / _GIB:.2f} GiB) to {login.address}")
         send_files(login, missing, with_rsync=shutil.which("rsync") is not None and answer["rsync"])
-    options = [*_options(typed, click.get_current_context().command), *code.options]
+    options = [*_options(typed, click.get_current_context().command), *code_options]
     # With a script, what follows '--' are its arguments.
     return [*options, *parcel.words, "--", *script_args] if params["script"] else [*options, "--", *parcel.words]
 
 
-@dataclass(frozen=True)
-class _Code:
-    """Code of this machine that a run needs.
+def _pack_code(params: Mapping[str, Any]) -> tuple[bytes, list[str], dict[str, str]]:
+    """Pack code of this machine that a run needs.
 
-    Attributes:
-        archive: the copies; empty if there are none.
-        digest: digest of the archive; empty if there is none.
-        options: they select the code on the login node, and replace those typed here.
-        files: small files that it needs in the project's folder.
+    Returns its archive, which may be empty; the options that select it on the login node, in place of those typed here;
+    and small files that it needs in the project's folder.
     """
-
-    archive: bytes
-    digest: str
-    options: tuple[str, ...]
-    files: dict[str, str]
-
-
-def _pack_code(params: Mapping[str, Any]) -> _Code:
     script, config = params["script"], params["accelerate_config"]
     copies = copy_selected_code(params["with_code"], is_dev=params["is_dev"])
     if script is not None:
         copies.insert(0, copy_script(script, current_workspace()))
     archive = pack_copies(copies) if copies else b""
-    digest = hashlib.sha256(archive).hexdigest()[:32] if copies else ""
-    folder = f"../../{CODE_FOLDER}/{digest}"  # from the project's folder there
+    folder = f"../../{ssh.CODE_FOLDER}/{_digest(archive)}"  # from the project's folder there
     options = ["--sent-code", folder] if copies else []
     if script is not None:
         options += ["--script", f"{folder}/{SCRIPT_CODE}/{script.name}"]
@@ -248,7 +225,11 @@ def _pack_code(params: Mapping[str, Any]) -> _Code:
         name = f"sent/accelerate-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
         files[name] = text
         options += ["--accelerate-config", name]
-    return _Code(archive, digest, tuple(options), files)
+    return archive, options, files
+
+
+def _digest(archive: bytes) -> str:
+    return hashlib.sha256(archive).hexdigest()[:32] if archive else ""
 
 
 def _options(typed: Sequence[str], command: click.Command) -> list[str]:
@@ -266,7 +247,7 @@ def _options(typed: Sequence[str], command: click.Command) -> list[str]:
     return kept
 
 
-def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: Login) -> None:
+def _confirm_size(num_bytes: int, num_files: int, ctx: Context, login: ssh.Login) -> None:
     limit = load_cluster(login.cluster, ctx).send_limit_gib
     if num_bytes <= limit * _GIB:
         return
@@ -295,11 +276,3 @@ def _without_own_options(typed: Sequence[str]) -> list[str]:
         elif word not in ("--follow", "--no-follow") and not word.startswith("--hf-token-file="):
             kept.append(word)
     return kept
-
-
-def _secrets(token_file: Path | None) -> dict[str, str]:
-    """Return the job's secrets, which are passed only on ssh's standard input into the environment there."""
-    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
-    if token_file is not None:
-        secrets["HF_TOKEN"] = token_file.read_text(encoding="utf-8").strip()
-    return secrets

@@ -6,13 +6,15 @@ Nearly every command calls this, and most profiles have no `login`: the modules 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ftkit.cli.arguments import get_run
-from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli.commands import ExamplesCommand, command, current_context
 from ftkit.cli.output import current_output
 from ftkit.config.context import Context, read_settings_layers, search_folders
 from ftkit.errors import ConfigError, FtkitError, NotFoundError, Problem
@@ -37,7 +39,6 @@ class ForwardedCommand(ExamplesCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command there or here."""
         place = find_login_node(ctx.params)
         if place is None:
             return super().invoke(ctx)
@@ -47,13 +48,13 @@ class ForwardedCommand(ExamplesCommand):
         return ctx.exit(forward(*place, path, [*current_output().words, *ctx.meta[_TYPED]], ctx.params))
 
 
+forwarded_command = partial(command, cls=ForwardedCommand)
+
+
 def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | None:
     """Return the login node on which a command with these parameters runs, and its project here; None for this machine.
 
     If the command selects a run that was submitted from here, its login node; else that of the selected cluster.
-
-    Raises:
-        UsageError: a sweep over clusters, one of which is remote.
     """
     if SERVED in os.environ:
         return None
@@ -66,27 +67,21 @@ def find_login_node(params: Mapping[str, object]) -> tuple[Login, Context] | Non
         found = Records.of(os.environ).find(reference)
         if found and not _has_newer_run(reference, found.id):
             return found.login, replace(ctx, project=found.project)
-    names = str(params.get("cluster") or _default_cluster(ctx) or "").split(",")
+    cluster = params.get("cluster")
+    with suppress(FtkitError):  # the command itself reports it
+        cluster = cluster or read_settings_layers(ctx, ("cluster",)).value(("cluster",))
+    names = str(cluster or "").split(",")
     logins = [_login_of(name, ctx) for name in names]
     if len(names) > 1 and any(logins):
         raise click.UsageError("a sweep over clusters can't be forwarded: give one --cluster that has a 'login'")
     return (logins[0], ctx) if logins[0] else None
 
 
-def _default_cluster(ctx: Context) -> str | None:
-    try:
-        value = read_settings_layers(ctx, ("cluster",)).value(("cluster",))
-    except FtkitError:  # the command itself reports it
-        return None
-    return value if isinstance(value, str) else None
-
-
 def _login_of(name: str, ctx: Context) -> Login | None:
     """Return the login node of a profile; None also if it can't be read, which the command itself reports."""
-    if "/" not in name and not any(
-        (folder / f"{name}.yaml").is_file() for folder in search_folders("cluster", ctx)[:-1]
-    ):
-        return None  # shipped profiles have no login node
+    folders = search_folders("cluster", ctx)[:-1]  # shipped profiles have no login node
+    if "/" not in name and not any((folder / f"{name}.yaml").is_file() for folder in folders):
+        return None
     from ftkit.config.load import load_cluster
     from ftkit.remote.ssh import login_of
 
@@ -95,8 +90,11 @@ def _login_of(name: str, ctx: Context) -> Login | None:
     except (ConfigError, NotFoundError):
         return None
     if login and "/" in name:
-        problem = Problem("--cluster", "login", f"{name} is remote, where a path of this machine does not exist.")
-        raise ConfigError([replace(problem, fix="Move it into clusters/ and give its name.")])
+        what, fix = (
+            "is remote, where a path of this machine does not exist.",
+            "Move it into clusters/ and give its name.",
+        )
+        raise ConfigError([Problem("--cluster", "login", f"{name} {what}", fix)])
     return login
 
 

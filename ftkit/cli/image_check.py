@@ -17,17 +17,14 @@ from ftkit.errors import ConfigError, ImageError, NotFoundError, PrerequisiteErr
 from ftkit.files import read_json_if_valid
 from ftkit.images import docker_engine
 from ftkit.images.image_store import manifest_file, sbom_file
-from ftkit.images.import_image import ImportRequest, import_image, select_source
+from ftkit.images.import_image import ImportRequest, ImportResult, import_image, select_source
 from ftkit.images.inside import python_packages
 from ftkit.images.verify import manifest_if_intact
 from ftkit.launch.code import DEV_CODE
-from ftkit.planning.plan import RunPlan
+from ftkit.planning.plan import JobPlan, RunPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ftkit.images.import_image import ImportResult
-    from ftkit.planning.plan import JobPlan
 
 
 def missing_image(plan: JobPlan) -> NotFoundError | None:
@@ -53,13 +50,7 @@ def missing_image(plan: JobPlan) -> NotFoundError | None:
 
 
 def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False) -> dict[str, str]:
-    """Check a run's image and return its entries for the run's manifest; with `does_import`, import it first.
-
-    Raises:
-        NotFoundError: the image is missing.
-        ImageError: the image is damaged.
-        ConfigError: the image lacks a tracker's package.
-    """
+    """Check a run's image and return its entries for the run's manifest; with `does_import`, import it first."""
     if plan.container_image is None or plan.image is None:
         return {}
     if plan.cluster.runtime == "docker":
@@ -78,12 +69,7 @@ def check_image(plan: JobPlan, terminal: Terminal, *, does_import: bool = False)
 
 
 def require_same_image(plan: JobPlan, terminal: Terminal) -> dict[str, str]:
-    """Check that a resumed run gets the image of its first job; return the image's entries for the run's manifest.
-
-    Raises:
-        NotFoundError: the image is missing now.
-        ImageError: the image is damaged, or another one.
-    """
+    """Check that a resumed run gets the image of its first job; return the image's entries for the run's manifest."""
     facts = check_image(plan, terminal)
     recorded = read_json_if_valid(plan.layout.manifest, dict[str, Any]) or {}
     if Path(str(recorded.get("container_image"))).suffix != Path(str(plan.container_image)).suffix:
@@ -142,11 +128,7 @@ def _check_file(plan: JobPlan, file: Path, terminal: Terminal) -> dict[str, str]
 
 
 def _require_sinks(plan: JobPlan, final: Path) -> None:
-    """Refuse a recipe with a tracker whose package is not in the image's SBOM.
-
-    Raises:
-        ConfigError: with the missing packages.
-    """
+    """Refuse a recipe with a tracker whose package is not in the image's SBOM."""
     if not isinstance(plan, RunPlan):
         return
     packages = python_packages(sbom_file(final))

@@ -9,38 +9,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import (
-    cluster_option,
-    complete_image,
-    folder_option,
-    image_argument,
-    image_store,
-    json_option,
-    load_all,
-    registry_of,
-    registry_option,
-    require_signature_option,
-    required_registry,
-    signing_key,
-    signing_options,
-    usage_error,
-)
-from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli import arguments
+from ftkit.cli.commands import command, current_context
 from ftkit.cli.image_check import run_import
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, duration, gib, short_path
 from ftkit.cli.terminal.progress_view import ProgressView
 from ftkit.config.context import Context, list_images
-from ftkit.config.image_reference import parse_importable, parse_name
+from ftkit.config.image_reference import ImageFormat, parse_importable, parse_name
 from ftkit.config.load import find_image, load_cluster, load_image
 from ftkit.config.request import load_settings
 from ftkit.errors import plural
 from ftkit.images.build import BaseRequest, build
 from ftkit.images.build_context import definition_file, write_files
-from ftkit.images.import_image import ImportRequest
-from ftkit.images.inventory import image_statuses, is_unpinned
+from ftkit.images.import_image import ImportMethod, ImportRequest
+from ftkit.images.inventory import ImageStatus, image_statuses, is_unpinned
 from ftkit.images.lock import write_lock
-from ftkit.images.oci.credentials import from_user
+from ftkit.images.oci.credentials import Credentials, from_user
 from ftkit.images.signatures import sign_file
 from ftkit.images.transfer import push, sign_pushed
 
@@ -48,23 +33,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.config.image import ImageSpec
-    from ftkit.config.image_reference import ImageFormat
     from ftkit.images.image_store import ImageStore
-    from ftkit.images.import_image import ImportMethod
-    from ftkit.images.inventory import ImageStatus
-    from ftkit.images.oci.credentials import Credentials
 
 
-@click.command(
-    "list",
-    cls=ExamplesCommand,
-    examples=("ftkit images", "ftkit images --json"),
-)
-@json_option
+@command("list", "ftkit images", "ftkit images --json")
+@arguments.json_option
 def list_command(*, as_json: bool) -> None:
     """List images: the base, whether it is built, pushed and imported, its age and its size."""
-    terminal, ctx, store = Terminal(), Context.here(), image_store()
-    images = load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
+    terminal, ctx, store = Terminal(), Context.here(), arguments.image_store()
+    images = arguments.load_all(list_images(ctx), lambda reference: load_image(reference, ctx), terminal)
     states, has_docker = image_statuses([reference for reference, _ in images], store)
     both = list(zip((spec for _, spec in images), states, strict=True))
     if as_json:
@@ -77,9 +54,8 @@ def list_command(*, as_json: bool) -> None:
 
 def show(images: Sequence[tuple[ImageSpec, ImageStatus]], terminal: Terminal) -> None:
     """Print the table; without descriptions on a narrow terminal."""
-    columns = [Column("IMAGE"), Column("BASE"), Column("BUILT"), Column("PUSHED", can_shrink=True), Column("IMPORTED")]
-    columns += [Column("DESCRIPTION", can_shrink=True)] if terminal.is_roomy else []
-    terminal.table(columns, [_cells(spec, state)[: len(columns)] for spec, state in images])
+    titles = ("IMAGE", "BASE", "BUILT", "PUSHED…", "IMPORTED", "DESCRIPTION…")[: 6 if terminal.is_roomy else 5]
+    terminal.table(titles, [_cells(spec, state)[: len(titles)] for spec, state in images])
 
 
 def _cells(spec: ImageSpec, state: ImageStatus) -> list[Cell]:
@@ -141,13 +117,11 @@ def _as_json(spec: ImageSpec, state: ImageStatus, store: ImageStore) -> dict[str
     }
 
 
-@click.command(
-    "definition",
-    cls=ExamplesCommand,
-    examples=("ftkit images definition olmo3:25.02 --files olmo3-files > olmo3.def",),
+@command("definition", "ftkit images definition olmo3:25.02 --files olmo3-files > olmo3.def")
+@arguments.image_argument
+@arguments.folder_option(
+    "--files", about="Also write the files that the definition copies to this folder.", exists=False
 )
-@image_argument
-@folder_option("--files", about="Also write the files that the definition copies to this folder.", exists=False)
 def definition_command(reference: str, *, files: Path | None) -> None:
     """Print a definition file that builds NAME:TAG with Apptainer or Singularity, without docker."""
     terminal, definition = Terminal(), find_image(reference, Context.here())
@@ -158,12 +132,8 @@ def definition_command(reference: str, *, files: Path | None) -> None:
     terminal.data(text)
 
 
-@click.command(
-    "lock",
-    cls=ExamplesCommand,
-    examples=("ftkit images lock olmo3:25.02",),
-)
-@image_argument
+@command("lock", "ftkit images lock olmo3:25.02")
+@arguments.image_argument
 def lock_command(reference: str) -> None:
     """Resolve the packages of NAME:TAG and write its lock, with hashes.
 
@@ -175,16 +145,13 @@ def lock_command(reference: str) -> None:
     Terminal().say(Styled(f"wrote {where}: {plural(len(pinned), 'package')}, each with hashes", "bold"))
 
 
-@click.command(
+@command(
     "build",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit build olmo3:25.02",
-        "ftkit build olmo3:25.02 --push --registry registry.example.com/team",
-        "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch:25.02-py3",
-    ),
+    "ftkit build olmo3:25.02",
+    "ftkit build olmo3:25.02 --push --registry registry.example.com/team",
+    "ftkit build olmo3:25.02 --base registry.example.com/mirror/pytorch:25.02-py3",
 )
-@image_argument
+@arguments.image_argument
 @click.option("--base", metavar="REF", help="Base image that replaces the definition's.")
 @click.option("--repin", is_flag=True, help="Resolve the base's tag again and record its digest.")
 @click.option("--no-cache", is_flag=True, help="Run every step again.")
@@ -192,7 +159,7 @@ def lock_command(reference: str) -> None:
     "--allow-unpinned", is_flag=True, help="Use the base that the docker engine has, without asking a registry."
 )
 @click.option("--push", "does_push", is_flag=True, help="Push the image after the build.")
-@registry_option
+@arguments.registry_option
 def build_command(  # noqa: PLR0913 - its options
     reference: str, *, base: str | None, repin: bool, no_cache: bool, allow_unpinned: bool, does_push: bool,
     registry: str | None,
@@ -203,7 +170,7 @@ def build_command(  # noqa: PLR0913 - its options
     its tag at the registry and records the digest in bases.lock, so that later builds use the same base.
     """
     terminal = Terminal()
-    target = required_registry(registry, reference) if does_push else None
+    target = arguments.required_registry(registry, reference) if does_push else None
     definition = find_image(reference, Context.here())
     started = time.monotonic()
     with ProgressView(terminal) as view:
@@ -232,19 +199,16 @@ def build_command(  # noqa: PLR0913 - its options
         terminal.data(f"{built.image.id}\n")
 
 
-@click.command(
+@command(
     "push",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit push olmo3:25.02 --registry registry.example.com/team",
-        'printf %s "$TOKEN" | ftkit push olmo3:25.02 --username me --password-stdin',
-    ),
+    "ftkit push olmo3:25.02 --registry registry.example.com/team",
+    'printf %s "$TOKEN" | ftkit push olmo3:25.02 --username me --password-stdin',
 )
-@image_argument
-@registry_option
+@arguments.image_argument
+@arguments.registry_option
 @click.option("--username", metavar="NAME", help="Registry user; '$oauthtoken' for NGC.")
 @click.option("--password-stdin", is_flag=True, help="Read the password or token from standard input.")
-@signing_options("the signature is stored next to the image in the registry.")
+@arguments.signing_options("the signature is stored next to the image in the registry.")
 def push_command(
     reference: str, *, registry: str | None, username: str | None, password_stdin: bool, signs: bool, key: Path | None
 ) -> None:
@@ -252,14 +216,14 @@ def push_command(
 
     Uses the credentials of docker's configuration ('docker login', credential helpers).
     """
-    private_key = signing_key(signs=signs, key=key)
-    target = required_registry(registry, reference)
+    private_key = arguments.signing_key(signs=signs, key=key)
+    target = arguments.required_registry(registry, reference)
     given = None
     if password_stdin:
         host = parse_name(reference).in_registry(target).host
         given = from_user(host, username, sys.stdin.read().strip("\r\n"))
     elif username:
-        raise usage_error("--username requires --password-stdin")
+        raise arguments.usage_error("--username requires --password-stdin")
     push_and_report(reference, target, given, Terminal(), private_key)
 
 
@@ -278,17 +242,14 @@ def push_and_report(
     terminal.data(f"{pushed.reference.repository}@{pushed.digest}\n")
 
 
-@click.command(
+@command(
     "import",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit import olmo3:25.02",
-        "ftkit import olmo3:25.02 --cluster mycluster --on-node",
-        "ftkit import docker://registry.example.com#team/olmo3:25.02",
-    ),
+    "ftkit import olmo3:25.02",
+    "ftkit import olmo3:25.02 --cluster mycluster --on-node",
+    "ftkit import docker://registry.example.com#team/olmo3:25.02",
 )
-@click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=complete_image)
-@cluster_option
+@click.argument("wanted", metavar="NAME:TAG|URI", shell_complete=arguments.complete_image)
+@arguments.cluster_option
 @click.option(
     "--format", "image_format", type=click.Choice(["sqsh", "sif"]),
     help="squashfs for enroot and pyxis, SIF for Apptainer; default: what the cluster uses.",
@@ -297,9 +258,9 @@ def push_and_report(
 @click.option("--with", "method", type=click.Choice(["auto", "enroot", "ftkit"]), default="auto",
               help="Program that writes the squashfs file; auto: ftkit, or enroot where ftkit can't.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Import again even if the image is already imported.")
-@registry_option
-@require_signature_option("an image")
-@signing_options("the signature is a file next to the imported one.")
+@arguments.registry_option
+@arguments.require_signature_option("an image")
+@arguments.signing_options("the signature is a file next to the imported one.")
 def import_command(  # noqa: PLR0913 - its options
     wanted: str, *, cluster: str | None, image_format: ImageFormat | None, on_node: bool, method: ImportMethod,
     force: bool, registry: str | None, public_key: Path | None, signs: bool, key: Path | None,
@@ -309,11 +270,17 @@ def import_command(  # noqa: PLR0913 - its options
     NAME:TAG comes from the docker engine if it was built here, else from the registry; with --require-signature always
     from the registry, which has the signatures. An image that is already imported is not imported again.
     """
-    terminal, ctx, private_key = Terminal(), current_context(), signing_key(signs=signs, key=key)
+    terminal, ctx, private_key = Terminal(), current_context(), arguments.signing_key(signs=signs, key=key)
     profile = load_cluster(cluster or load_settings(ctx).settings.cluster, ctx)
     image = parse_importable(wanted, Path.cwd())
     request = ImportRequest(
-        image, registry_of(registry), profile, image_format or profile.image_format, on_node, method, public_key
+        image,
+        arguments.registry_of(registry),
+        profile,
+        image_format or profile.image_format,
+        on_node,
+        method,
+        public_key,
     )
     imported = run_import(request, terminal, force=force)
     if private_key:

@@ -12,19 +12,13 @@ import click
 from ftkit.cli.arguments import complete_run, current_workspace
 from ftkit.data.imports import import_transformers
 from ftkit.errors import PrerequisiteError
-from ftkit.evaluate.source import find_target
+from ftkit.evaluate.source import ModelSource, Target, find_target
 
 if TYPE_CHECKING:
     from ftkit.cli.terminal.console import Terminal
     from ftkit.evaluate.loaded_model import GeneratingModel, LoadedModel
-    from ftkit.evaluate.source import ModelSource, Target
     from ftkit.evaluate.vllm import EngineName
 
-MODEL_HELP = (
-    "RUN selects a run as in other commands: its best step if the recipe sets evaluation.best, else the newest step "
-    "with an export or a checkpoint. RUN@STEP is the model after a step, RUN@best the best one (else by validation "
-    "loss), RUN@0 the model before training. MODEL is a folder (./model) or a hub id (org/model)."
-)
 model_argument = click.argument("reference", metavar="RUN|MODEL", shell_complete=complete_run)
 engine_option = click.option(
     "--engine", type=click.Choice(["auto", "transformers", "vllm"]), default="auto",
@@ -33,11 +27,7 @@ engine_option = click.option(
 
 
 def require_packages(*names: str) -> None:
-    """Check that packages for training are installed here.
-
-    Raises:
-        PrerequisiteError: some are not.
-    """
+    """Check that packages for training are installed here."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise PrerequisiteError(
@@ -49,12 +39,7 @@ def require_packages(*names: str) -> None:
 
 
 def find_model(reference: str) -> Target:
-    """Return the model that `reference` selects.
-
-    Raises:
-        PrerequisiteError: a package that runs models is missing here.
-        NotFoundError: there is no such run or model.
-    """
+    """Return the model that `reference` selects."""
     require_packages("torch", "transformers")
     target = find_target(reference, current_workspace())
     import_transformers()  # before modules that import more of it
@@ -62,11 +47,7 @@ def find_model(reference: str) -> Target:
 
 
 def load_into_engine(source: ModelSource, engine: EngineName, terminal: Terminal) -> GeneratingModel:
-    """Load a model into the selected engine, and print where it is loaded.
-
-    Raises:
-        PrerequisiteError: vLLM is selected, and is missing here or can't load a checkpoint.
-    """
+    """Load a model into the selected engine, and print where it is loaded."""
     from ftkit.evaluate.vllm import load_with_vllm, takes_vllm
 
     if takes_vllm(source, engine):

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -59,20 +60,15 @@ def answer(arguments: Sequence[str]) -> int:
         unpack_copies(base64.b64decode(request.archive), root / CODE_FOLDER / request.code)
     else:
         os.chdir(project)
-        return _run_command(request, root)
+        variables = {**request.environment, "FTKIT_CLUSTER": request.cluster, SERVED: "1"}
+        if request.action == "once":
+            environment = {**os.environ, **variables, **request.secrets}
+            return _run_once(request, root / "submissions" / request.submission, environment)
+        os.environ.update(variables)
+        if not sys.stdout.isatty():
+            threading.Thread(target=_end_with_reader, daemon=True).start()
+        return ftkit(request.words)
     return 0
-
-
-def _run_command(request: Request, root: Path) -> int:
-    variables = {**request.environment, "FTKIT_CLUSTER": request.cluster, SERVED: "1"}
-    if request.action == "once":
-        return _run_once(
-            request, root / "submissions" / request.submission, {**os.environ, **variables, **request.secrets}
-        )
-    os.environ.update(variables)
-    if not sys.stdout.isatty():
-        threading.Thread(target=_end_with_reader, daemon=True).start()
-    return ftkit(request.words)
 
 
 def _write(request: Request, project: Path) -> None:
@@ -112,11 +108,8 @@ def _end_with_reader() -> None:
 def _run_once(request: Request, folder: Path, environment: dict[str, str]) -> int:
     """Start a submission unless it was started before; pass on its output, and return its exit status."""
     folder.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
+    with suppress(FileExistsError):
         folder.mkdir()
-    except FileExistsError:
-        pass
-    else:
         write_file(folder / "words.json", json.dumps(request.words).encode())
         command = [sys.executable, "-m", LOGIN_SIDE, _CHILD, str(folder)]
         pid = process.start_detached(command, log=folder / "stderr", cwd=Path.cwd(), environment=environment)
@@ -125,7 +118,6 @@ def _run_once(request: Request, folder: Path, environment: dict[str, str]) -> in
 
 
 def _attach(folder: Path) -> int:
-    """Pass on the output of a submission until it has ended."""
     offset, started = 0, time.monotonic()
     while True:
         is_over = (folder / "exit-code").is_file() or _has_died(folder, started)
@@ -134,13 +126,12 @@ def _attach(folder: Path) -> int:
             break
         time.sleep(_POLL_SECONDS)
     copy_new(folder / "stdout", 0, sys.stdout.buffer)
-    try:
+    with suppress(FileNotFoundError):
         return int((folder / "exit-code").read_text(encoding="ascii"))
-    except FileNotFoundError:
-        sys.stderr.write(
-            "error: the submission ended without an answer\n  check with 'ftkit runs' whether the run exists\n"
-        )
-        return _DIED
+    sys.stderr.write(
+        "error: the submission ended without an answer\n  check with 'ftkit runs' whether the run exists\n"
+    )
+    return _DIED
 
 
 def _has_died(folder: Path, started: float) -> bool:
@@ -149,8 +140,7 @@ def _has_died(folder: Path, started: float) -> bool:
         host, pid, start = json.loads((folder / "process.json").read_bytes())
     except FileNotFoundError:
         return time.monotonic() > started + _START_SECONDS
-    is_alive = host != socket.gethostname() or process.start_time(pid) == start
-    return not is_alive and not (folder / "exit-code").is_file()
+    return host == socket.gethostname() and process.start_time(pid) != start and not (folder / "exit-code").is_file()
 
 
 def _run_submission(folder: Path) -> int:

@@ -14,22 +14,22 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from ftkit.cli.arguments import cluster_option, image_option, json_option, load_all, yes_option
-from ftkit.cli.commands import ExamplesCommand, current_context
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.commands import command, current_context
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.submit import say_overridden
-from ftkit.cli.terminal.console import Cell, Column, Facts, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import short_path
 from ftkit.config.context import PROJECT_FILE, Context, list_names
 from ftkit.config.load import load_cluster
 from ftkit.config.yaml_files import read_yaml
 from ftkit.errors import ConfigError, NoAnswerError, PrerequisiteError, Problem, UnfitMachineError, plural
-from ftkit.health.findings import failures
+from ftkit.health.findings import Finding, Status, failures
 from ftkit.health.login_node import LoginNode, check_login_node
-from ftkit.health.site import detect_site
-from ftkit.health.site_profile import propose_cluster
+from ftkit.health.site import Site, detect_site
+from ftkit.health.site_profile import ProposedCluster, propose_cluster
 from ftkit.launch.render import NodeChecks
-from ftkit.launch.resolve import RunArgs, load_place
-from ftkit.launch.side_jobs import check_nodes, checks_folder, idle_nodes
+from ftkit.launch.resolve import Place, RunArgs, load_place
+from ftkit.launch.side_jobs import NodeResult, check_nodes, checks_folder, idle_nodes
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import PlacementPlan
 from ftkit.planning.planner import container_image
@@ -37,22 +37,12 @@ from ftkit.planning.planner import container_image
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.health.findings import Finding, Status
-    from ftkit.health.site import Site
-    from ftkit.health.site_profile import ProposedCluster
-    from ftkit.launch.resolve import Place
-    from ftkit.launch.side_jobs import NodeResult
-
 
 _MARK = "Written by 'ftkit init'."
 _HEAD = f"{_MARK} 'ftkit config' shows all settings; keys of a profile: docs/reference/cluster-profile.md"
 
 
-@click.command(
-    "init",
-    cls=ExamplesCommand,
-    examples=("ftkit init", "ftkit init --yes", "ftkit init --yes --force"),
-)
+@command("init", "ftkit init", "ftkit init --yes", "ftkit init --yes --force")
 @yes_option
 @click.option("--force", is_flag=True, help="Change existing files. Other keys of ftkit.yaml stay.")
 def init_command(*, yes: bool, force: bool) -> None:
@@ -162,11 +152,7 @@ def _num_nodes(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return value
 
 
-@click.command(
-    "doctor",
-    cls=ForwardedCommand,
-    examples=("ftkit doctor", "ftkit doctor --cluster mycluster --json"),
-)
+@forwarded_command("doctor", "ftkit doctor", "ftkit doctor --cluster mycluster --json")
 @cluster_option
 @image_option("Image to check nodes in.")
 @click.option("--nodes", metavar="N|all", callback=_num_nodes, help="Also check N nodes, or all idle ones, in a job.")
@@ -212,7 +198,7 @@ def _check_here(
     if not shows:
         return findings
     rows: list[list[Cell]] = [[each.check, Styled(each.status, _STYLES[each.status]), each.value] for each in findings]
-    terminal.table((Column("CHECK"), Column("STATUS"), Column("FOUND", can_shrink=True)), rows)
+    terminal.table(("CHECK", "STATUS", "FOUND…"), rows)
     for each in findings:
         if each.fix and each.status != "ok":
             terminal.say(f"{each.check}: {each.fix}", indent=2)
@@ -220,12 +206,6 @@ def _check_here(
 
 
 def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> list[NodeResult]:
-    """Run the checks on Slurm nodes.
-
-    Raises:
-        ConfigError: the cluster does not use Slurm, or needs an image.
-        PrerequisiteError: no node is idle.
-    """
     cluster = place.cluster
     if cluster.scheduler != "slurm" or cluster.device == "auto":
         fix = "On this machine, in the Python or the image that trains: python -m ftkit.health"
@@ -257,9 +237,6 @@ def _check_nodes(nodes: str, place: Place, ctx: Context, terminal: Terminal) -> 
 
 
 def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
-    """Print a line for each node, then each failure and warning."""
-    titles = ("NODE", "STATUS", "TFLOP/S", "WITHIN GB/S", "BETWEEN GB/S", "BEST PAIR GB/S")
-    columns = [Column(title, is_number=title.endswith("/S")) for title in titles]
     rows: list[list[Cell]] = []
     for each in results:
         report = each.report or {}
@@ -272,7 +249,7 @@ def _show_nodes(results: Sequence[NodeResult], terminal: Terminal) -> None:
             max((report.get("pairs") or {}).values(), default=None),
         ]
         rows.append([each.host, status, *("-" if number is None else f"{number:,.3g}" for number in numbers)])
-    terminal.table(columns, rows)
+    terminal.table(("NODE", "STATUS", "#TFLOP/S", "#WITHIN GB/S", "#BETWEEN GB/S", "#BEST PAIR GB/S"), rows)
     for each in results:
         findings = (each.report or {}).get("findings", [])
         for found in findings:

@@ -56,7 +56,7 @@ _SECTIONS = {
         LazyCommand("data", "ftkit.cli.groups", "Inspect and check training data."),
         LazyCommand("eval", "ftkit.cli.eval", "Evaluate a model before and after training."),
         LazyCommand("generate", "ftkit.cli.chat", "Complete a file of prompts, as JSON Lines."),
-        LazyCommand("serve", "ftkit.cli.serve", "Serve a trained model to other programs, with vLLM."),
+        LazyCommand("serve", "ftkit.cli.chat", "Serve a trained model to other programs, with vLLM."),
         LazyCommand("verify", "ftkit.cli.export", "Verify an imported image, or an export."),
     ),
     "Images": (
@@ -111,7 +111,6 @@ class _TopGroup(LazyGroup):
             return ctx.exit(_report(error, ctx.obj))
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the environment variables and the exit codes."""
         del ctx
         for title, rows in (("Environment", VARIABLES), ("Exit codes", EXIT_CODES)):
             with formatter.section(title):

@@ -46,7 +46,6 @@ class Output:
 
     @property
     def words(self) -> list[str]:
-        """The options, as they are typed."""
         color = {None: [], True: ["--color"], False: ["--no-color"]}[self.color]
         return ["--quiet"] * self.quiet + ["--verbose"] * self.verbose + color
 
@@ -77,7 +76,6 @@ def _store(ctx: click.Context, parameter: click.Parameter, value: bool | None) -
 
 @contextmanager
 def _show_details() -> Iterator[None]:
-    """Print ftkit's own debug messages during the block."""
     handler, level = _Details(), _log.level
     _log.addHandler(handler)
     _log.setLevel(logging.DEBUG)
@@ -90,8 +88,6 @@ def _show_details() -> Iterator[None]:
 
 
 class _Details(logging.Handler):
-    """Writes messages to stderr, without secrets."""
-
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(redact(record.getMessage(), os.environ), err=True)
 
@@ -100,9 +96,7 @@ _option = partial(click.Option, expose_value=False, callback=_store)
 OUTPUT_OPTIONS = (
     _option(["-q", "--quiet"], is_flag=True, help="Print only data, warnings and errors."),
     _option(
-        ["-v", "--verbose"],
-        is_flag=True,
-        help="Print which configuration files are read, and which programs are run.",
+        ["-v", "--verbose"], is_flag=True, help="Print which configuration files are read, and which programs are run."
     ),
     _option(
         ["--color/--no-color"],
@@ -116,7 +110,6 @@ class WithOutputOptions(click.Command):
     """A command with the output options, which may also be typed before its name."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's own parameters, the output options, and `--help`."""
         own, added = len(self.params), super().get_params(ctx)
         return [*added[:own], *OUTPUT_OPTIONS, *added[own:]]
 
@@ -132,12 +125,10 @@ class _Escaped:
         self.styled = styled
 
     def write(self, text: str) -> int:
-        """Write escaped text."""
         self.styled.write(printable(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write escaped lines."""
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
@@ -156,13 +147,11 @@ class _Log:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, chunk: bytes) -> int:
-        """Write a part of a log; it may end within a character."""
         text = without_colors(self._decoder.decode(chunk))
         sys.stdout.buffer.write("\r".join(map(printable, text.split("\r"))).encode())
         return len(chunk)
 
     def flush(self) -> None:
-        """Write what is buffered."""
         sys.stdout.buffer.flush()
 
 
@@ -203,7 +192,6 @@ class _Messages(io.FileIO):
     """A descriptor that drops what can't be written, unless the reader of both output streams is gone."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override] # any buffer, as io.FileIO
-        """Write to the descriptor; return the number of bytes that are done with."""
         try:
             return super().write(data) or 0
         except BrokenPipeError:

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    complete_run,
-    file_option,
-    get_runs,
-    json_option,
-    number_option,
-    output_option,
-    usage_error,
-)
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli import arguments
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.page.charts import require_matplotlib
 from ftkit.cli.page.run_report import read_report
 from ftkit.cli.page.write import comparison_page, run_page, save_page
@@ -43,28 +34,25 @@ if TYPE_CHECKING:
 
 _REFRESH_SECONDS = 15
 _references_argument = click.argument(
-    "references", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run
+    "references", metavar="RUN...", nargs=-1, required=True, shell_complete=arguments.complete_run
 )
 
 
-@click.command(
-    "report",
-    cls=ForwardedCommand,
-    examples=("ftkit report last", "ftkit report demo --output demo.html", "ftkit report demo other"),
-    help=f"""Write an HTML page about a run: the plan beside the measurements, curves, memory, time by activity,
-    evaluation, and how to repeat it. The page is one file that needs no network: report.html in the run's
-    folder or, for several runs, comparison.html in the current folder. Prints its path.
-
-    {RUN_HELP} The id or the name of a sweep selects all of its runs.
-    """,
-)
+@forwarded_command("report", "ftkit report last", "ftkit report demo --output demo.html", "ftkit report demo other")
 @_references_argument
-@output_option
+@arguments.output_option
 @click.option("--live", is_flag=True, help="Serve an up-to-date page on this machine until Ctrl-C.")
-@number_option("--port", low=0, high=65535, default=0, about="Port for --live; default: a free port.")
+@arguments.number_option("--port", low=0, high=65535, default=0, about="Port for --live; default: a free port.")
 def report_command(references: tuple[str, ...], *, output: Path | None, live: bool, port: int) -> None:
-    """Write a page about runs."""
-    terminal, folders = Terminal(), get_runs(references)
+    """Write an HTML page about a run, or about several side by side.
+
+    It has the plan beside the measurements, curves, memory, time by activity, evaluation, and how to repeat the run.
+    The page is one file that needs no network: report.html in the run's folder or, for several runs, comparison.html in
+    the current folder. Prints its path.
+
+    {RUN} The id or the name of a sweep selects all of its runs.
+    """
+    terminal, folders = Terminal(), arguments.get_runs(references)
     require_matplotlib()
     if live:
         _serve(partial(_render, folders, _REFRESH_SECONDS), port, terminal)
@@ -120,40 +108,25 @@ def page_handler(render: Callable[[], str], path: str) -> type[BaseHTTPRequestHa
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
-            """Log no requests."""
+        def log_message(self, *args: object) -> None: ...
 
     return PageHandler
 
 
-@click.command(
-    "compare",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit compare demo other",
-        "ftkit compare demo other --json | jq .results",
-        "ftkit compare demo other --html comparison.html",
-    ),
-    help=f"""Show runs side by side: differences in recipe, data, image, versions and cluster; their results; and
-    their losses where all have a record: after the same number of tokens, or else at the same step. The
-    last line says whether the losses are equal, bit for bit.
-
-    {RUN_HELP} The id or the name of a sweep selects all of its runs.
-    """,
-)
+@forwarded_command("compare", "ftkit compare demo other", "ftkit compare demo other --json | jq .results")
 @_references_argument
-@file_option("--html", about="Write an HTML page instead.", exists=False)
-@json_option
-def compare_command(references: tuple[str, ...], *, html: Path | None, as_json: bool) -> None:
-    """Compare runs."""
-    terminal, layouts = Terminal(), [folder.layout for folder in get_runs(references)]
+@arguments.json_option
+def compare_command(references: tuple[str, ...], *, as_json: bool) -> None:
+    """Show runs side by side: differences in recipe, data, image, versions and cluster; results; and losses.
+
+    Losses are shown where all have a record: after the same number of tokens, or else at the same step. The last line
+    says whether the losses are equal, bit for bit. 'ftkit report' writes a page with the same, and curves.
+
+    {RUN} The id or the name of a sweep selects all of its runs.
+    """
+    terminal, layouts = Terminal(), [folder.layout for folder in arguments.get_runs(references)]
     if len(layouts) < 2:  # noqa: PLR2004 - a comparison needs two
-        raise usage_error("compare needs at least two different runs")
-    if html:
-        require_matplotlib()
-        save_page(comparison_page(layouts), html)
-        terminal.data(f"{short_path(html.absolute())}\n")
-        return
+        raise arguments.usage_error("compare needs at least two different runs")
     runs = [read_run(layout) for layout in layouts]
     if as_json:
         terminal.json(comparison_as_json(runs))

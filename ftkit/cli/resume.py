@@ -8,43 +8,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    current_settings,
-    current_workspace,
-    dry_run_option,
-    follow_option,
-    get_run,
-    hf_token_option,
-    import_option,
-    job_environment,
-    name_option,
-    placement_options,
-    require_signature_option,
-    run_argument,
-    time_option,
-    usage_error,
-)
+from ftkit.cli import arguments
 from ftkit.cli.commands import current_context
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import require_same_image
 from ftkit.cli.submit import SubmitRequest, make_ready, report_submission, say_overridden
 from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.config.image_reference import parse_image
 from ftkit.errors import ConfigError, NotRepeatedError, Problem, plural
+from ftkit.launch import rerun
 from ftkit.launch.code import copies_of_run
 from ftkit.launch.inputs import count_documents
 from ftkit.launch.preflight import check_trackers, run_checks
 from ftkit.launch.render import render_job
-from ftkit.launch.rerun import (
-    RerunArgs,
-    changed_inputs,
-    changes_between_starts,
-    check_inputs,
-    plan_rerun,
-    repetition_record,
-)
 from ftkit.launch.resume import ResumeArgs, ResumedPlan, renew_code, replan
 from ftkit.launch.submission import read_resumable_plan, resume, submit
 from ftkit.paths import is_address
@@ -54,65 +31,59 @@ from ftkit.runs.bundle import SIGNED_AS
 from ftkit.runs.failure import original_command
 from ftkit.runs.manifest import build_manifest
 from ftkit.runs.metrics_file import RecordTail
-from ftkit.runs.repeat import judge, original_to_json, read_original
+from ftkit.runs.repeat import Original, judge, original_to_json, read_original
 from ftkit.runs.signing import verify_beside
 from ftkit.runs.sync import fetch_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ftkit.runs.repeat import Original
 
-
-@click.command(
+@forwarded_command(
     "resume",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit resume last",
-        "ftkit resume demo --no-follow",
-        "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
-    ),
-    help=f"""Submit a run again; it continues from its newest checkpoint.
-
-    {RUN_HELP} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit runs sync') brings the run here first.
-
-    With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
-    data, global batch and training.data_seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a
-    value of the recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result
-    needs '--allow KEY'. '--allow code' replaces the run's copies of your script and packages by the files as they are
-    now.
-    """,
+    "ftkit resume last",
+    "ftkit resume demo --no-follow",
+    "ftkit resume demo --gpus-per-node 1 training.log_every_steps=5",
 )
-@run_argument
+@arguments.run_argument
 @click.argument("overrides", metavar="[KEY.PATH=VALUE]...", nargs=-1)
-@placement_options
-@time_option("the recipe's")
+@arguments.placement_options
+@arguments.time_option("the recipe's")
 @click.option("--from", "copies", metavar="DEST", help="Bring RUN here from its copy in DEST/RUN first (RUN is an id).")
 @click.option(
     "--allow", "allowed", metavar="KEY", multiple=True, help="Allow this key to change, although it affects the result."
 )
-@hf_token_option
-@follow_option
+@arguments.hf_token_option
+@arguments.follow_option
 @click.pass_obj
 def resume_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, reference: str, overrides: tuple[str, ...], *, num_nodes: int | None,
     gpus_per_node: int | None, cluster: str | None, time_limit: str | None, copies: str | None,
     allowed: tuple[str, ...], hf_token_file: Path | None, follow: bool,
 ) -> None:  # fmt: skip
-    """Submit a run again."""
-    terminal, environment, project = Terminal(), job_environment(hf_token_file), current_context().project
+    """Submit a run again; it continues from its newest checkpoint.
+
+    {RUN} The address of a run's copy (s3://bucket/runs/RUN, made by 'ftkit runs sync') brings the run here first.
+
+    With options, the run is planned again: on other nodes, or on another cluster that shares the workspace. Model,
+    data, global batch and training.data_seed stay, so the order of the data does not change. KEY.PATH=VALUE changes a
+    value of the recipe: more steps, logging, checkpoints and evaluation are allowed; a change that affects the result
+    needs '--allow KEY'. '--allow code' replaces the run's copies of your script and packages by the files as they are
+    now.
+    """
+    terminal, environment, project = Terminal(), arguments.job_environment(hf_token_file), current_context().project
     if wrong := [word for word in overrides if "=" not in word]:
-        raise usage_error(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'")
+        raise arguments.usage_error(f"expected KEY.PATH=VALUE after the run, got '{wrong[0]}'")
     if time_limit:
         overrides = (*overrides, f"resources.time_limit='{time_limit}'")
     args = ResumeArgs(num_nodes, gpus_per_node, cluster, overrides, allowed)
     if copies is not None:
         reference = f"{copies.rstrip('/')}/{reference}"
     if copies is not None or is_address(reference):
-        fetched = fetch_run(reference, current_workspace(), terminal.say)
+        fetched = fetch_run(reference, arguments.current_workspace(), terminal.say)
         terminal.say(f"{fetched.id} is in {fetched.layout.root}")
         reference = reference.rstrip("/").rpartition("/")[2]
-    layout = get_run(reference).layout
+    layout = arguments.get_run(reference).layout
     tail = RecordTail(layout.metrics, skips_old=True)  # show only this job's records
     plan = read_resumable_plan(layout)
     changed = _change_script(plan, args) if isinstance(plan, ScriptPlan) else _change(plan, args, terminal)
@@ -139,7 +110,7 @@ def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
     """Plan the run again if the options ask for that, and list the differences; None if nothing changes."""
     if not args.asks_for_changes:  # without a script, the run was copied here from another machine
         return None if plan.layout.script.is_file() else ResumedPlan(plan)
-    settings, ctx = current_settings().settings, current_context()
+    settings, ctx = arguments.current_settings().settings, current_context()
     image = parse_image(settings.image, ctx.project) if settings.image else None
     changed = replan(plan, args, ctx, image)
     for warning in changed.warnings:
@@ -151,46 +122,44 @@ def _change(plan: RunPlan, args: ResumeArgs, terminal: Terminal) -> ResumedPlan[
     return renew_code(changed) if "code" in args.allowed else changed
 
 
-@click.command(
-    "rerun",
-    cls=ForwardedCommand,
-    examples=("ftkit rerun demo", "ftkit rerun demo --dry-run"),
-    help="""Repeat a run with the same recipe, data, image and global batch. On the same cluster and GPUs all losses
-    should be equal, bit for bit; on other devices a difference of up to 1% passes. Each difference is listed;
-    different data or a different image is refused. At the end, the losses are compared with the original's.
-
-    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit runs bundle', or
-    the address of a copy from 'ftkit runs sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name
-    here is used, not the one in the manifest.
-    """,
-)
-@run_argument
-@placement_options
-@name_option("the recipe's name with -rerun")
+@forwarded_command("rerun", "ftkit rerun demo", "ftkit rerun demo --dry-run")
+@arguments.run_argument
+@arguments.placement_options
+@arguments.name_option("the recipe's name with -rerun")
 @click.option(
     "--allow", "allowed", metavar="PART", multiple=True, help="Accept different data, a different image, or code."
 )
-@require_signature_option("a bundle")
-@import_option
-@dry_run_option("the differences and the job script")
-@hf_token_option
-@follow_option
+@arguments.require_signature_option("a bundle")
+@arguments.import_option
+@arguments.dry_run_option("the differences and the job script")
+@arguments.hf_token_option
+@arguments.follow_option
 @click.pass_obj
 def rerun_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, reference: str, *, num_nodes: int | None, gpus_per_node: int | None, cluster: str | None,
     name: str | None, allowed: tuple[str, ...], public_key: Path | None, does_import: bool, dry_run: bool,
     hf_token_file: Path | None, follow: bool,
 ) -> None:  # fmt: skip
-    """Repeat a run."""
-    terminal, ctx, workspace = Terminal(), current_context(), current_workspace()
+    """Repeat a run with the same recipe, data, image and global batch, and compare the losses.
+
+    On the same cluster and GPUs all losses should be equal, bit for bit; on other devices a difference of up to 1%
+    passes. Each difference is listed; different data or a different image is refused.
+
+    RUN selects a run as in other commands, or is the path of a manifest.json, of a bundle from 'ftkit runs bundle', or
+    the address of a copy from 'ftkit runs sync' (s3://bucket/runs/RUN). For these, the profile with the cluster's name
+    here is used, not the one in the manifest.
+    """
+    terminal, ctx, workspace = Terminal(), current_context(), arguments.current_workspace()
     path = Path(reference)
     is_own = not (is_address(reference) or path.exists() or path.suffix in (".json", ".tar"))
     if public_key:
         verify_beside(path, public_key, SIGNED_AS)
-    original = read_original(str(get_run(reference).layout.root) if is_own else reference)
-    args = RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
-    plan = plan_rerun(original, args, ctx, workspace, current_settings().settings.image)
-    folder = get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
+    original = read_original(str(arguments.get_run(reference).layout.root) if is_own else reference)
+    args = rerun.RerunArgs(cluster, num_nodes, gpus_per_node, name, is_own)
+    plan = rerun.plan_rerun(original, args, ctx, workspace, arguments.current_settings().settings.image)
+    folder = (
+        arguments.get_run(reference).layout.code if is_own else RunLayout(path if path.is_dir() else path.parent).code
+    )
     copies = copies_of_run(original.manifest, folder, allows_changes="code" in allowed)
     (plan,) = count_documents([replace(plan, code=tuple(copy.plan for copy in copies))], ctx.environment)
     terminal.facts([("repeats", original.run.id), *plan_facts(plan)], is_data=False)
@@ -199,12 +168,12 @@ def rerun_command(  # noqa: PLR0913 - one for each option
         _list_changes(original, plan, build_manifest(plan, ["ftkit", *typed], ctx.project), allowed, terminal)
         terminal.data(render_job(plan, ctx.project))
         return
-    environment = job_environment(hf_token_file)
+    environment = arguments.job_environment(hf_token_file)
     ready = make_ready(plan, SubmitRequest(["ftkit", *typed], environment, copies, does_import=does_import), terminal)
     _list_changes(original, ready.plan, ready.manifest, allowed, terminal)
     ready = replace(
         ready,
-        manifest={**ready.manifest, "repeats": repetition_record(original, allowed)},
+        manifest={**ready.manifest, "repeats": rerun.repetition_record(original, allowed)},
         files={**ready.files, ready.plan.layout.original.name: original_to_json(original)},
     )
     run = submit(ready)
@@ -222,15 +191,10 @@ def rerun_command(  # noqa: PLR0913 - one for each option
 def _list_changes(
     original: Original, plan: RunPlan, manifest: Mapping[str, object], allowed: Sequence[str], terminal: Terminal
 ) -> None:
-    """List the differences between a planned run and its original.
-
-    Raises:
-        ConfigError: some of them are not allowed.
-    """
-    differences = changed_inputs(original, plan, manifest)
-    check_inputs(differences, allowed)
+    differences = rerun.changed_inputs(original, plan, manifest)
+    rerun.check_inputs(differences, allowed)
     for each in differences:
         before, after = each.values
         terminal.warn(f"{each.section}: {each.key} is {after}, was {before}")
-    for text in changes_between_starts(original):
+    for text in rerun.changes_between_starts(original):
         terminal.warn(text)

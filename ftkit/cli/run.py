@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from ftkit.cli.arguments import (
-    dry_run_option,
-    file_option,
-    folder_option,
-    follow_option,
-    hf_token_option,
-    import_option,
-    job_environment,
-    json_option,
-    run_args,
-    run_options,
-    together,
-)
-from ftkit.cli.commands import ExamplesCommand, current_context
+from ftkit.cli import arguments
+from ftkit.cli.commands import command, current_context
 from ftkit.cli.follow import follow as follow_run
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.image_check import missing_image
 from ftkit.cli.submit import (
     SubmitRequest,
@@ -34,31 +22,29 @@ from ftkit.cli.submit import (
     say_overridden,
     split_script_args,
 )
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, gib
 from ftkit.cli.terminal.plan_view import plan_facts, show_findings
 from ftkit.errors import ConfigError, FtkitError, Problem, SubmitError, plural
 from ftkit.launch.inputs import count_documents
 from ftkit.launch.preflight import run_checks
 from ftkit.launch.render import render_job
-from ftkit.launch.resolve import resolve
-from ftkit.launch.submission import submit
+from ftkit.launch.resolve import RunArgs, resolve
+from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.sweep import expand, find_other_documents, plan_sweep
 from ftkit.launch.user_script import ScriptArgs
-from ftkit.planning.plan import plan_to_json
+from ftkit.planning.plan import RunPlan, plan_to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ftkit.cli.arguments import RunOptions
-    from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.submission import NewJob
-    from ftkit.planning.plan import RunPlan, StopSignal
+    from ftkit.planning.plan import StopSignal
     from ftkit.runs.job import SubmittedRun
 
-_script_options = together(
-    file_option("--script", about="Run this script instead of ftkit's trainer; its arguments follow '--'."),
-    file_option(
+_script_options = arguments.together(
+    arguments.file_option("--script", about="Run this script instead of ftkit's trainer; its arguments follow '--'."),
+    arguments.file_option(
         "--accelerate-config", about="accelerate's configuration for the script; with a RECIPE, made from its plan."
     ),
     click.option(
@@ -71,12 +57,12 @@ _script_options = together(
         "own checkpoint.",
     ),
 )  # fmt: skip
-_code_options = together(
+_code_options = arguments.together(
     click.option(
         "--dev", "is_dev", is_flag=True,
         help="Run a copy of this ftkit, with its uncommitted changes, instead of the image's.",
     ),
-    folder_option(
+    arguments.folder_option(
         "--with-code", multiple=True,
         about="Copy a package, or a folder of modules, into the run, and put it first on PYTHONPATH. Can be repeated.",
     ),
@@ -85,24 +71,21 @@ _code_options = together(
 )  # fmt: skip
 
 
-@click.command(
+@forwarded_command(
     "run",
-    cls=ForwardedCommand,
-    examples=(
-        "ftkit run demo",
-        "ftkit run --image olmo3:25.02 --nodes 2",
-        "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
-        "ftkit run demo training.learning_rate=1e-3,2e-3",
-        "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
-        "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
-        "ftkit run --script train.py -- --epochs 3 --output_dir {run}/model",
-        "ftkit run --script train.py --image olmo3:25.02 --cluster mycluster --dry-run",
-        "ftkit run demo --with-code ./mylib --dev",
-    ),
+    "ftkit run demo",
+    "ftkit run --image olmo3:25.02 --nodes 2",
+    "ftkit run demo training.learning_rate=1e-3 training.max_steps=100",
+    "ftkit run demo training.learning_rate=1e-3,2e-3",
+    "ftkit run my-recipe.yaml --cluster mycluster --name first-try --no-follow",
+    "ftkit run --image olmo3:25.02 --cluster mycluster --dry-run > job.sbatch",
+    "ftkit run --script train.py -- --epochs 3 --output_dir {run}/model",
+    "ftkit run --script train.py --image olmo3:25.02 --cluster mycluster --dry-run",
+    "ftkit run demo --with-code ./mylib --dev",
 )
-@run_options
-@dry_run_option("the job script")
-@import_option
+@arguments.run_options
+@arguments.dry_run_option("the job script")
+@arguments.import_option
 @click.option(
     "--prepare", "where", type=click.Choice(["job", "here", "with-training"]), default="job", show_default=True,
     help="Where to prepare data and weights on Slurm: in a separate job without GPUs, on this machine before the run "
@@ -110,8 +93,8 @@ _code_options = together(
 )  # fmt: skip
 @_script_options
 @_code_options
-@hf_token_option
-@follow_option
+@arguments.hf_token_option
+@arguments.follow_option
 @click.pass_obj
 def run_command(  # noqa: PLR0913 - one for each option
     typed: list[str], /, words: tuple[str, ...], *, dry_run: bool, does_import: bool, where: str,
@@ -132,14 +115,16 @@ def run_command(  # noqa: PLR0913 - one for each option
     """
     terminal = Terminal()
     copies = copy_selected_code(with_code, is_dev=is_dev, sent=sent_code)
-    request = SubmitRequest(["ftkit", *typed], job_environment(hf_token_file), copies, where, does_import=does_import)
+    request = SubmitRequest(
+        ["ftkit", *typed], arguments.job_environment(hf_token_file), copies, where, does_import=does_import
+    )
     if script is None:
-        args = run_args(words, **options, code=tuple(copy.plan for copy in copies))
+        args = arguments.run_args(words, **options, code=tuple(copy.plan for copy in copies))
         _run_trainer(args, request, terminal, dry_run=dry_run, does_follow=follow)
         return
     words, script_args = split_script_args(words, typed)
     about = ScriptArgs(script, script_args, accelerate_config, stop_signal, can_restart)
-    run = run_script(about, run_args(words, **options), request, terminal, dry_run=dry_run)
+    run = run_script(about, arguments.run_args(words, **options), request, terminal, dry_run=dry_run)
     if run:
         report_submission(run, terminal, does_follow=follow)
 
@@ -147,7 +132,6 @@ def run_command(  # noqa: PLR0913 - one for each option
 def _run_trainer(
     args: RunArgs, request: SubmitRequest, terminal: Terminal, *, dry_run: bool, does_follow: bool
 ) -> None:
-    """Plan a run of ftkit's trainer, or each run of a sweep, and submit it."""
     ctx = current_context()
     plans = _plan_all(args, request.environment)
     scripts = [render_job(plan, ctx.project, prepares=request.where == "with-training") for plan in plans]
@@ -170,30 +154,26 @@ def _run_trainer(
 
 
 def _plan_all(args: RunArgs, environment: Mapping[str, str]) -> list[RunPlan]:
-    """Plan a run, or each run of a sweep."""
     ctx = current_context()
     trials = expand(args, ctx)
     return count_documents(plan_sweep(trials, ctx) if len(trials) > 1 else [resolve(args, ctx)], environment)
 
 
-@click.command(
+@command(
     "plan",
-    cls=ExamplesCommand,
-    examples=(
-        "ftkit plan demo",
-        "ftkit plan --image olmo3:25.02 --cluster mycluster --nodes 2",
-        "ftkit plan demo training.global_batch_size=64 --json",
-    ),
+    "ftkit plan demo",
+    "ftkit plan --image olmo3:25.02 --cluster mycluster --nodes 2",
+    "ftkit plan demo training.global_batch_size=64 --json",
 )
-@run_options
-@json_option
+@arguments.run_options
+@arguments.json_option
 def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[RunOptions]) -> None:
     """Preview a run and check that it fits. Nothing is written or submitted.
 
     Takes the arguments of 'ftkit run', and fails for the same reasons: missing files, weights, data, packages or
     memory. An image that is not imported yet is only a warning.
     """
-    terminal, plans = Terminal(), _plan_all(run_args(words, **options), os.environ)
+    terminal, plans = Terminal(), _plan_all(arguments.run_args(words, **options), os.environ)
     is_sweep = len(plans) > 1
     if as_json:
         texts = ",".join(map(plan_to_json, plans))
@@ -211,17 +191,13 @@ def plan_command(words: tuple[str, ...], *, as_json: bool, **options: Unpack[Run
 def _show_plans(plans: Sequence[RunPlan], terminal: Terminal, *, is_data: bool) -> None:
     """Print one row per run of a sweep with its values, then the notes of all runs."""
     keys = list(dict.fromkeys(key for plan in plans if plan.sweep for key in plan.sweep.values))
-    titles = ("STEPS", "DOCUMENTS THAT FIT", "PROCESSES", "MEMORY", "SPEED", "TIME", "COST")
-    columns = (
-        Column("RUN"),
-        *(Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys),
-        *(Column(title, is_number=True, can_shrink=title.startswith("DOCUMENTS")) for title in titles),
-    )
+    own = (f"{key.rpartition('.')[2].upper()}…" for key in keys)
+    titles = ("RUN", *own, "#STEPS", "#DOCUMENTS THAT FIT…", "#PROCESSES", "#MEMORY", "#SPEED", "#TIME", "#COST")
     rows = [[plan.name, *((plan.sweep.values if plan.sweep else {}).get(key, "-") for key in keys), *_cells(plan)]
             for plan in plans]  # fmt: skip
-    used = [index for index in range(len(columns)) if index <= len(keys) or any(row[index] != "-" for row in rows)]
+    used = [index for index in range(len(titles)) if index <= len(keys) or any(row[index] != "-" for row in rows)]
     shown = [[row[index] for index in used] for row in rows]
-    terminal.table([columns[index] for index in used], shown, is_data=is_data)
+    terminal.table([titles[index] for index in used], shown, is_data=is_data)
     if warning := find_other_documents(plans):
         terminal.warn(warning)
     for plan in plans:
@@ -244,12 +220,7 @@ def _cells(plan: RunPlan) -> list[Cell]:
 
 
 def _submit_sweep(ready: Sequence[NewJob[RunPlan]], terminal: Terminal) -> None:
-    """Submit the runs of a sweep, and follow those on this machine, one after another.
-
-    Raises:
-        SubmitError: the scheduler refused one; those before it are submitted.
-        RunFailedError: one on this machine failed; later ones were not started.
-    """
+    """Submit the runs of a sweep, and follow those on this machine, one after another."""
     submitted: list[SubmittedRun] = []
     for each in ready:
         try:

@@ -10,24 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    complete_run,
-    current_workspace,
-    dry_run_option,
-    get_run,
-    image_store,
-    json_option,
-    output_option,
-    run_argument,
-    signing_key,
-    signing_options,
-    usage_error,
-    yes_option,
-)
-from ftkit.cli.commands import ExamplesCommand
-from ftkit.cli.forwarded import ForwardedCommand
-from ftkit.cli.terminal.console import Cell, Column, Facts, Styled, Terminal
+from ftkit.cli import arguments
+from ftkit.cli.commands import command
+from ftkit.cli.forwarded import forwarded_command
+from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import age, gib, short_path
 from ftkit.config.context import Context
 from ftkit.config.image_reference import NamedImage, parse_image
@@ -54,13 +40,8 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout, Workspace
 
 
-_CHECKPOINT_COLUMNS = (
-    Column("STEP", is_number=True),
-    Column("SIZE", is_number=True),
-    Column("PROCESSES", is_number=True),
-    Column("AGE", is_number=True),
-    Column("STATE", can_shrink=True),
-)
+_Item = tuple[str, str, int, str]
+"""What can be removed: kind, name, bytes, and reason."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +62,19 @@ class _Listed:
     best: str | None
 
 
-@click.command(
-    "checkpoints",
-    cls=ForwardedCommand,
-    examples=("ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json"),
-    help=f"""List the complete checkpoints of a run, oldest first. --verify reads all files and compares their digests,
-    and exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
+@forwarded_command("checkpoints", "ftkit runs checkpoints last --verify", "ftkit runs checkpoints last --json")
+@arguments.run_argument
+@click.option("--verify", "does_verify", is_flag=True, help="Read all files and compare their digests.")
+@arguments.json_option
+def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> None:
+    """List the complete checkpoints of a run, oldest first.
+
+    --verify exits with code 9 if one is damaged. A run continues from its newest undamaged checkpoint. The best one (by
     evaluation.best of the recipe, or else by validation loss) is RUN@best in other commands.
 
-    {RUN_HELP}
-    """,
-)
-@run_argument
-@click.option("--verify", "does_verify", is_flag=True, help="Read all files and compare their digests.")
-@json_option
-def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> None:
-    """List checkpoints."""
-    terminal, layout = Terminal(), get_run(reference).layout
+    {RUN}
+    """
+    terminal, layout = Terminal(), arguments.get_run(reference).layout
     try:
         folders, best = layout.list_checkpoints(), find_best(layout)
     except OSError as error:
@@ -114,7 +91,7 @@ def checkpoints_command(reference: str, *, does_verify: bool, as_json: bool) -> 
     if as_json:
         terminal.json([asdict(each) for each in listed])
     elif listed:
-        terminal.table(_CHECKPOINT_COLUMNS, [_checkpoint_cells(each) for each in listed])
+        terminal.table(("#STEP", "#SIZE", "#PROCESSES", "#AGE", "STATE…"), [_checkpoint_cells(each) for each in listed])
     else:
         terminal.say(f"no checkpoints yet in {short_path(layout.checkpoints)}")
     damaged = [each for each in listed if each.damage]
@@ -153,44 +130,40 @@ def _checkpoint_cells(listed: _Listed) -> list[Cell]:
     ]
 
 
-@click.command(
-    "rm",
-    cls=ForwardedCommand,
-    examples=("ftkit rm demo --yes", "ftkit rm --unused", "ftkit rm --unused --dry-run"),
-    help=f"""Remove runs with their checkpoints, exports, logs and metrics, after asking. Fails if a run may still be
-    training. Prepared data and images stay, since other runs may use them.
+@forwarded_command("rm", "ftkit rm demo --yes", "ftkit rm --unused", "ftkit rm --unused --dry-run")
+@click.argument("references", metavar="[RUN]...", nargs=-1, shell_complete=arguments.complete_run)
+@click.option("--unused", is_flag=True, help="Remove failed runs, and data and images that nothing uses.")
+@click.option("--with-checkpoints", is_flag=True, help="With --unused: also failed runs that could be resumed.")
+@arguments.dry_run_option("what would be removed")
+@arguments.yes_option
+@arguments.json_option
+def rm_command(
+    references: tuple[str, ...], *, unused: bool, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove runs with their checkpoints, exports, logs and metrics, after asking.
+
+    Fails if a run may still be training. Prepared data and images stay, since other runs may use them.
 
     --unused lists what the workspace no longer needs, and removes it after asking: runs that failed or were canceled
     before their first checkpoint, prepared data that no run uses and that is older than 24 hours, imported images that
     no name and no unfinished run refers to, leftovers of killed imports, and older builds in the docker engine.
     With --json, nothing is removed without --yes.
 
-    {RUN_HELP}
-    """,
-)
-@click.argument("references", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
-@click.option("--unused", is_flag=True, help="Remove failed runs, and data and images that nothing uses.")
-@click.option("--with-checkpoints", is_flag=True, help="With --unused: also failed runs that could be resumed.")
-@dry_run_option("what would be removed")
-@yes_option
-@json_option
-def rm_command(
-    references: tuple[str, ...], *, unused: bool, with_checkpoints: bool, dry_run: bool, yes: bool, as_json: bool
-) -> None:
-    """Remove runs, or what nothing uses."""
+    {RUN}
+    """
     if bool(references) == unused:
-        raise usage_error("give the runs to remove, or --unused")
+        raise arguments.usage_error("give the runs to remove, or --unused")
     terminal = Terminal()
     found, remove = (
         _find_unused(terminal, with_checkpoints=with_checkpoints) if unused else _find_runs(references, terminal)
     )
     if as_json:
-        terminal.json([{"kind": each.kind, "name": each.name, "bytes": each.size, "reason": each.reason}
-                       for each in found])  # fmt: skip
+        terminal.json([dict(zip(("kind", "name", "bytes", "reason"), each, strict=True)) for each in found])
     elif found and unused:
-        columns = (Column("WHAT"), Column("NAME", can_shrink=True), Column("SIZE", is_number=True),
-                   Column("WHY", can_shrink=True))  # fmt: skip
-        terminal.table(columns, [(each.kind, each.name, gib(each.size / 2**30), each.reason) for each in found])
+        terminal.table(
+            ("WHAT", "NAME…", "#SIZE", "WHY…"),
+            [(kind, name, gib(size / 2**30), why) for kind, name, size, why in found],
+        )
     if not found:
         terminal.say("nothing to remove")
         return
@@ -198,20 +171,12 @@ def rm_command(
     if dry_run or (as_json and not yes) or not terminal.confirm(question, yes=yes):
         return
     freed = gib(remove() / 2**30)  # an upper bound: images of the docker engine share layers
-    names = ", ".join(each.name for each in found)
+    names = ", ".join(name for _, name, _, _ in found)
     terminal.say(f"removed; this frees up to {freed}" if unused else f"removed {names}")
 
 
-@dataclass(frozen=True)
-class _Item:
-    kind: str
-    name: str
-    size: int
-    reason: str
-
-
 def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Item], Callable[[], int]]:
-    items, folders = [], list({folder.id: folder for folder in map(get_run, references)}.values())
+    items, folders = [], list({folder.id: folder for folder in map(arguments.get_run, references)}.values())
     for folder in folders:
         check_removable(folder)
         layout, size = folder.layout, folder_bytes(folder.layout.root)
@@ -220,24 +185,24 @@ def _find_runs(references: Sequence[str], terminal: Terminal) -> tuple[list[_Ite
         if layout.export.is_dir():
             facts.append(("export", f"{short_path(layout.export)} is also removed"))
         terminal.facts(facts, is_data=False)
-        items.append(_Item("run", folder.id, size, ""))
+        items.append(("run", folder.id, size, ""))
 
     def remove() -> int:
         for folder in folders:
             remove_folder(folder.layout.root)
-        return sum(each.size for each in items)
+        return sum(size for _, _, size, _ in items)
 
     return items, remove
 
 
 def _find_unused(terminal: Terminal, *, with_checkpoints: bool) -> tuple[list[_Item], Callable[[], int]]:
-    workspace = current_workspace()
+    workspace = arguments.current_workspace()
     found = find_prunable(workspace, with_checkpoints=with_checkpoints)
     for warning in found.warnings:
         terminal.warn(warning)
-    images = find_removable(image_store(), _image_files_in_use(workspace))
-    items = [_Item(each.kind, each.path.name, each.size_bytes, each.reason) for each in found.items]
-    items += [_Item("image", each.name, each.size, each.reason) for each in images]
+    images = find_removable(arguments.image_store(), _image_files_in_use(workspace))
+    items = [(str(each.kind), each.path.name, each.size_bytes, each.reason) for each in found.items]
+    items += [("image", each.name, each.size, each.reason) for each in images]
     return items, lambda: remove_all(images) + prune(found.items)
 
 
@@ -252,27 +217,22 @@ def _image_files_in_use(workspace: Workspace) -> list[Path]:
     return [plan.image_file for plan in plans if plan and plan.image_file]
 
 
-@click.command(
-    "sync",
-    cls=ExamplesCommand,
-    examples=("ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch"),
-    help=f"""Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
+@command("sync", "ftkit runs sync last ./copies", "ftkit runs sync demo ./copies --watch")
+@arguments.run_argument
+@click.argument("destination", metavar="[DEST]", required=False)
+@click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
+def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
+    """Copy a run's complete checkpoints and exports to DEST/RUN, with what 'ftkit resume DEST/RUN' needs.
 
     DEST is s3://bucket/prefix, gs://bucket/prefix or a folder; default: the recipe's 'sync'. Existing files are not
     copied again. Each file is compared with the original by digest. Nothing is deleted there.
 
-    {RUN_HELP}
-    """,
-)
-@run_argument
-@click.argument("destination", metavar="[DEST]", required=False)
-@click.option("--watch", "does_watch", is_flag=True, help="Keep copying until the run has ended.")
-def sync_command(reference: str, destination: str | None, *, does_watch: bool) -> None:
-    """Copy a run."""
-    terminal, run = Terminal(), get_run(reference)
+    {RUN}
+    """
+    terminal, run = Terminal(), arguments.get_run(reference)
     destination = destination or read_plan(run.layout).recipe.sync
     if destination is None:
-        raise usage_error(f"give DEST: the recipe of {run.id} has no 'sync'")
+        raise arguments.usage_error(f"give DEST: the recipe of {run.id} has no 'sync'")
     submitted = read_submitted(run.layout)
     copy = RunCopy(run.layout, destination, terminal.say)
 
@@ -288,24 +248,20 @@ def sync_command(reference: str, destination: str | None, *, does_watch: bool) -
     terminal.data(f"{status.destination}\n")
 
 
-@click.command(
-    "bundle",
-    cls=ForwardedCommand,
-    examples=("ftkit runs bundle demo", "ftkit runs bundle demo -o demo.tar"),
-    help=f"""Write one file from which a run can be repeated and compared, on any cluster: manifest, resolved
-    recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and local changes to ftkit.
-    Image, weights and data are not included. The same run gives the same bytes. Prints the file's path.
-
-    {RUN_HELP}
-    """,
-)
-@run_argument
-@output_option
-@signing_options("the signature is a file next to the bundle.")
+@forwarded_command("bundle", "ftkit runs bundle demo", "ftkit runs bundle demo -o demo.tar")
+@arguments.run_argument
+@arguments.output_option
+@arguments.signing_options("the signature is a file next to the bundle.")
 def bundle_command(reference: str, *, output: Path | None, signs: bool, key: Path | None) -> None:
-    """Bundle a run."""
-    private_key = signing_key(signs=signs, key=key)
-    terminal, layout = Terminal(), get_run(reference).layout
+    """Write one file from which a run can be repeated and compared, on any cluster.
+
+    It has manifest, resolved recipe, plan, job script, metrics, report, the image's lock, the data's manifest, and
+    local changes to ftkit, but not image, weights and data. The same run gives the same bytes. Prints the file's path.
+
+    {RUN}
+    """
+    private_key = arguments.signing_key(signs=signs, key=key)
+    terminal, layout = Terminal(), arguments.get_run(reference).layout
     path = output or Path(f"{layout.root.name}.tar")
     members = write_bundle(layout, path, _find_lock(layout))
     terminal.say(f"{', '.join(members)}")

@@ -11,22 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ftkit.cli.arguments import (
-    RUN_HELP,
-    current_workspace,
-    get_run,
-    get_run_or_sweep,
-    get_submission,
-    get_sweep,
-    json_option,
-    number_option,
-    run_argument,
-)
-from ftkit.cli.commands import ExamplesCommand
+from ftkit.cli import arguments
+from ftkit.cli.commands import command
 from ftkit.cli.follow import poll_states
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.cli.output import log_output
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age, short_path
 from ftkit.cli.terminal.run_table import show_runs
 from ftkit.cli.terminal.run_view import failed
@@ -34,38 +24,27 @@ from ftkit.errors import FtkitError, NotFoundError
 from ftkit.files import copy_new, open_regular
 from ftkit.launch.submission import cancel
 from ftkit.runs.failure import explain_failure
-from ftkit.runs.find import list_runs
+from ftkit.runs.find import RunFolder, list_runs
 from ftkit.runs.gpu_samples import read_last_samples
-from ftkit.runs.job import RunState
+from ftkit.runs.job import RunState, SubmittedRun
 from ftkit.runs.listing import read_entry
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ftkit.planning.layout import RunLayout
-    from ftkit.runs.find import RunFolder
-    from ftkit.runs.job import SubmittedRun
 
 _REFRESH_SECONDS: Final = 2.0
 _OLD_SECONDS: Final = 60.0
-_GPU_COLUMNS: Final = (
-    Column("NODE", can_shrink=True),
-    *(Column(title, is_number=True) for title in ("GPU", "BUSY", "MEMORY", "POWER", "TEMP", "CLOCK")),
-    Column("LIMITED BY", can_shrink=True),
-)
 
 
-@click.command(
-    "list",
-    cls=ForwardedCommand,
-    examples=("ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'"),
-)
+@forwarded_command("list", "ftkit runs", "ftkit runs | grep running", "ftkit runs --json | jq -r '.[0].id'")
 @click.argument("sweep", required=False, metavar="[SWEEP]")
-@json_option
+@arguments.json_option
 def list_command(sweep: str | None, *, as_json: bool) -> None:
     """List the runs of the workspace, newest first; or the runs of a sweep, with their values."""
-    terminal, workspace = Terminal(), current_workspace()
-    entries = get_sweep(sweep) if sweep else [read_entry(folder) for folder in list_runs(workspace)]
+    terminal, workspace = Terminal(), arguments.current_workspace()
+    entries = arguments.get_sweep(sweep) if sweep else [read_entry(folder) for folder in list_runs(workspace)]
     if entries or (as_json and not sweep):
         show_runs(entries, terminal, is_sweep=sweep is not None, as_json=as_json)
     elif sweep:
@@ -78,26 +57,21 @@ def list_command(sweep: str | None, *, as_json: bool) -> None:
         terminal.say(f"no runs yet in {short_path(workspace.root)}: start one with 'ftkit run demo'")
 
 
-@click.command(
-    "logs",
-    cls=ForwardedCommand,
-    examples=("ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less"),
-    help=f"""Print the log of a run's job, or of one of its ranks.
-
-    {RUN_HELP} The id or the name of a sweep prints the logs of all of its runs.
-    """,
-)
-@run_argument
+@forwarded_command("logs", "ftkit logs last", "ftkit logs demo -f", "ftkit logs demo --rank 3 | less")
+@arguments.run_argument
 @click.option("--follow", "-f", is_flag=True, help="Print new lines until the run ends.")
-@number_option("--rank", low=0, about="Print the log of this rank.")
+@arguments.number_option("--rank", low=0, about="Print the log of this rank.")
 @click.option("--from-byte", type=click.IntRange(min=0), default=0, hidden=True)  # after a lost connection
 def logs_command(reference: str, *, follow: bool, rank: int | None, from_byte: int) -> None:
-    """Print a log."""
+    """Print the log of a run's job, or of one of its ranks.
+
+    {RUN} The id or the name of a sweep prints the logs of all of its runs.
+    """
     if follow:
-        run = get_submission(get_run(reference))
+        run = arguments.get_submission(arguments.get_run(reference))
         _follow_log(run, _log_path(run.layout, rank), from_byte)
         return
-    folders = get_run_or_sweep(reference)
+    folders = arguments.get_run_or_sweep(reference)
     if len(folders) == 1:
         _print_log(folders[0].layout, rank)
         return
@@ -137,23 +111,18 @@ def _follow_log(run: SubmittedRun, path: Path, offset: int) -> None:
             raise failed(run, seen, explain_failure(run, seen))
 
 
-@click.command(
-    "cancel",
-    cls=ForwardedCommand,
-    examples=("ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456"),
-    help=f"""Cancel a run. Its files stay: 'ftkit resume' submits it again, to continue from its newest checkpoint.
-
-    {RUN_HELP} The id or the name of a sweep cancels all of its runs that have not ended.
-    """,
-)
-@run_argument
+@forwarded_command("cancel", "ftkit cancel last", "ftkit cancel demo", "ftkit cancel 123456")
+@arguments.run_argument
 def cancel_command(reference: str) -> None:
-    """Cancel runs. If one can't be canceled, cancel the others anyway."""
+    """Cancel a run. Its files stay: 'ftkit resume' submits it again, to continue from its newest checkpoint.
+
+    {RUN} The id or the name of a sweep cancels all of its runs that have not ended.
+    """
     terminal = Terminal()
     errors: list[FtkitError] = []
-    for folder in get_run_or_sweep(reference):
+    for folder in arguments.get_run_or_sweep(reference):
         try:
-            ended = cancel(get_submission(folder))
+            ended = cancel(arguments.get_submission(folder))
         except FtkitError as error:
             errors.append(error)
             continue
@@ -166,21 +135,16 @@ def cancel_command(reference: str) -> None:
         raise errors[0]
 
 
-@click.command(
-    "top",
-    cls=ExamplesCommand,
-    examples=("ftkit runs top last --once", "ftkit runs top last --json"),
-    help=f"""Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
-
-    A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN_HELP}
-    """,
-)
-@run_argument
+@command("top", "ftkit runs top last --once", "ftkit runs top last --json")
+@arguments.run_argument
 @click.option("--once", is_flag=True, help="Print one snapshot.")
-@json_option
+@arguments.json_option
 def top_command(reference: str, *, once: bool, as_json: bool) -> None:
-    """Show the GPUs of a run."""
-    terminal, folder = Terminal(), get_run(reference)
+    """Show all GPUs of a run, live: utilization, memory, power, temperature, clocks, and what limits them.
+
+    A sampler on each node writes these every 10 seconds. In a pipe, one snapshot is printed. {RUN}
+    """
+    terminal, folder = Terminal(), arguments.get_run(reference)
     if as_json:
         terminal.json([asdict(sample) for sample in read_last_samples(folder.layout)])
     elif once or not terminal.is_screen:
@@ -213,4 +177,4 @@ def _show_gpus(folder: RunFolder, terminal: Terminal) -> None:
             )
             cells = ["-" if value is None else f"{value:.0f}{unit}" for value, unit in numbers]
             rows.append([sample.host, str(gpu.index), *cells, Styled(", ".join((*old, *gpu.throttle)), "yellow")])
-    terminal.table(_GPU_COLUMNS, rows)
+    terminal.table(("NODE…", "#GPU", "#BUSY", "#MEMORY", "#POWER", "#TEMP", "#CLOCK", "LIMITED BY…"), rows)

@@ -9,33 +9,26 @@ from contextlib import suppress
 
 import click
 
-from ftkit.cli.arguments import RUN_HELP, get_run, get_submission, get_sweep, json_option, run_argument
-from ftkit.cli.forwarded import ForwardedCommand
+from ftkit.cli.arguments import get_run, get_submission, get_sweep, json_option, run_argument
+from ftkit.cli.forwarded import forwarded_command
 from ftkit.errors import FtkitError, NotFoundError
 
 
-@click.command(
-    "status",
-    cls=ForwardedCommand,
-    examples=("ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json"),
-    help=f"""Show a run: its state, progress, results, the error that ended it, and what to do next.
-
-    {RUN_HELP} The id or the name of a sweep lists its runs.
-    """,
-)
+@forwarded_command("status", "ftkit status last", "ftkit status demo --follow", "ftkit status 123456 --json")
 @run_argument
 @click.option("--follow", "-f", is_flag=True, help="Follow the run until it ends.")
 @json_option
 def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
-    """Show a run."""
-    from ftkit.cli.follow import follow as follow_run
-    from ftkit.cli.terminal.console import Terminal
-    from ftkit.cli.terminal.run_table import show_runs
-    from ftkit.cli.terminal.run_view import read_run_status, run_status_as_json, show_run_status
+    """Show a run: its state, progress, results, the error that ended it, and what to do next.
 
-    terminal = Terminal()
+    {RUN} The id or the name of a sweep lists its runs.
+    """
+    from ftkit.cli.terminal.console import Terminal
+
     if follow:
-        follow_run(get_submission(get_run(reference)), terminal)
+        from ftkit.cli.follow import follow as follow_run
+
+        follow_run(get_submission(get_run(reference)), Terminal())
         return
     try:
         folder = get_run(reference)
@@ -43,12 +36,16 @@ def status_command(reference: str, *, follow: bool, as_json: bool) -> None:
         entries = get_sweep(reference)
         if not entries:
             raise
-        show_runs(entries, terminal, is_sweep=True, as_json=as_json)
+        from ftkit.cli.terminal.run_table import show_runs
+
+        show_runs(entries, Terminal(), is_sweep=True, as_json=as_json)
         return
+    from ftkit.cli.terminal.run_view import read_run_status, run_status_as_json, show_run_status
+
     with suppress(FtkitError, OSError):  # shown as damaged, or as never submitted
         get_submission(folder)
     status = read_run_status(folder)
     if as_json:
-        terminal.json(run_status_as_json(status))
+        Terminal().json(run_status_as_json(status))
     else:
-        show_run_status(status, terminal)
+        show_run_status(status, Terminal())

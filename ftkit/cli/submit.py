@@ -16,17 +16,15 @@ from ftkit.launch.inputs import needs_preparation, prepare_here
 from ftkit.launch.model import pin_revision
 from ftkit.launch.preflight import run_checks, run_script_checks
 from ftkit.launch.render import render_job, render_preparation
-from ftkit.launch.resolve import resolve_image_link
+from ftkit.launch.resolve import RunArgs, resolve_image_link
 from ftkit.launch.submission import NewJob, submit
 from ftkit.launch.templates import OVERRIDDEN_PARTS, find_overrides
-from ftkit.launch.user_script import accelerate_json, resolve_script
+from ftkit.launch.user_script import ScriptArgs, accelerate_json, resolve_script
 from ftkit.runs.manifest import build_manifest, uncommitted_changes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ftkit.launch.resolve import RunArgs
-    from ftkit.launch.user_script import ScriptArgs
     from ftkit.planning.plan import RunPlan
     from ftkit.runs.job import SubmittedRun
     from ftkit.runs.metrics_file import RecordTail
@@ -52,11 +50,7 @@ class SubmitRequest:
 
 
 def make_ready(plan: RunPlan, request: SubmitRequest, terminal: Terminal) -> NewJob[RunPlan]:
-    """Check recipe, model and image of a plan; prepare the data if that happens on this machine.
-
-    Raises:
-        FtkitError: the run would fail.
-    """
+    """Check recipe, model and image of a plan; prepare the data if that happens on this machine."""
     environment, where, project = request.environment, request.where, current_context().project
     show_findings(run_checks(plan, environment), terminal)
     plan = pin_revision(plan, environment)
@@ -82,9 +76,6 @@ def run_script(
     """Plan a run of a script, check its image, and submit it; None if only its job script was printed.
 
     Accelerate's configuration is made from the plan of the recipe in `run`, if it has one.
-
-    Raises:
-        FtkitError: the run would fail.
     """
     ctx = current_context()
     plan, copies = resolve_script(script, run, request.copies, ctx)

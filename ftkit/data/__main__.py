@@ -9,9 +9,9 @@ import traceback
 from pathlib import Path
 
 from ftkit.data.prepare import prepare
-from ftkit.data.weights import export_weights, fetch_weights
+from ftkit.data.staging import export_weights, fetch_weights
 from ftkit.errors import FtkitError, as_user_error, redact
-from ftkit.hub.access import check_data, check_weights
+from ftkit.hub.readiness import check_data, check_weights
 from ftkit.planning.layout import RunLayout, Workspace
 from ftkit.planning.plan import read_plan
 from ftkit.runs.failure import record_rank_error

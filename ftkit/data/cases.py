@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ftkit.config.data import AutoFormat, DataSpec, Format
-from ftkit.data.conversations import Conversation, Message, trained_turns
-from ftkit.data.encoding import IGNORED, Document, RowEncoder
-from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format, unused_columns
-from ftkit.data.prompts import conversation_of, encode_prompts, renderer_of
-from ftkit.data.rows import Row, read_json_lines
-from ftkit.data.store import PreparedData, SourcedRow
+from ftkit.config.data import AutoFormat, DataSpec, Format, JinjaFormat, PromptCompletionFormat
+from ftkit.data.conversations import Conversation, Message, is_turn, read_tools, read_turns, trained_turns
+from ftkit.data.encoding import RowEncoder
+from ftkit.data.limits import TemplateLimitError, run_in_fork
+from ftkit.data.packing import IGNORED, Document
+from ftkit.data.readers import read_json_lines
+from ftkit.data.rendering import ChatRenderer
+from ftkit.data.row_formats import DETECTION_ROWS, read_example, read_prompt, resolve_format, unused_columns
+from ftkit.data.rows import Columns, Row, errors_at
 from ftkit.errors import DataError, one_line, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from ftkit.data.conversations import JsonObject
+    from ftkit.data.prepared_data import PreparedData
+
 _TURNS = ("assistant", "last", "completion")
+_TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text")
+_MORE_COLUMNS = ("input", "context")
+"""Columns that add to the column 'instruction'."""
+_TOOL_COLUMNS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Inputs that a model accepts.
-
-    Attributes:
-        label: name of the model in errors.
-        max_length: context length in tokens; None if unknown.
-    """
+    """Inputs that a model accepts: at most `max_length` tokens, if known. `label` is the model's name in errors."""
 
     tokenizer: Any
     label: str
@@ -39,7 +45,7 @@ class ModelInput:
     max_length: int | None
 
     @classmethod
-    def of(cls, tokenizer: Any, label: str, config: Any) -> ModelInput:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, label: str, config: PretrainedConfig) -> ModelInput:
         """Read the limits from a transformers configuration."""
         text = config.get_text_config(decoder=True)
         return cls(tokenizer, label, text.vocab_size, getattr(text, "max_position_embeddings", None))
@@ -47,17 +53,13 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, tokenized as in training, with its reference completion.
+    """A prompt of row `number`, tokenized as in training, with the assistant turn in the data; None without completion.
 
-    Attributes:
-        number: index of the row.
-        reference: tokens of the assistant turn in the data; None for a prompt without completion.
-        message: the same turn as in the data.
-        has_tools: whether the model was offered tools.
+    `reference` has the turn's tokens, and `message` the turn itself.
     """
 
     number: int
-    columns: dict[str, Any]
+    columns: Columns
     prompt: list[int]
     reference: list[int] | None = None
     message: Message | None = None
@@ -66,12 +68,7 @@ class Case:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """The rows, documents and prompts of an evaluation.
-
-    Attributes:
-        sources: source of each row.
-        documents: documents with the index of their row.
-    """
+    """The rows of an evaluation with their sources; documents, each with the index of its row; prompts."""
 
     rows: list[Row]
     sources: list[str]
@@ -79,14 +76,22 @@ class EvaluationSet:
     cases: list[Case]
 
 
-def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit: int) -> list[SourcedRow]:
-    """Return the rows to evaluate on: those of a file, else those of the validation split of prepared data.
+class _Turn(NamedTuple):
+    """An assistant turn: tokens of its prompt and of itself, and the turn as in the data."""
 
-    Raises:
-        DataError: there are none.
-    """
+    prompt: list[int]
+    reference: list[int] | None = None
+    message: Message | None = None
+    has_tools: bool = False
+
+
+_Encoded = tuple[list[Document], list[_Turn]]
+
+
+def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit: int) -> list[tuple[str, Row]]:
+    """Return the rows to evaluate on, each with its source: those of a file, else prepared data's validation split."""
     if file is not None:
-        rows = [SourcedRow("", row) for row in read_json_lines(file)]
+        rows = [("", row) for row in read_json_lines(file)]
     elif prepared is None:
         raise DataError(
             "a model that is not a run has no validation split", fix="give rows to evaluate on: --data FILE"
@@ -108,71 +113,49 @@ def read_evaluation_rows(prepared: PreparedData | None, file: Path | None, limit
     return take_rows(rows, limit)
 
 
-def take_rows(rows: Sequence[SourcedRow], limit: int) -> list[SourcedRow]:
+def take_rows(rows: Sequence[tuple[str, Row]], limit: int) -> list[tuple[str, Row]]:
     """Return the first rows, taken from the sources in turn."""
     places: Counter[str] = Counter()
     turns = []
-    for each in rows:
-        turns.append(places[each.source])
-        places[each.source] += 1
+    for source, _ in rows:
+        turns.append(places[source])
+        places[source] += 1
     return [rows[number] for number in sorted(range(len(rows)), key=turns.__getitem__)[:limit]]
 
 
 def make_evaluation_set(
-    model: ModelInput, rows: Sequence[SourcedRow], data: DataSpec | None, report: Callable[[str], None]
+    model: ModelInput, rows: Sequence[tuple[str, Row]], data: DataSpec | None, report: Callable[[str], None]
 ) -> EvaluationSet:
-    """Render and tokenize rows as training does. The loss of a row without a completion covers the prompt.
-
-    Raises:
-        DataError: none of the rows can be used.
-    """
+    """Render and tokenize rows as training does. The loss of a row without a completion covers the prompt."""
     encoded: dict[int, _Encoded | DataError] = {}
-    for source in dict.fromkeys(each.source for each in rows):  # each source may have its own format
-        own = [number for number, each in enumerate(rows) if each.source == source]
-        encoded |= zip(own, _encode(model, [rows[number].row for number in own], data), strict=True)
-    kept: list[SourcedRow] = []
-    documents: list[tuple[int, Document]] = []
-    cases: list[Case] = []
-    bad: list[DataError] = []
-    for number, each in enumerate(rows):
+    for source in dict.fromkeys(source for source, _ in rows):  # each source may have its own format
+        own = [number for number, (name, _) in enumerate(rows) if name == source]
+        encoded |= zip(own, _encode(model, [rows[number][1] for number in own], data), strict=True)
+    found, bad = EvaluationSet([], [], [], []), list[DataError]()
+    for number, (source, row) in enumerate(rows):
         result = encoded[number]
         if isinstance(result, DataError):
             bad.append(result)
             continue
-        found, turns = result
-        documents += [(len(kept), document) for document in found]
-        cases += [Case(len(kept), each.row.columns, *turn) for turn in turns]
-        kept.append(each)
+        documents, turns = result
+        found.documents.extend((len(found.rows), document) for document in documents)
+        found.cases.extend(Case(len(found.rows), row.columns, *turn) for turn in turns)
+        found.rows.append(row)
+        found.sources.append(source)
     for error in bad[:3]:
         report(f"skipped: {one_line(error)}")
-    if not kept:
+    if not found.rows:
         raise bad[0]
     if len(bad) > 3:  # noqa: PLR2004 - three are shown
         report(f"skipped: {plural(len(bad) - 3, 'more row')}")
-    return EvaluationSet([each.row for each in kept], [each.source for each in kept], documents, cases)
-
-
-def untokenized_cases(row: Row, data: DataSpec, form: Format) -> list[Case]:
-    """Return the cases of a row without their tokens; none if the row can't be used."""
-    try:
-        example = read_example(row.columns, data, form)
-        if not isinstance(example, Conversation):
-            return []
-        places = trained_turns(example, data.train_on if data.train_on in _TURNS else "assistant")
-    except DataError:
-        return []
-    return [Case(0, row.columns, [], [], example.messages[place], bool(example.tools)) for place in places]
-
-
-_Turn = tuple[list[int], list[int] | None, Message | None, bool]
-_Encoded = tuple[list[Document], list[_Turn]]
+    return found
 
 
 def _encode(model: ModelInput, rows: list[Row], data: DataSpec | None) -> list[_Encoded | DataError]:
     form = _format_of(rows, data)
     if form is None:
-        renderer = renderer_of(model, data.template_options if data else {})
-        prompts = encode_prompts(model, renderer, rows, data.format if data else None)
+        renderer = renderer_of(model.tokenizer, model.label, data.template_options if data else {})
+        prompts = encode_prompts(model.tokenizer, renderer, rows, data.format if data else None)
         return [prompt if isinstance(prompt, DataError) else _prompt(prompt) for prompt in prompts]
     data = data or DataSpec.model_validate({"source": "./rows.jsonl"})
     unused = {name for row in rows for name in unused_columns(row.columns, form)}
@@ -198,13 +181,13 @@ def _format_of(rows: list[Row], data: DataSpec | None) -> Format | None:
     try:
         return resolve_format(AutoFormat(), rows[:DETECTION_ROWS])
     except DataError:
-        conversation_of(rows[0].columns, form)  # raises an error if there is no prompt either
+        _conversation_of(rows[0].columns, form)  # raises an error if there is no prompt either
         return None
 
 
 def _prompt(tokens: list[int]) -> _Encoded:
     labels = np.array([*tokens[1:], IGNORED], np.int32)
-    return [Document(np.array(tokens, np.int32), labels)], [(tokens, None, None, False)]
+    return [Document(np.array(tokens, np.int32), labels)], [_Turn(tokens)]
 
 
 def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) -> list[_Turn]:
@@ -218,8 +201,75 @@ def _turns(row: Row, documents: list[Document], data: DataSpec, form: Format) ->
         for run in np.split(counts, np.flatnonzero(np.diff(counts) > 1) + 1):
             begin, end = int(run[0]) + 1, int(run[-1]) + 2
             turns.append((document.tokens[:begin].tolist(), document.tokens[begin:end].tolist()))
-    places = trained_turns(example, data.train_on)
-    messages: list[Message | None] = [example.messages[place] for place in places]
+    messages: list[Message | None] = [example.messages[place] for place in trained_turns(example, data.train_on)]
     if len(messages) != len(turns):  # adjacent turns form one run of tokens
         messages = [None] * len(turns)
-    return [(*turn, message, bool(example.tools)) for turn, message in zip(turns, messages, strict=True)]
+    has_tools = bool(example.tools)
+    return [_Turn(*turn, message, has_tools) for turn, message in zip(turns, messages, strict=True)]
+
+
+def renderer_of(tokenizer: PreTrainedTokenizerBase, label: str, options: JsonObject) -> ChatRenderer:
+    """Return the renderer of a model's chat template."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"the tokenizer of {label} has no chat template",
+            meaning="it is a base model, which was not trained on conversations",
+            fix="try a model that was trained on conversations",
+        )
+    return ChatRenderer.of(tokenizer, options)
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, renderer: ChatRenderer, rows: Sequence[Row], form: Format | None
+) -> list[list[int] | DataError]:
+    """Return the tokens of each row's prompt, with the header of the assistant turn, or its error with file and line.
+
+    The recipe's format is used for rows with its columns; otherwise turns, or a column with a prompt.
+    """
+    texts = run_in_fork(renderer, _render_prompts, renderer, rows, form)
+    return [text if isinstance(text, DataError) else encode_text(tokenizer, text) for text in texts]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a rendered prompt."""
+    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _render_prompts(renderer: ChatRenderer, rows: Sequence[Row], form: Format | None) -> list[str | DataError]:
+    texts: list[str | DataError] = []
+    for row in rows:
+        try:
+            with errors_at(row):
+                texts.append(renderer.render(_conversation_of(row.columns, form), open_turn=True))
+        except TemplateLimitError:
+            raise
+        except DataError as error:
+            texts.append(error)
+    return texts
+
+
+def _conversation_of(columns: Columns, form: Format | None) -> Conversation:
+    """Return the turns of a row's prompt."""
+    if isinstance(form, PromptCompletionFormat | JinjaFormat):
+        prompt_only = form.model_copy(update={"completion": form.prompt})
+        if all(name in columns for name in prompt_only.columns):
+            return read_prompt(columns, form)
+    for style in ("openai", "sharegpt"):
+        for name, value in columns.items():
+            if isinstance(value, list) and value and all(is_turn(turn, style) for turn in value):
+                messages = tuple(read_turns(value, name, style, ()))
+                end = max((number for number, each in enumerate(messages, 1) if each.role != "assistant"), default=0)
+                if not end:
+                    raise DataError("all turns are the assistant's", fix="add the user's turn before them")
+                tools = [tool for name in _TOOL_COLUMNS if columns.get(name) for tool in read_tools(value)]
+                return Conversation(messages[:end], tuple(tools))
+    for name in _TEXT_COLUMNS:
+        if isinstance(columns.get(name), str):
+            more = [str(columns[each]) for each in _MORE_COLUMNS if name == "instruction" and columns.get(each)]
+            return Conversation((Message("user", "\n\n".join([columns[name], *more])),))
+    raise DataError(
+        f"there is no prompt in the columns {', '.join(columns) or '(none)'}",
+        meaning=f"a prompt is a list of turns (messages, conversations), or one of {', '.join(_TEXT_COLUMNS)}",
+        fix='rename a column: each line is e.g. {"prompt": "..."}',
+    )

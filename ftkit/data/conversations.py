@@ -1,17 +1,26 @@
-"""Conversations and plain texts: the parsed form of a row."""
+"""Conversations and plain texts, and the turns of conversations in the styles of OpenAI's API and of ShareGPT.
+
+Unknown fields are refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftkit.config.data import Role
 from ftkit.errors import DataError
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
 JsonObject = Mapping[str, Any]
+_MAX_SHOWN = 80
 _MAX_SHOWN_ROLES = 8
 _SHORT_ID = 9
 """Length of a tool call id for templates that require it (Mistral's)."""
@@ -70,19 +79,8 @@ class PlainText:
 Example = Conversation | PlainText
 
 
-def texts_of(example: Example) -> list[str]:
-    """Return the texts of an example."""
-    if isinstance(example, PlainText):
-        return [example.text]
-    return [message.content for message in example.messages]
-
-
-def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list[int]:
-    """Return the indices of the trained turns.
-
-    Raises:
-        DataError: no turn is trained.
-    """
+def trained_turns(conversation: Conversation, train_on: str | list[Role]) -> list[int]:
+    """Return the indices of the trained turns."""
     messages, num_prompt = conversation.messages, conversation.num_prompt
     assistant = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if train_on == "completion" and num_prompt is None:
@@ -90,19 +88,16 @@ def trained_turns(conversation: Conversation, train_on: str | list[Any]) -> list
             "data.train_on is 'completion', but the data has no prompts and completions",
             fix="set data.train_on to 'assistant' or 'last'",
         )
-    match train_on:
-        case "last":
-            chosen = set(assistant[-1:])
-        case "completion":
-            chosen = {index for index in assistant if index >= (num_prompt or 0)}
-        case list():
-            chosen = {index for index, message in enumerate(messages) if message.role in train_on}
-        case _:
-            chosen = set(assistant)
+    if train_on == "last":
+        chosen = assistant[-1:]
+    elif isinstance(train_on, list):
+        chosen = [index for index, message in enumerate(messages) if message.role in train_on]
+    else:
+        chosen = [index for index in assistant if train_on != "completion" or index >= (num_prompt or 0)]
     trained = [
         index
         for index, message in enumerate(messages)
-        if (index in chosen if message.trained is None else message.trained)
+        if message.trained or (message.trained is None and index in chosen)
     ]
     if not trained:
         raise DataError(
@@ -132,3 +127,237 @@ def with_short_ids(conversation: Conversation) -> Conversation:
 def _short_id(text: str) -> str:
     is_short = len(text) == _SHORT_ID and text.isalnum()
     return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]
+
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "developer",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bot", "ai", "bard", "bing", "claude"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("function_response", "tool_response", "function_result", "tool_result", "tool_output"), "tool"),
+}
+_CALLS = ("function_call", "function_calls", "tool_call", "tool_calls")
+"""ShareGPT roles whose text is the JSON of tool calls."""
+_TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+"""Types of a content's text parts: OpenAI's chat API, and the requests and results of its Responses API."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TRAINED = ("weight", "train")
+_KEYS = {
+    "openai": {"role", "content", "name", "tool_calls", "function_call", "tool_call_id", *_REASONING, *_TRAINED},
+    "sharegpt": {"from", "value", "name", *_REASONING, *_TRAINED},
+}
+_CALL_KEYS = frozenset(("id", "type", "index", "function", "name", "arguments"))
+_GLAIVE = re.compile(r"""("arguments"\s*:\s*)'(.*)'(\s*}\s*)""", re.DOTALL)
+"""Arguments in single quotes, as in data derived from Glaive's function calls."""
+_WRAPPED_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
+
+
+def is_turn(value: object, style: str) -> bool:
+    """Tell whether a value looks like a turn of a style."""
+    keys = {"role"} if style == "openai" else {"from", "value"}
+    return isinstance(value, dict) and keys <= value.keys()
+
+
+def read_turns(turns: object, column: str, style: str, ignored: Collection[str]) -> Iterator[Message]:
+    """Yield the turns of a column, which tables often have as JSON text, without keys that the recipe ignores."""
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parse_json(turns, f"column '{column}'")
+    if not isinstance(turns, list) or not turns:
+        raise DataError(
+            f"column '{column}' is not a list of turns",
+            fix="set data.format.column to the column with the conversation, or remove this example",
+        )
+    read = _openai_turn if style == "openai" else _sharegpt_turn
+    for number, turn in enumerate(turns, start=1):
+        try:
+            yield read(_known_values(turn, ignored, style))
+        except DataError as error:
+            raise DataError(f"turn {number}: {error.what}", meaning=error.meaning, fix=error.fix) from error
+
+
+def _known_values(turn: object, ignored: Collection[str], style: str) -> JsonObject:
+    """Return the keys of a turn that have a value: tables give all turns the keys of each."""
+    if not isinstance(turn, dict):
+        raise _bad("a turn is not a mapping", turn)
+    known = _KEYS[style]
+    if turn.keys() <= known and not ignored:
+        return turn
+    values = {key: value for key, value in turn.items() if key not in ignored}
+    unknown = [str(key) for key, value in values.items() if key not in known and value not in (None, "", [], {})]
+    if unknown:
+        other = "sharegpt" if style == "openai" else "openai"
+        raise DataError(
+            f"a turn has unknown keys: {', '.join(unknown)}",
+            meaning=f"style '{style}' reads {', '.join(sorted(known))}",
+            fix=f"set data.format.style to {other}"
+            if is_turn(turn, other)
+            else f"leave them out: data.ignore_columns=[{', '.join(unknown)}]; or correct the data",
+        )
+    return values
+
+
+def _openai_turn(turn: JsonObject) -> Message:
+    role = _role(turn.get("role"))
+    calls = [_read_call(call) for call in _as_list(turn.get("tool_calls"), "tool_calls")]
+    if turn.get("function_call"):
+        calls.append(_read_call(turn["function_call"]))
+    return _message(role, turn, _content(turn.get("content"), role, is_optional=bool(calls)), calls)
+
+
+def _sharegpt_turn(turn: JsonObject) -> Message:
+    name, value = _normalized(turn.get("from")), turn.get("value")
+    if name in _CALLS:
+        if isinstance(value, str):
+            value = _GLAIVE.sub(lambda found: found[1] + json.dumps(found[2]) + found[3], value)
+        calls = [_read_call(call) for call in _as_list(value, "a function call")]
+        if not calls:
+            raise _bad("a function call is empty", value)
+        return _message("assistant", turn, "", calls)
+    role = _role(name)
+    content = _content(value, role, is_optional=False)
+    wrapped = _WRAPPED_RESULT.fullmatch(content) if role == "tool" else None
+    # A template with tools writes this wrapper itself; several results in one wrapper stay unchanged.
+    return _message(role, turn, wrapped[1] if wrapped and "<tool_response>" not in wrapped[1] else content, [])
+
+
+def _message(role: Role, turn: JsonObject, content: str, calls: list[ToolCall]) -> Message:
+    reasoning = next((turn[key] for key in _REASONING if turn.get(key)), None)
+    for key, value in (("reasoning_content", reasoning), ("name", turn.get("name"))):
+        if value is not None and not isinstance(value, str):
+            raise _bad(f"{key} is not text", value)
+    if role != "assistant" and (reasoning or calls):
+        raise DataError(f"a turn of {role} has reasoning or tool calls", fix="correct the role of this turn")
+    call_id = turn.get("tool_call_id")
+    weights = [turn[key] for key in _TRAINED if turn.get(key) is not None]
+    if any(weight not in (0, 1) for weight in weights) or len(set(map(bool, weights))) > 1:
+        raise DataError(
+            f"a turn's weight is {' and '.join(map(_shown, weights))}",
+            meaning="a turn is trained or not: weight is 0 or 1, train is true or false, and both agree",
+            fix="correct the data",
+        )
+    trained = bool(weights[0]) if weights else None
+    if role == "assistant" and trained is not False and not content.strip() and not calls:
+        raise blank_turn()
+    return Message(
+        role, content, reasoning, tuple(calls), turn.get("name") or None, str(call_id) if call_id else None, trained
+    )
+
+
+def blank_turn() -> DataError:
+    """Return the error that an assistant turn has no text and no calls."""
+    return DataError(
+        "an assistant turn is blank",
+        meaning="the model would be trained to end its turn immediately",
+        fix="correct data.format, or remove this example",
+    )
+
+
+def _normalized(role: object) -> str:
+    return str(role).strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def _role(value: object) -> Role:
+    role = _ROLES.get(_normalized(value))
+    if role is None:
+        raise DataError(
+            f"a turn's role is {str(value)[:_MAX_SHOWN]!r}",
+            meaning=f"known roles: {', '.join([*_ROLES, *_CALLS])}",
+            fix="correct data.format.style, or the data",
+        )
+    return role
+
+
+def _content(value: object, role: str, *, is_optional: bool) -> str:
+    """Return a turn's text; text parts are joined."""
+    if isinstance(value, str):
+        return value
+    if value is None and is_optional:
+        return ""
+    parts = value if isinstance(value, list) and value else [None]
+    dicts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in parts]
+    kinds = sorted({str(part.get("type", "text")) for part in dicts} - _TEXT_PARTS)
+    if not kinds and all(isinstance(part.get("text"), str) for part in dicts):
+        return "".join(part["text"] for part in dicts)
+    raise DataError(
+        f"the content of a turn of {role} is not text: {_shown(value)}",
+        meaning=f"only text can be trained on, no parts of type {', '.join(kinds)}" if kinds else "",
+        fix="remove this example, or correct data.format.style",
+    )
+
+
+def _as_list(value: object, key: str) -> list[object]:
+    """Return a list, or one from JSON text."""
+    if value in (None, "", [], {}):
+        return []
+    if isinstance(value, str):
+        value = _parse_json(value, key)
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise _bad(f"{key} is not a list", value)
+    return value
+
+
+def _parse_json(text: str, key: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"can't read {key} as JSON", text, str(error)[:_MAX_SHOWN]) from error
+
+
+def _read_call(call: object) -> ToolCall:
+    if not isinstance(call, dict):
+        raise _bad("a tool call is not a mapping", call)
+    unknown = [key for key, value in call.items() if key not in _CALL_KEYS and value not in (None, "", [], {})]
+    if unknown or call.get("type") not in (None, "function"):
+        raise _bad("can't parse a tool call", call)
+    inner = call["function"] if isinstance(call.get("function"), dict) else call
+    name, arguments = inner.get("name"), inner.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise _bad("a tool call has no name", call)
+    if isinstance(arguments, str) and arguments.strip():
+        arguments = _parse_json(arguments, f"the arguments of the call of {name}")
+    if arguments in (None, ""):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise _bad(f"the arguments of the call of {name} are not an object", arguments)
+    return ToolCall(name, arguments, str(call["id"]) if call.get("id") else None)
+
+
+def read_tools(value: object) -> tuple[JsonObject, ...]:
+    """Read the schemas of tools: OpenAI's, or the bare functions; a list or JSON text of one."""
+    return tuple(_read_tool(tool) for tool in _as_list(value, "tools"))
+
+
+def _read_tool(tool: object) -> JsonObject:
+    if isinstance(tool, str):
+        tool = _parse_json(tool, "a tool")
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(tool, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad("a tool has no schema with a name", tool)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise _bad(f"the parameters of tool {function['name']} are not a JSON schema", parameters)
+    return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def check_calls(messages: tuple[Message, ...], tools: tuple[JsonObject, ...]) -> None:
+    """Check that each call is for one of the tools, if the data has tools."""
+    names = {tool["function"]["name"] for tool in tools}
+    for number, message in enumerate(messages, start=1):
+        unknown = [call.name for call in message.tool_calls if call.name not in names] if names else []
+        if unknown:
+            raise DataError(
+                f"turn {number}: a tool is called that is not in tools: {', '.join(unknown)[:_MAX_SHOWN]}",
+                meaning=f"the tools of this example: {', '.join(sorted(names))[:200]}",
+                fix="add its schema, or remove this example",
+            )
+
+
+def _bad(what: str, value: object, meaning: str = "") -> DataError:
+    return DataError(f"{what}: {_shown(value)}", meaning=meaning, fix="correct or remove this example")
+
+
+def _shown(value: object) -> str:
+    return str(value)[:_MAX_SHOWN]

@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+import json
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+import regex
+from tokenizers import Tokenizer
 
 from ftkit.config.data import DataSpec, Format, TextFormat
 from ftkit.data.conversations import PlainText
-from ftkit.data.formats import check_split, read_example
 from ftkit.data.limits import TemplateLimitError, run_in_fork
-from ftkit.data.rendering import ChatRenderer, Rendering
+from ftkit.data.packing import IGNORED, Document
+from ftkit.data.rendering import ChatRenderer, Rendering, special_tokens_of, token_pattern
+from ftkit.data.row_formats import check_split, read_example
 from ftkit.data.rows import errors_at
-from ftkit.data.typed_tokens import special_tokens_of, token_pattern
-from ftkit.data.word_cache import WordCache
 from ftkit.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
+
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
     from ftkit.data.rows import Row
 
 MAX_CHARACTERS = 8 << 20
 """Maximum length of a rendering: about two million tokens, longer than any context. `tokenizers` takes 100 bytes for
 each."""
-IGNORED = -100
-"""The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A tokenized rendering.
-
-    `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
-    after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
-    """
-
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    is_text: bool = False
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that count in the loss."""
-        return int((self.labels != IGNORED).sum())
-
-
-def find_end_tokens(tokenizer: Any, end_tokens: Collection[int] = ()) -> list[int]:
+def find_end_tokens(tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int] = ()) -> list[int]:
     """Return the special tokens that end assistant turns, first that of answers; turns with calls may have another.
 
     One of them is the last label of each trained turn, so they end completions of the trained model, in evaluation and
     wherever the model is used. They are not always the tokenizer's `eos_token`, which ends a text in base models.
-
-    Args:
-        tokenizer: the tokenizer.
-        end_tokens: the end tokens of the model's configuration.
-
-    Returns:
-        empty: the template ends a turn with ordinary text, or there is no template.
+    There are none if the template ends a turn with ordinary text, or there is no template.
     """
     if tokenizer.chat_template is None:
         return []
@@ -70,16 +50,12 @@ def find_end_tokens(tokenizer: Any, end_tokens: Collection[int] = ()) -> list[in
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes rows as documents. Can be pickled and sent to worker processes.
+    """Encodes rows as documents.
 
     Attributes:
-        tokenizer: a fast tokenizer.
-        data: the recipe's data section.
-        format: the format of the rows, resolved.
         renderer: the chat template; None where the rows are plain text.
         vocab_size: rows of the model's embedding table.
         adds_space: whether the tokenizer adds a space before a text, as older SentencePiece tokenizers do.
-        words: cache of the tokens of words.
         begin: the token that begins a document of plain text, if the tokenizer adds one.
         special_tokens: special tokens that stay text if plain text contains them.
     """
@@ -96,13 +72,14 @@ class RowEncoder:
 
     @classmethod
     def of(
-        cls, tokenizer: Any, data: DataSpec, form: Format, vocab_size: int, end_tokens: Collection[int] = ()
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataSpec,
+        form: Format,
+        vocab_size: int,
+        end_tokens: Collection[int] = (),
     ) -> RowEncoder:
-        """Make an encoder for rows of a format.
-
-        Raises:
-            DataError: the chat template writes no special token after an assistant turn.
-        """
+        """Make an encoder for rows of a format."""
         renderer = None if form.kind == "text" else ChatRenderer.of(tokenizer, data.template_options, end_tokens)
         if renderer is not None and data.train_on != "all" and not renderer.end_tokens:
             raise DataError(
@@ -111,51 +88,22 @@ class RowEncoder:
                 fix="set data.chat_template to a template whose tokens the tokenizer has",
             )
         check_split(data, form)
-        tokenizer.backend_tokenizer.no_truncation()  # some tokenizer.json files set them
-        tokenizer.backend_tokenizer.no_padding()
-        encode = tokenizer.backend_tokenizer.encode
-        joined, *parts = (encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
-        adds_space = joined != [*parts[0], *parts[1]]
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()  # some tokenizer.json files set them
+        backend.no_padding()
+        joined, *parts = (backend.encode(text, add_special_tokens=False).ids for text in ("a\nHello", "a\n", "Hello"))
         has_begin = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         is_parsed = isinstance(form, TextFormat) and form.parse_special_tokens
         return cls(
-            tokenizer, data, form, renderer, vocab_size, adds_space, WordCache.of(tokenizer.backend_tokenizer),
+            tokenizer, data, form, renderer, vocab_size,
+            adds_space=joined != [*parts[0], *parts[1]],
+            words=WordCache.of(backend),
             begin=tokenizer.bos_token if has_begin else "",
             special_tokens=() if is_parsed else special_tokens_of(tokenizer),
         )  # fmt: skip
 
-    def renderings(self, row: Row) -> list[Rendering]:
-        """Return the texts of a row, with the trained spans of each.
-
-        Raises:
-            DataError: the row can't be used with this recipe; the message has its file and line.
-        """
-        with errors_at(row):
-            example = read_example(row.columns, self.data, self.format)
-            if isinstance(example, PlainText):
-                found = [self._plain(example.text)]
-            elif self.renderer is None:
-                raise TypeError("conversations need a chat template")
-            else:
-                found = self.renderer.renderings(example, self.data)
-            longest = max(len(rendering.text) for rendering in found)
-            if longest > MAX_CHARACTERS:
-                raise DataError(
-                    f"a text of {longest:,} characters",
-                    meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at a time, more than any model's context",
-                    fix="split it into several rows, or skip it: data.skip_bad",
-                )
-            return found
-
     def encode(self, rows: Sequence[Row]) -> list[list[Document] | DataError]:
-        """Encode rows in a batch, which is faster than one by one.
-
-        Returns:
-            for each row its documents (several if the template rewrites earlier turns), or its error.
-
-        Raises:
-            TemplateLimitError: the chat template reached a limit.
-        """
+        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
         found = run_in_fork(self.renderer, self._render, rows) if self.renderer else self._render(rows)
         documents = iter(self._tokenize([each for part in found if isinstance(part, list) for each in part]))
         result: list[list[Document] | DataError] = []
@@ -172,15 +120,40 @@ class RowEncoder:
                 result.append(error)
         return result
 
+    def _check(self, documents: Sequence[Document]) -> None:
+        for document in documents:
+            check_tokens(self.tokenizer, document.tokens, self.vocab_size)
+            if document.num_targets == 0:
+                raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
+
     def _render(self, rows: Sequence[Row]) -> list[list[Rendering] | DataError]:
         found: list[list[Rendering] | DataError] = []
         for row in rows:
             try:
-                found.append(self.renderings(row))
+                with errors_at(row):
+                    found.append(self._renderings(row))
             except TemplateLimitError:
                 raise
             except DataError as error:
                 found.append(error)
+        return found
+
+    def _renderings(self, row: Row) -> list[Rendering]:
+        """Return the texts of a row, with the trained spans of each."""
+        example = read_example(row.columns, self.data, self.format)
+        if isinstance(example, PlainText):
+            found = [self._plain(example.text)]
+        elif self.renderer is None:
+            raise TypeError("conversations need a chat template")
+        else:
+            found = self.renderer.renderings(example, self.data)
+        longest = max(len(rendering.text) for rendering in found)
+        if longest > MAX_CHARACTERS:
+            raise DataError(
+                f"a text of {longest:,} characters",
+                meaning=f"ftkit tokenizes up to {MAX_CHARACTERS:,} at a time, more than any model's context",
+                fix="split it into several rows, or skip it: data.skip_bad",
+            )
         return found
 
     def _plain(self, text: str) -> Rendering:
@@ -214,9 +187,9 @@ class RowEncoder:
         return Document(tokens, labels, is_text=self.renderer is None)
 
     def _tokenize_pieces(self, pieces: list[str], is_first: list[bool]) -> list[list[int]]:
-        encode_batch = self.tokenizer.backend_tokenizer.encode_batch_fast
         if not self.adds_space:
             return self.words.encode(pieces)
+        encode_batch = self.tokenizer.backend_tokenizer.encode_batch_fast
         plain = encode_batch(pieces, add_special_tokens=False)
         # No space is added after a line break, whose own tokens are then removed.
         newline: list[int] = encode_batch(["\n"], add_special_tokens=False)[0].ids
@@ -226,20 +199,9 @@ class RowEncoder:
             for encoding, other, first in zip(plain, behind, is_first, strict=True)
         ]
 
-    def _check(self, documents: Sequence[Document]) -> None:
-        """Check that tokens have a row in the model's embedding table, and that there is something to train on."""
-        for document in documents:
-            check_tokens(self.tokenizer, document.tokens, self.vocab_size)
-            if document.num_targets == 0:
-                raise DataError("there is nothing to train on", fix="correct data.format, or skip these examples")
 
-
-def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
-    """Check that tokens have a row in the model's embedding table.
-
-    Raises:
-        DataError: a token has no row.
-    """
+def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: NDArray[np.integer[Any]], vocab_size: int) -> None:
+    """Check that tokens have a row in the model's embedding table."""
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         raise DataError(
@@ -250,32 +212,161 @@ def check_tokens(tokenizer: Any, tokens: NDArray[np.integer[Any]], vocab_size: i
         )
 
 
-def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
-    """Apply `data.too_long` to a document; one that fits is returned unchanged.
+_MAX_WORDS: Final = 1 << 17
+"""Maximum number of cached words: about 30 MB."""
+_MAX_WORD_LENGTH: Final = 64
+_GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Words of `ByteLevel` with `use_regex`: those of GPT-2, from tokenizers' documentation."""
+_ASCII: Final = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
+"""ASCII characters of Unicode categories."""
+_ODD_BLANKS: Final = re.compile("[\x1c-\x1f]")
+"""Characters that only some regular expression engines treat as blanks."""
 
-    Args:
-        document: the document.
-        length: maximum tokens.
-        too_long: `drop`; `truncate`, after the last trained turn that fits, or a text anywhere; `split`, text only.
-        end_of_turn: the token that ends an assistant turn, for documents that are trained on all tokens.
 
-    Returns:
-        an empty list if the document is dropped, or if its first trained turn does not end within `length`.
+@dataclass(frozen=True)
+class _Pattern:
+    """A regular expression that finds words; the text between two of them is a word as well.
+
+    `for_ascii` is an equivalent one for Python's `re`, which is twice as fast; None if there is none.
     """
-    if len(document.tokens) <= length:
-        return [document]
-    if too_long == "drop":
-        return []
-    if document.is_text:
-        starts = range(0, len(document.tokens) - 1, length) if too_long == "split" else (0,)
-        return [_part(document, start, min(start + length, len(document.tokens))) for start in starts]
-    counts = np.append(False, document.labels != IGNORED)
-    last_of_turn = counts[:-1] & (~counts[1:] | (document.tokens == end_of_turn))
-    ends = np.flatnonzero(last_of_turn[:length]) + 1
-    return [_part(document, 0, int(ends[-1]))] if len(ends) else []
+
+    pattern: regex.Pattern[str]
+    for_ascii: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, pattern: str) -> _Pattern:
+        compiled = regex.compile(f"({pattern})")
+        if compiled.groups > 1:
+            raise regex.error(f"groups in {pattern}")
+        depth, parts = 0, list[str]()
+        for part in re.split(r"(\\p\{\w+\}|\\.|\[|\])", pattern):
+            depth += (part == "[") - (part == "]")
+            characters = _ASCII.get(part[3:-1]) if part.startswith(r"\p{") else None
+            parts.append(part if characters is None else characters if depth else f"[{characters}]")
+        try:
+            ascii_only = re.compile("".join(parts), re.ASCII)
+        except re.error:  # of \p, which only `regex` knows
+            return cls(compiled, None)
+        return cls(compiled, None if ascii_only.groups else ascii_only)
+
+    def split(self, text: str, *, is_ascii: bool) -> list[str]:
+        """Return all words."""
+        if is_ascii and self.for_ascii:
+            words: list[str] = self.for_ascii.findall(text)
+            if sum(map(len, words)) == len(text):
+                return words
+        return [word for word in self.pattern.split(text) if word]
 
 
-def _part(document: Document, start: int, end: int) -> Document:
-    labels = document.labels[start:end].copy()
-    labels[-1] = IGNORED
-    return Document(document.tokens[start:end], labels, document.is_text)
+@dataclass
+class WordCache:
+    """Tokenizes texts as `backend.encode(text, add_special_tokens=False)` does, three times as fast.
+
+    A tokenizer spends most of its time on finding words and on the offsets of tokens. Words repeat: here one regular
+    expression finds them, and they are looked up. A tokenizer with another structure is called directly.
+
+    Attributes:
+        backend: without truncation and padding.
+        added: finds added tokens, which are split off first; None if there are none.
+        patterns: find the words, applied in order; None if the tokenizer's settings don't determine them.
+        needs_nfc: whether the tokenizer normalizes texts to Unicode's NFC first.
+    """
+
+    backend: Tokenizer
+    added: regex.Pattern[str] | None
+    patterns: tuple[_Pattern, ...] | None
+    needs_nfc: bool
+    _words: dict[str, list[int]] = field(default_factory=dict)
+    _uncacheable: set[str] = field(default_factory=set)
+    _known: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, backend: Tokenizer) -> WordCache:
+        """Derive the patterns of words from a tokenizer's settings."""
+        normalizer, splitter = (
+            None if part is None else json.loads(part.__getstate__())  # as tokenizer.json has it
+            for part in (backend.normalizer, backend.pre_tokenizer)
+        )
+        tokens = list(backend.get_added_tokens_decoder().values())
+        is_known = normalizer in (None, {"type": "NFC"}) and not any(
+            token.lstrip or token.rstrip or token.single_word or (token.normalized and normalizer) for token in tokens
+        )
+        contents = sorted((token.content for token in tokens), key=len, reverse=True)
+        added = regex.compile(f"({'|'.join(map(regex.escape, contents))})") if contents else None
+        return cls(backend, added, _patterns(splitter) if is_known else None, normalizer is not None)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the documents of each row (several if the template rewrites earlier turns), or its error."""
+        found = [self._find_words(text) for text in texts]
+        known = [self._look_up(words) for words in found]
+        new = {word for words, ids in zip(found, known, strict=True) if ids is None for word in words or ()}
+        if new:
+            self._add_words(new)
+            known = [self._look_up(words) if ids is None else ids for words, ids in zip(found, known, strict=True)]
+        rest = [text for text, ids in zip(texts, known, strict=True) if ids is None]
+        others = iter(self.backend.encode_batch_fast(rest, add_special_tokens=False))
+        return [next(others).ids if ids is None else ids for ids in known]
+
+    def _look_up(self, words: list[str] | None) -> list[int] | None:
+        try:
+            return None if words is None else list(chain.from_iterable(map(self._words.__getitem__, words)))
+        except KeyError:
+            return None
+
+    def _find_words(self, text: str) -> list[str] | None:
+        """Return the words and added tokens of a text; None if they can't be determined with certainty."""
+        if self.patterns is None:
+            return None
+        is_ascii = text.isascii() and not _ODD_BLANKS.search(text)
+        if not is_ascii and not self._is_well_known(text):
+            return None
+        words: list[str] = []
+        for number, part in enumerate(self.added.split(text) if self.added else [text]):
+            pieces = [part] if part else []
+            if number % 2 == 0:  # not an added token
+                for pattern in self.patterns:
+                    pieces = [word for piece in pieces for word in pattern.split(piece, is_ascii=is_ascii)]
+            words += pieces
+        return words
+
+    def _is_well_known(self, text: str) -> bool:
+        """Return whether all characters are in Python's version of Unicode, so that all libraries agree on them."""
+        new = set(text) - self._known
+        if any(unicodedata.category(character) == "Cn" for character in new):
+            return False
+        self._known |= new
+        return not self.needs_nfc or unicodedata.is_normalized("NFC", text)
+
+    def _add_words(self, words: set[str]) -> None:
+        """Cache the tokens of words, except long words and words that the tokenizer splits."""
+        if len(self._words) + len(self._uncacheable) > _MAX_WORDS:
+            self._words.clear()
+            self._uncacheable.clear()
+        new = sorted(
+            word for word in words - self._uncacheable if word not in self._words and len(word) <= _MAX_WORD_LENGTH
+        )
+        for word, encoding in zip(new, self.backend.encode_batch(new, add_special_tokens=False), strict=True):
+            if len(set(encoding.word_ids)) == 1:
+                self._words[word] = encoding.ids
+            else:
+                self._uncacheable.add(word)
+
+
+def _patterns(settings: dict[str, Any] | None) -> tuple[_Pattern, ...] | None:
+    """Return the regular expressions of a pre-tokenizer; None if there is another part in it."""
+    steps = settings["pretokenizers"] if settings and settings["type"] == "Sequence" else [settings]
+    patterns = []
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": uses_regex}:
+                patterns += [_GPT2] if uses_regex else []
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                patterns.append(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                patterns.append(r"\p{N}")
+            case _:
+                return None
+    try:
+        return tuple(map(_Pattern.of, patterns)) or None
+    except regex.error:
+        return None

@@ -11,12 +11,13 @@ from functools import cache
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from ftkit.errors import PrerequisiteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
 
 UNUSED = ("librosa", "scipy", "sklearn", "soundfile", "torchaudio")
@@ -26,15 +27,12 @@ _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends")
 
 
 @cache
-def import_transformers() -> Any:
+def import_transformers() -> ModuleType:
     """Import transformers as if `UNUSED` packages were not installed, nor torchvision if it is broken.
 
     Versions that were built for another torch or NumPy fail. vLLM needs torchvision, where it works. Warnings of
     torchao and bitsandbytes, which transformers and peft import if installed, are about kernels for other devices:
     they are dropped.
-
-    Raises:
-        PrerequisiteError: Python runs without docstrings, which transformers reads.
     """
     if sys.flags.optimize > 1:
         raise PrerequisiteError(
@@ -46,22 +44,18 @@ def import_transformers() -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     hidden = (*UNUSED, *(("torchvision",) if is_broken("torchvision") else ()))
     with without_packages(*hidden):
-        import transformers  # noqa: PLC0415 - seconds of imports
-        from transformers.utils import import_utils  # noqa: PLC0415
+        import transformers.utils.import_utils  # noqa: PLC0415 - seconds of imports
 
         for name in hidden:
-            getattr(import_utils, f"is_{name}_available", bool)()  # it remembers the result
-    return transformers
+            getattr(transformers.utils.import_utils, f"is_{name}_available", bool)()  # it remembers the result
+    return cast("ModuleType", transformers)
 
 
 def keep_bytecode() -> Path | None:
     """Have this process and its children keep bytecode in `FTKIT_CACHE_DIR`, if it is set and torch has none.
 
     uv installs packages so. Where they are read-only, or gone after the job, as in an image, each process compiles all
-    that it imports: 7 of a rank's 24 s until the end of step 1 on an H200.
-
-    Returns:
-        The folder; None if torch has bytecode, or the user's environment has a folder for it.
+    that it imports: 7 of a rank's 24 s until the end of step 1 on an H200. Returns the folder, if one is used.
     """
     cache, spec = os.environ.get("FTKIT_CACHE_DIR"), find_spec("torch")
     if not cache or spec is None or spec.origin is None or sys.pycache_prefix is not None:
@@ -95,7 +89,7 @@ def without_packages(*names: str) -> Iterator[None]:
     A library that tests for a package in the block may remember that it is missing; an import of the package itself
     works again after the block.
     """
-    modules: dict[str, Any] = sys.modules
+    modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     imported = {name: modules[name] for name in names if name in modules}
     modules.update(dict.fromkeys(names))  # None in sys.modules: there is no such module
     try:

@@ -17,23 +17,25 @@ import numpy as np
 from ftkit.config.data import describe_format
 from ftkit.config.recipe import RecipePlan
 from ftkit.data.conversations import Conversation
-from ftkit.data.encoding import IGNORED, RowEncoder, shorten
-from ftkit.data.formats import read_example
 from ftkit.data.limits import run_in_fork
-from ftkit.data.packing import Packer, document_digests
-from ftkit.data.sources import read_rows
-from ftkit.data.store import PreparedData, SourceStats
+from ftkit.data.packing import IGNORED, Packer, shorten
+from ftkit.data.prepared_data import SourceStats
+from ftkit.data.row_formats import read_example
+from ftkit.data.selection import read_rows
 from ftkit.data.tokenizers import load_saved_tokenizer
-from ftkit.data.workers import BatchEncoder, EncodedRows, encode_rows, skip_bad
+from ftkit.data.workers import BatchEncoder, Totals, check_skipped, encode_rows
 from ftkit.errors import DataError, one_line, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ftkit.data.encoding import Document
+    from ftkit.data.encoding import RowEncoder
+    from ftkit.data.packing import Document
+    from ftkit.data.prepared_data import PreparedData
     from ftkit.data.rendering import ChatRenderer
     from ftkit.data.rows import Row
+    from ftkit.data.workers import EncodedBatch
 
 _REPORT_SECONDS = 10.0
 
@@ -50,12 +52,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document as it will be trained.
+    """A document as it will be trained: rendering `number` of the row at `where`.
 
-    Attributes:
-        where: file and line of the row.
-        number: number of this rendering of the row, from 1 to `num_renderings`.
-        fate: effect of `data.too_long` on it; empty if it fits.
+    `fate` is the effect of `data.too_long` on it; empty if it fits.
     """
 
     where: str
@@ -68,29 +67,22 @@ class Sample:
 
 
 def samples_of_packs(data: PreparedData, packs: Sequence[int]) -> Iterator[Sample]:
-    """Yield the documents of packs that were prepared to be trained on, in their order.
-
-    Raises:
-        DataError: the data is not prepared, or has no such pack.
-    """
+    """Yield the documents of packs that were prepared to be trained on, in their order."""
     store, tokenizer = data.read_train(), load_saved_tokenizer(data.tokenizer)
-    if missing := [pack for pack in packs if not 0 <= pack < len(store)]:
-        raise DataError(f"there is no pack {missing[0]}: the data has packs 0 to {len(store) - 1}")
     for pack in packs:
+        if not 0 <= pack < len(store):
+            raise DataError(f"there is no pack {pack}: the data has packs 0 to {len(store) - 1}")
         tokens, labels, positions, _ = store.read([pack])[0]
         is_trained = np.append(False, labels[:-1] != IGNORED)
-        starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
-        bounds = list(pairwise(starts))
+        bounds = list(pairwise([*np.flatnonzero(positions == 0).tolist(), len(positions)]))
         if len(bounds) > 1 and not is_trained[bounds[-1][0] :].any():
             bounds.pop()  # padding
         for number, (begin, end) in enumerate(bounds, 1):
-            parts = [
-                (trained, [token for token, _ in part])
-                for trained, part in groupby(
-                    zip(tokens[begin:end].tolist(), is_trained[begin:end], strict=True), itemgetter(1)
-                )
-            ]
-            segments = tuple(Segment(0, "", str(tokenizer.decode(part)), bool(trained)) for trained, part in parts)
+            pairs = zip(is_trained[begin:end].tolist(), tokens[begin:end].tolist(), strict=True)
+            segments = tuple(
+                Segment(0, "", str(tokenizer.decode([token for _, token in part])), trained)
+                for trained, part in groupby(pairs, itemgetter(0))
+            )
             num_trained = int(is_trained[begin:end].sum())
             yield Sample(f"pack {pack}", number, len(bounds), end - begin, num_trained, segments)
 
@@ -108,14 +100,8 @@ class LengthBin:
 class DataStats:
     """Token statistics of a recipe's training data.
 
-    Attributes:
-        num_renderings: documents before any is dropped, truncated or split; more than rows if the template rewrites
-        turns.
-        num_documents: documents to train on, after that.
-        num_validation: documents of the validation split, after that.
-        num_duplicates: documents with the same tokens as an earlier one.
-        fill_ratio: fraction of the packs that is not padding.
-        longest: tokens of the longest document, before truncation.
+    Renderings are documents before any is dropped, truncated or split, and more than rows if the template rewrites
+    turns; the other documents are counted after that. `longest` is that of the renderings.
     """
 
     formats: tuple[str, ...]
@@ -152,17 +138,13 @@ class DataInspector:
         return [describe_format(encoder.format) for encoder in self.encoder.encoders.values()]
 
     def samples(self, num_rows: int) -> Iterator[Sample]:
-        """Yield the documents of the first rows that can be used.
-
-        Raises:
-            DataError: more rows before them than `data.skip_bad` can't be used.
-        """
+        """Yield the documents of the first rows that can be used."""
         rows = (row for row in read_rows(self.recipe.data) if row.split != "validation")
         num_bad = 0
         while num_rows and (batch := list(islice(rows, num_rows))):
             for taken, row, documents in self.encoder.results(batch):
                 if isinstance(documents, DataError):
-                    skip_bad([documents], self.recipe.data.skip_bad - num_bad)
+                    check_skipped([documents], self.recipe.data.skip_bad - num_bad)
                     num_bad += 1
                     self.report(f"skipped: {one_line(documents)}")
                     continue
@@ -173,12 +155,11 @@ class DataInspector:
                         tuple(self._segments(self.encoder.encoders[taken.source], row, document)), self._fate(document),
                     )  # fmt: skip
 
-    def check(self) -> Iterator[EncodedRows]:
+    def check(self) -> Iterator[EncodedBatch]:
         """Encode all rows; yield each batch, with the errors of rows that can't be used."""
-        yield from self._encode(self.encoder)
+        return self._encode(self.encoder)
 
-    def _encode(self, encoder: BatchEncoder) -> Iterator[EncodedRows]:
-        """Encode all rows, and report how many."""
+    def _encode(self, encoder: BatchEncoder) -> Iterator[EncodedBatch]:
         num_rows, due = 0, time.monotonic() + _REPORT_SECONDS
         for encoded in encode_rows(encoder, read_rows(self.recipe.data), num_usable_cpus()):
             num_rows += encoded.num_rows.total() + len(encoded.bad)
@@ -195,36 +176,31 @@ class DataInspector:
             return f"longer than sequence_length {length:,}: an error"
         parts = shorten(document, length, too_long, self.encoder.end_of_turn)
         kept = " and ".join(f"{len(part.tokens):,}" for part in parts)
-        return f"longer than sequence_length {length:,}: " + (
-            f"{too_long}, {kept} tokens are kept" if kept else "dropped"
-        )
+        outcome = f"{too_long}, {kept} tokens are kept" if kept else "dropped"
+        return f"longer than sequence_length {length:,}: {outcome}"
 
     def _segments(self, encoder: RowEncoder, row: Row, document: Document) -> Iterator[Segment]:
         """Divide a document's text into spans by turn and by whether its tokens have labels."""
-        tokenizer = encoder.tokenizer
         trained = [False, *(document.labels[:-1] != IGNORED).tolist()]
         runs: list[tuple[str, bool]] = []
         ids: list[int] = []
         before = ""
-        for flag, group in groupby(zip(document.tokens.tolist(), trained, strict=True), key=lambda pair: pair[1]):
-            ids += [token for token, _ in group]
+        for flag, group in groupby(zip(trained, document.tokens.tolist(), strict=True), itemgetter(0)):
+            ids += [token for _, token in group]
             # Decoded from the start: SentencePiece drops the first space of a text.
-            text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            text = str(encoder.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
             runs.append((text[len(before) :], flag))
             before = text
         turns = self._turns(encoder, row, "".join(text for text, _ in runs))
         ends = [end for end, _ in turns]
         position = 0
         for text, flag in runs:
-            start, stop = position, position + len(text)
-            position = stop
-            while start < stop:
-                turn = min(bisect_left(ends, start + 1), len(turns) - 1)
+            stop = position + len(text)
+            while position < stop:
+                turn = min(bisect_left(ends, position + 1), len(turns) - 1)
                 end = stop if turn == len(turns) - 1 else min(stop, ends[turn])
-                yield Segment(
-                    turn, turns[turn][1], text[start - position + len(text) : end - position + len(text)], flag
-                )
-                start = end
+                yield Segment(turn, turns[turn][1], text[position - stop + len(text) : end - stop + len(text)], flag)
+                position = end
 
     def _turns(self, encoder: RowEncoder, row: Row, text: str) -> list[tuple[int, str]]:
         """Return the end of each turn in a document's text with the turn's role; the last turn ends with the text."""
@@ -245,7 +221,7 @@ class DataInspector:
                     continue
                 stop = found + len(message.content.strip())
                 following = text.find(messages[number].content.strip(), stop) if number < len(messages) else -1
-                end = _end_of_line(text, stop)
+                end = stop + len(text[stop:].partition("\n")[0])
                 shown = text[:following].rstrip() if 0 <= following < end else text[:end]
             if len(shown) > position:
                 position = len(shown) + (text[len(shown) : len(shown) + 1] == "\n")
@@ -255,67 +231,45 @@ class DataInspector:
         return turns or [(len(text), "text")]
 
     def stats(self) -> DataStats:
-        """Encode all rows, and count those of the training split.
-
-        Raises:
-            DataError: more rows are bad than `data.skip_bad`.
-        """
+        """Encode all rows, and count those of the training split."""
         data, length = self.recipe.data, self.recipe.training.sequence_length
         encoder = self.encoder
         if data.too_long == "error":  # such documents are counted instead
             dropping = self.recipe.model_copy(update={"data": data.model_copy(update={"too_long": "drop"})})
             encoder = replace(encoder, recipe=dropping)
-        sources = [SourceStats(source.name) for source in data.sources]
+        totals = Totals(data)
         lengths: Counter[int] = Counter()
         digests = array("Q")  # 8 bytes per document: the only memory that grows with the data
         packer = Packer(length)
-        num_renderings = num_validation = num_packs = longest = num_bad = 0
+        num_validation = num_packs = 0
         for encoded in self._encode(encoder):
-            num_bad += len(skip_bad(encoded.bad, data.skip_bad - num_bad))
-            sources = [_added(source, number, encoded) for number, source in enumerate(sources)]
-            num_renderings += encoded.num_documents
+            totals.add(encoded)
             num_validation += len(encoded.validation.lengths)
-            longest = max(longest, encoded.longest)
             lengths.update(encoded.train.lengths.tolist())
-            digests.frombytes(b"".join(digest[: digests.itemsize] for digest in document_digests(encoded.train)))
+            digests.frombytes(b"".join(digest[: digests.itemsize] for digest in encoded.train.digests()))
             num_packs += sum(len(sizes) for _, sizes in packer.add(encoded.train))
         num_packs += sum(len(sizes) for _, sizes in packer.finish())
-        num_tokens = sum(source.num_tokens for source in sources)
+        num_tokens = sum(source.num_tokens for source in totals.sources)
         num_documents = lengths.total()
         return DataStats(
             formats=tuple(self.formats),
-            sources=tuple(sources),
-            num_bad=num_bad,
-            num_renderings=num_renderings,
+            sources=tuple(totals.sources),
+            num_bad=totals.num_bad,
+            num_renderings=totals.num_documents,
             num_documents=num_documents,
             num_validation=num_validation,
             num_tokens=num_tokens,
-            num_trained=sum(source.num_targets for source in sources),
-            num_too_long=sum(source.num_too_long for source in sources),
+            num_trained=sum(source.num_targets for source in totals.sources),
+            num_too_long=totals.num_too_long,
             too_long=data.too_long,
             num_duplicates=num_documents - len(np.unique(np.frombuffer(digests, np.uint64))),
-            longest=longest,
+            longest=totals.longest,
             mean=sum(length * count for length, count in lengths.items()) / max(1, num_documents),
             median=median_of(lengths),
             num_packs=num_packs,
             fill_ratio=num_tokens / max(1, num_packs * length),
             histogram=tuple(_histogram(lengths)),
         )
-
-
-def _added(source: SourceStats, number: int, encoded: EncodedRows) -> SourceStats:
-    """Return the counts of a source with a batch of rows added."""
-    if not encoded.num_rows[number]:
-        return source
-    tokens, targets = encoded.train.count_tokens(number)
-    return SourceStats(
-        source.name,
-        source.num_rows + encoded.num_rows[number],
-        source.num_documents + int((encoded.train.sources == number).sum()),
-        source.num_tokens + tokens,
-        source.num_targets + targets,
-        source.num_too_long + encoded.num_too_long[number],
-    )
 
 
 def _render_parts(renderer: ChatRenderer, conversation: Conversation) -> list[str | None]:
@@ -329,21 +283,9 @@ def _render_parts(renderer: ChatRenderer, conversation: Conversation) -> list[st
     return texts
 
 
-def _end_of_line(text: str, position: int) -> int:
-    end = text.find("\n", position)
-    return len(text) if end < 0 else end
-
-
 def median_of(lengths: Counter[int]) -> float:
     """Return the median of lengths, each with its count; 0 if there are none."""
-    values = sorted(lengths)
-    ends = np.cumsum([lengths[value] for value in values])
-    middle = (
-        [values[np.searchsorted(ends, place, side="right")] for place in ((ends[-1] - 1) // 2, ends[-1] // 2)]
-        if values
-        else [0]
-    )
-    return sum(middle) / len(middle)
+    return float(np.median(np.repeat([*lengths], [*lengths.values()]))) if lengths else 0.0
 
 
 def _histogram(lengths: Counter[int]) -> Iterator[LengthBin]:

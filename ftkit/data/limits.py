@@ -19,7 +19,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ftkit.errors import DataError, MemoryExhaustedError
 
@@ -35,7 +35,6 @@ MEMORY_BYTES: Final = 512 << 20
 """Beyond what the process has: a conversation of 10 MB takes 130 MiB."""
 MAX_TEXT: Final = 32 << 20
 """Characters of a rendering: several times the longest text that is tokenized."""
-TICK_SECONDS: Final = 0.25
 _CALLS_PER_CHECK = 16
 """Reading the size of the process takes as long as a rendering."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -45,18 +44,9 @@ class TemplateLimitError(DataError):
     """A chat template reached a limit: no row can be rendered with it at a known cost."""
 
 
-class Template(Protocol):
-    """What errors call a chat template, and its text."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-
-
 @dataclass(frozen=True)
-class NamedTemplate:
-    """A template that is not inspected yet."""
+class Template:
+    """What errors call a chat template, and its text."""
 
     name: str
     source: str
@@ -68,23 +58,12 @@ class LimitReachedError(BaseException):
 
 @dataclass
 class _Process:
-    """The state of this process.
-
-    Attributes:
-        is_fork: whether it was forked for templates.
-        is_limited: whether limits are set.
-        is_calling: whether a limited call runs.
-        num_calls: limited calls so far.
-        seen: the call that ran at the last tick.
-        num_ticks: ticks of CPU time of that call.
-    """
+    """The state of this process: whether it was forked for templates, has limits, and runs a limited call."""
 
     is_fork: bool = False
     is_limited: bool = False
     is_calling: bool = False
     num_calls: int = 0
-    seen: int = 0
-    num_ticks: int = 0
 
 
 _process = _Process()
@@ -92,13 +71,8 @@ _refused: dict[str, TemplateLimitError] = {}
 """The templates that reached a limit, by their text, so that no caller waits for them again."""
 
 
-def run_limited(template: Template, function: Callable[..., T], *args: Any) -> T:
+def run_limited(template: Template, function: Callable[..., T], *args: object) -> T:
     """Call a function that runs a chat template within limits of CPU time and memory, in a fork.
-
-    Args:
-        template: the template.
-        function: what to call.
-        args: its arguments.
 
     Raises:
         TemplateLimitError: the template reached a limit, now or before.
@@ -106,12 +80,15 @@ def run_limited(template: Template, function: Callable[..., T], *args: Any) -> T
     if _process.is_calling:
         return function(*args)
     if not _process.is_limited:
-        result: T = run_in_fork(template, run_limited, template, function, *args)
-        return result
+        return run_in_fork(template, run_limited, template, function, *args)  # type: ignore[no-any-return]
     if _process.num_calls % _CALLS_PER_CHECK == 0:
-        _limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
+        num_pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+        _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + MEMORY_BYTES)
     _process.num_calls += 1
     _process.is_calling = True
+    # The kernel ends the process a second later if Python handles no signal by then.
+    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_SECONDS + 1))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS)
     try:
         return function(*args)
     except LimitReachedError as error:
@@ -120,19 +97,13 @@ def run_limited(template: Template, function: Callable[..., T], *args: Any) -> T
         raise _refusal(template.name, _TOO_BIG) from None
     finally:
         _process.is_calling = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def run_in_fork(template: Template, function: Callable[..., T], *args: Any) -> T:
+def run_in_fork(template: Template, function: Callable[..., T], *args: object) -> T:
     """Call a function in a forked process, where each of many `run_limited` takes no further fork.
 
-    Args:
-        template: the template.
-        function: what to call; what it returns or raises is pickled.
-        args: its arguments.
-
-    Raises:
-        TemplateLimitError: the template reached a limit, now or before.
-        MemoryExhaustedError: it was killed.
+    What the function returns or raises is pickled. Raises as `run_limited` does, or MemoryExhaustedError.
     """
     if _process.is_limited:
         return function(*args)
@@ -148,7 +119,7 @@ def run_in_fork(template: Template, function: Callable[..., T], *args: Any) -> T
         raise
 
 
-def _call_in_fork(name: str, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+def _call_in_fork(name: str, function: Callable[..., T], args: tuple[object, ...]) -> T:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(os.getpid(), sender, name, function, args), daemon=True)
@@ -160,11 +131,7 @@ def _call_in_fork(name: str, function: Callable[..., T], args: tuple[Any, ...]) 
         result, error = receiver.recv()
     except EOFError:
         process.join()
-        raise find_refusal(name, process.exitcode) or MemoryExhaustedError(
-            f"the process that renders with {name} was killed",
-            meaning="usually the machine or the job is out of memory",
-            fix="give the job more memory",
-        ) from None
+        raise explain_death(name, process.exitcode) from None
     finally:
         receiver.close()
         process.kill()
@@ -188,17 +155,21 @@ def begin_fork(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    signal.signal(signal.SIGPROF, _tick)
+    signal.signal(signal.SIGPROF, _end_call)
     _process.is_fork = True
 
 
-def find_refusal(name: str, exit_code: int | None) -> TemplateLimitError | None:
-    """Return the error for a process that a template ended; None if something else did."""
-    if exit_code == -signal.SIGXCPU:
+def explain_death(name: str, *exit_codes: int | None) -> TemplateLimitError | MemoryExhaustedError:
+    """Return why processes ended that render with a template: a limit, or usually the machine's memory."""
+    if -signal.SIGXCPU in exit_codes:
         return _refusal(name, _TOO_SLOW)
-    if exit_code == -signal.SIGSEGV:
+    if -signal.SIGSEGV in exit_codes:
         return _refusal(name, "crashes Python")
-    return None
+    return MemoryExhaustedError(
+        "a process that prepares data was killed",
+        meaning="usually the machine or the job is out of memory",
+        fix="give the job more memory, or use fewer workers: ftkit data prepare --workers 1",
+    )
 
 
 _TOO_SLOW: Final = f"takes more than {CPU_SECONDS:g} s of CPU time"
@@ -214,9 +185,11 @@ def _refusal(name: str, reason: str) -> TemplateLimitError:
     )
 
 
-def _serve(parent: int, sender: Connection, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve(
+    parent: int, sender: Connection, name: str, function: Callable[..., object], args: tuple[object, ...]
+) -> None:
     begin_fork(parent)
-    answer: tuple[Any, Exception | None]
+    answer: tuple[object, Exception | None]
     try:
         with _limits():
             answer = (function(*args), None)
@@ -231,39 +204,20 @@ def _serve(parent: int, sender: Connection, name: str, function: Callable[..., A
 def _limits() -> Iterator[None]:
     _process.is_limited, _process.num_calls = True, 0
     before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
-    _extend_cpu_time()
-    signal.setitimer(signal.ITIMER_PROF, TICK_SECONDS, TICK_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
         _process.is_limited = False
         for kind, limits in before.items():
             resource.setrlimit(kind, limits)
 
 
-def _tick(*_: object) -> None:
-    """Stop a call that takes too long. While Python handles no signal, the kernel's limit is not extended."""
-    if not _process.is_limited:
-        return
-    _extend_cpu_time()
-    if not _process.is_calling or _process.num_calls != _process.seen:
-        _process.seen, _process.num_ticks = _process.num_calls, 0
-    _process.num_ticks += 1
-    if _process.is_calling and _process.num_ticks * TICK_SECONDS > CPU_SECONDS:
+def _end_call(*_: object) -> None:
+    if _process.is_calling:
         raise LimitReachedError(_TOO_SLOW)
-
-
-def _extend_cpu_time() -> None:
-    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + CPU_SECONDS))
 
 
 def _limit(kind: int, limit: int) -> None:
     """Set a soft limit, up to the hard one."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def _address_space() -> int:
-    """Return the size of this process's address space in bytes."""
-    return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()

@@ -1,23 +1,126 @@
-"""Pack whole documents into packs of a fixed length, one window of documents at a time."""
+"""Tokenized documents; packs of whole documents, one window of documents at a time; the order of training."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
-
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import DocumentBatch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
 
-    from ftkit.data.encoding import Document
+IGNORED = -100
+"""The label of a token that does not count in the loss: PyTorch's default `ignore_index`."""
+TRAINED: Final = np.uint32(1 << 31)
+"""Bit of a stored token that marks it as trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A tokenized rendering.
+
+    `tokens` and `labels` have the same length; `labels[i]` is the token that the model should predict
+    after `tokens[i]`, or `IGNORED`. The last token has no label, since the next token belongs to another document.
+    """
+
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    is_text: bool = False
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that count in the loss."""
+        return int((self.labels != IGNORED).sum())
+
+
+def shorten(document: Document, length: int, too_long: str, end_of_turn: int | None) -> list[Document]:
+    """Apply `data.too_long` to a document; one that fits is returned unchanged.
+
+    `drop` returns none. `truncate` cuts after the last trained turn that fits (none if the first does not), or a text
+    anywhere; `split` is for text only. Turns of documents that are trained on all tokens end with `end_of_turn`.
+    """
+    if len(document.tokens) <= length:
+        return [document]
+    if too_long == "drop":
+        return []
+    if document.is_text:
+        starts = range(0, len(document.tokens) - 1, length) if too_long == "split" else (0,)
+        return [_part(document, start, min(start + length, len(document.tokens))) for start in starts]
+    counts = np.append(False, document.labels != IGNORED)
+    last_of_turn = counts[:-1] & (~counts[1:] | (document.tokens == end_of_turn))
+    ends = np.flatnonzero(last_of_turn[:length]) + 1
+    return [_part(document, 0, int(ends[-1]))] if len(ends) else []
+
+
+def _part(document: Document, start: int, end: int) -> Document:
+    labels = document.labels[start:end].copy()
+    labels[-1] = IGNORED
+    return Document(document.tokens[start:end], labels, document.is_text)
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Consecutive documents.
+
+    Attributes:
+        tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
+        lengths: int64, tokens of each document.
+        sources: uint16, the source of each document, as its index in `data.source`.
+    """
+
+    tokens: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+    sources: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
+        """Return documents of one source."""
+        lengths = np.array([len(document.tokens) for document in documents], np.int64)
+        tokens = np.empty(lengths.sum(dtype=np.int64), np.uint32)
+        end = 0
+        for document in documents:
+            begin, end = end, end + len(document.tokens)
+            tokens[begin:end] = document.tokens
+            tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
+        return cls(tokens, lengths, np.full(len(documents), source, np.uint16))
+
+    @classmethod
+    def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
+        """Concatenate batches."""
+        if len(batches) == 1:
+            return batches[0]
+        columns = zip(*((batch.tokens, batch.lengths, batch.sources) for batch in batches), strict=True)
+        return DocumentBatch(*map(np.concatenate, columns))
+
+    def count_tokens(self, source: int) -> tuple[int, int]:
+        """Return the tokens of a source, and how many of them count in the loss."""
+        if (self.sources == source).all():
+            return len(self.tokens), int((self.tokens >= TRAINED).sum())
+        is_from_source = np.repeat(self.sources == source, self.lengths)
+        return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
+
+    def take(self, indices: Sequence[int]) -> DocumentBatch:
+        """Return some of the documents, in the order of `indices`."""
+        ends = np.cumsum(self.lengths)
+        begins = ends - self.lengths
+        pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
+        chosen = np.asarray(indices, np.int64)
+        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen])
+
+    def digests(self) -> Iterator[bytes]:
+        """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
+        tokens = self.tokens.astype("<u4", copy=False)
+        ends = np.cumsum(self.lengths)
+        for begin, end in zip(ends - self.lengths, ends, strict=True):
+            yield sha256(tokens[begin:end].data).digest()
+
 
 WINDOW_TOKENS = 8 << 20
 """Tokens of a window: 32 MiB, with enough documents to fill the packs."""
@@ -36,9 +139,6 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     Every document is in exactly one pack, and no pack is longer than `capacity`. Best fit needs at most 11/9 OPT + 1
     packs (Johnson 1974).
-
-    Raises:
-        ValueError: a document is longer than `capacity`.
     """
     if lengths and max(lengths) > capacity:
         raise ValueError(f"a document of {max(lengths)} tokens does not fit a pack of {capacity}")
@@ -59,11 +159,7 @@ def assign_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def build_pack(documents: Sequence[Document], length: int) -> NDArray[np.int32]:
-    """Concatenate documents.
-
-    Returns:
-        int32 array of shape [3, length]: tokens, labels, positions, as `PackStore.read` returns them.
-    """
+    """Concatenate documents: int32 [3, length] of tokens, labels, positions, as `PackStore.read` returns them."""
     pack = np.empty((3, length), dtype=np.int32)
     pack[0], pack[1] = documents[0].tokens[0], IGNORED
     start = 0
@@ -139,20 +235,8 @@ def count_row_tokens(lengths: NDArray[np.int64], longest: int) -> int:
     return sum(row_width(int(length), longest) * int(count) for length, count in zip(distinct, counts, strict=True))
 
 
-def document_digests(documents: DocumentBatch) -> Iterator[bytes]:
-    """Yield the SHA-256 of each document: of its tokens, some of them marked as trained."""
-    tokens = documents.tokens.astype("<u4", copy=False)
-    ends = np.cumsum(documents.lengths)
-    for begin, end in zip(ends - documents.lengths, ends, strict=True):
-        yield sha256(tokens[begin:end].data).digest()
-
-
 def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return a mask of the padding of packs, int32 [B, 4, T]: the repeated token at the end, without labels.
-
-    Returns:
-        bool array of shape [B, T].
-    """
+    """Return a mask of the padding of packs: the repeated token at the end, without labels. [B, 4, T] -> [B, T]."""
     tokens, labels, positions = packs[:, 0], packs[:, 1], packs[:, 2]
     place = np.arange(packs.shape[2])
     last_start = np.where(positions == 0, place, 0).max(axis=1, keepdims=True)
@@ -160,3 +244,18 @@ def find_padding(packs: NDArray[np.int32]) -> NDArray[np.bool_]:
     is_blank = (labels == IGNORED) & (tokens == tokens[:, -1:])
     is_padding: NDArray[np.bool_] = is_last & (is_blank | ~is_last).all(axis=1, keepdims=True)
     return is_padding
+
+
+@lru_cache(maxsize=2)
+def _permutation(num_packs: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_packs)
+
+
+def pack_at(index: int, num_packs: int, seed: int) -> int:
+    """Return the number of the `index`-th pack in training order, counting over all epochs.
+
+    Each pack occurs once in each epoch. The order is independent of world size, batch size and restarts, so a run that
+    continues on another number of GPUs sees each pack as often as an uninterrupted run.
+    """
+    epoch, position = divmod(index, num_packs)
+    return int(_permutation(num_packs, seed, epoch)[position])

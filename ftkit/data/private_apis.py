@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ftkit.data.imports import import_transformers
 
+if TYPE_CHECKING:
+    import jinja2
 
-def compile_chat_template(template: str) -> Any:
+
+def compile_chat_template(template: str) -> jinja2.Template:
     """Return a chat template as a `jinja2.Template` in the environment in which `apply_chat_template` renders it.
 
     `transformers.utils.chat_template_utils._compile_jinja_template`, transformers 4.57 to 5.23, which keeps the newest
@@ -17,4 +20,5 @@ def compile_chat_template(template: str) -> Any:
     import_transformers()
     from transformers.utils import chat_template_utils  # noqa: PLC0415 - seconds of imports
 
-    return chat_template_utils._compile_jinja_template(template)  # noqa: SLF001
+    compiled: jinja2.Template = chat_template_utils._compile_jinja_template(template)  # noqa: SLF001
+    return compiled

@@ -1,4 +1,4 @@
-"""Read the rows of one file: JSON Lines, JSON, CSV, Parquet, Arrow."""
+"""Read the rows of one file: JSON Lines, JSON, CSV, Parquet, Arrow. Refuse files of other kinds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import codecs
 import csv
 import io
 import json
+import re
 import shlex
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Final
 
-from ftkit.data.rows import NUL_BYTES, Columns, Row, parse_row
+from ftkit.data.rows import NUL_BYTES, Columns, RawRow, Row
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pyarrow import RecordBatch
 
 COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
 _BATCH_ROWS = 256
@@ -30,35 +32,6 @@ _MAX_SKIPPED = 16
 """Further parts of `MAX_LINE` bytes of one line that are skipped: a file with a longer one has no rows."""
 _WRAPPERS = ("data", "rows", "examples", "instances")
 """Keys of a JSON object that may hold the list of rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """A row as it was read.
-
-    Attributes:
-        separator: text between the file's name and the number.
-        number: line or row, counted from 1, or as the dataset counts.
-        content: JSON text that is not parsed yet, the columns, or the row's error.
-    """
-
-    file: str
-    separator: str
-    number: int
-    content: bytes | Columns | DataError
-
-    def parse(self) -> Row | None:
-        """Return the columns and their place; None for a blank line.
-
-        Raises:
-            DataError: the line is not a JSON object that can be trained on.
-        """
-        if isinstance(self.content, DataError):
-            raise self.content
-        where = f"{self.file}{self.separator}{self.number}"
-        if isinstance(self.content, bytes):
-            return parse_row(self.content, self.file, where, is_first=self.number == 1)
-        return Row(self.content, where)
 
 
 def suffix_of(name: str) -> str:
@@ -76,27 +49,35 @@ def cut_error(path: str, error: Exception) -> DataError:
     )
 
 
+def read_json_lines(path: Path) -> list[Row]:
+    """Read a JSON Lines file, which is UTF-8 with or without a byte-order mark. Blank lines are skipped."""
+    try:
+        with path.open("rb") as file:
+            check_kind(file.peek(START_BYTES), str(path))
+            return [row for raw in read_lines(file, str(path)) if (row := raw.parse())]
+    except OSError as error:
+        fix = "check the path" if isinstance(error, FileNotFoundError) else "ask its owner for read permission"
+        raise DataError(f"can't read {path}: {error.strerror}", fix=fix) from error
+
+
 def read_lines(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read lines that end at line feeds only: U+2028, U+2029 and U+0085 may occur inside a JSON text."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
-            yield RawRow(path, ":", number, _long_line(path, number))
+            error = DataError(
+                f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
+                meaning="the file is one JSON value, or damaged: no row of this size can be trained on",
+                fix=f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl",
+            )
+            yield RawRow(path, ":", number, error)
             for _ in range(_MAX_SKIPPED):  # read only by callers that skip bad rows
                 more = file.readline(MAX_LINE)
                 if not more or more.endswith(b"\n"):
                     break
             else:
-                raise _long_line(path, number)
+                raise error
         elif not line.isspace():
             yield RawRow(path, ":", number, line)
-
-
-def _long_line(path: str, number: int) -> DataError:
-    return DataError(
-        f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
-        meaning="the file is one JSON value, or damaged: no row of this size can be trained on",
-        fix=f"write one object a line: jq -c '.[]' {shlex.quote(path)} > lines.jsonl",
-    )
 
 
 def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
@@ -105,8 +86,7 @@ def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
     while line.isspace():
         line = file.readline(_MAX_FIRST_LINE)
     file.seek(0)
-    is_lines = not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"[", b"{")) or _is_row(line)
-    if is_lines:
+    if not line.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"[", b"{")) or _is_row(line):
         yield from read_lines(file, path)
         return
     with _as_text(file) as text:
@@ -115,11 +95,7 @@ def _read_json(file: IO[bytes], path: str) -> Iterator[RawRow]:
         for number, element in enumerate(elements, start=1):
             yield RawRow(path, ", element ", number, element.encode())
         if parser.peek():
-            raise DataError(
-                f"{path}: there is text after the end of the JSON value",
-                meaning="the file is damaged, or has several JSON texts one after another",
-                fix=f"write one object a line: jq -c . {shlex.quote(path)} > lines.jsonl",
-            )
+            raise cut_error(path, ValueError("there is text after the end of the JSON value"))
 
 
 def _is_row(line: bytes) -> bool:
@@ -128,10 +104,10 @@ def _is_row(line: bytes) -> bool:
         parsed = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(parsed, dict) and not any(_is_list_of_rows(parsed.get(name)) for name in _WRAPPERS)
+    return isinstance(parsed, dict) and not any(_is_list_of_objects(parsed.get(name)) for name in _WRAPPERS)
 
 
-def _is_list_of_rows(value: object) -> bool:
+def _is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
@@ -168,13 +144,9 @@ class _JsonParser:
         self._take("]")
 
     def members(self) -> Iterator[str]:
-        """Yield the elements of the list that an object wraps, or the object itself if it wraps none.
-
-        Raises:
-            DataError: a duplicate key, or a second list of rows.
-        """
+        """Yield the elements of the list that an object wraps, or the object itself if it wraps none."""
         self._take("{")
-        others: dict[str, Any] = {}
+        others: Columns = {}
         wrapper = None
         while self.peek() != "}":
             name = json.loads(self._value())
@@ -189,7 +161,7 @@ class _JsonParser:
             if self.peek() != "}":
                 self._take(",")
         self._take("}")
-        more = [name for name, value in others.items() if _is_list_of_rows(value)]
+        more = [name for name, value in others.items() if _is_list_of_objects(value)]
         if wrapper is None:
             yield json.dumps(others)
         elif more:
@@ -211,12 +183,11 @@ class _JsonParser:
                 _, end = self._decoder.raw_decode(self._text)
             except RecursionError as error:
                 raise DataError(f"{self._path}: nested too deep", fix="flatten the data") from error
-            except json.JSONDecodeError as error:
-                if len(self._text) > _MAX_CELL or not self._fill():
+            except ValueError as error:  # incomplete, invalid, or an integer of thousands of digits
+                is_complete = not isinstance(error, json.JSONDecodeError) or len(self._text) > _MAX_CELL
+                if is_complete or not self._fill():
                     raise cut_error(self._path, error) from error
                 continue
-            except ValueError as error:  # an integer of thousands of digits
-                raise cut_error(self._path, error) from error
             if end < len(self._text) or not self._fill():  # a number may continue
                 text, self._text = self._text[:end], self._text[end:]
                 return text
@@ -226,21 +197,22 @@ class _JsonParser:
         try:
             more = self._file.read(max(_BUFFER, len(self._text)))
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self._path}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
-            ) from error
+            raise _not_utf8(self._path, error) from error
         self._text += more
         return bool(more)
 
 
+def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{where}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv")
+
+
 def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
     """Read rows with the line that each begins at: quoted texts may have line breaks."""
-    csv.field_size_limit(_MAX_CELL)
+    csv.field_size_limit(MAX_LINE)
     last = 1
     with _as_text(file) as text:
-        reader = csv.reader(
-            _limited_lines(text, path), delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True
-        )
+        separator = "\t" if suffix_of(path) == ".tsv" else ","
+        reader = csv.reader(text, delimiter=separator, strict=True)
         try:
             names = next(reader, [])
             _check_names(names, path)
@@ -248,25 +220,11 @@ def _read_csv(file: IO[bytes], path: str) -> Iterator[RawRow]:
             for values in reader:
                 first, last = last + 1, reader.line_num
                 if values:
-                    problem = _csv_problem(names, values, f"{path}:{first}")
-                    yield RawRow(path, ":", first, problem or dict(zip(names, values, strict=True)))
+                    yield RawRow(path, ":", first, _csv_columns(names, values, f"{path}:{first}"))
         except csv.Error as error:
             raise DataError(f"{path}: after line {last}: not valid CSV: {error}", fix="correct this line") from error
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}: after line {last}: not UTF-8: {one_line(error)}", fix="convert it to UTF-8 with iconv"
-            ) from error
-
-
-def _limited_lines(file: IO[str], path: str) -> Iterator[str]:
-    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), ""), start=1):
-        if len(line) == MAX_LINE and not line.endswith(("\r", "\n")):
-            raise DataError(
-                f"{path}:{number}: a line of more than {MAX_LINE >> 20} MiB",
-                meaning="the file is damaged, or not CSV: no row of this size can be trained on",
-                fix="rewrite it with one row a line",
-            )
-        yield line
+            raise _not_utf8(f"{path}: after line {last}", error) from error
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
@@ -287,7 +245,7 @@ def _check_names(names: Sequence[str], path: str) -> None:
         )
 
 
-def _csv_problem(names: Sequence[str], values: Sequence[str], where: str) -> DataError | None:
+def _csv_columns(names: Sequence[str], values: Sequence[str], where: str) -> Columns | DataError:
     if len(values) != len(names):
         return DataError(
             f"{where}: {'more' if len(values) > len(names) else 'fewer'} columns than the first line lists",
@@ -296,48 +254,51 @@ def _csv_problem(names: Sequence[str], values: Sequence[str], where: str) -> Dat
         )
     if any("\0" in value for value in values):
         return DataError(f"{where}: NUL bytes", meaning=NUL_BYTES, fix="rewrite the file in UTF-8")
-    return None
+    return dict(zip(names, values, strict=True))
 
 
-def _read_parquet(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    from pyarrow import parquet  # noqa: PLC0415 - heavy
+def _read_table(file: IO[bytes], path: str) -> Iterator[RawRow]:
+    """Read Parquet, or Arrow as a file or a stream."""
+    import pyarrow.parquet  # noqa: PLC0415 - slow to import
 
-    with arrow_errors(path):
-        table = parquet.ParquetFile(file)
-        _check_names(table.schema_arrow.names, path)
-        yield from _table_rows(table.iter_batches(_BATCH_ROWS), path)
+    try:
+        batches: Iterable[RecordBatch]
+        if suffix_of(path) == ".parquet":
+            table = pyarrow.parquet.ParquetFile(file)
+            schema, batches = table.schema_arrow, table.iter_batches(_BATCH_ROWS)
+        elif file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            schema, batches = reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            stream = pyarrow.ipc.open_stream(file)
+            schema, batches = stream.schema, stream
+        _check_names(schema.names, path)
+        parts = (batch.slice(at, _BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, _BATCH_ROWS))
+        number = 0
+        for part in parts:
+            for content in _rows_of(part):
+                number += 1
+                if isinstance(content, dict):
+                    yield RawRow(path, ", row ", number, without_nulls(content))
+                    continue
+                error = DataError(
+                    f"{path}, row {number}: a value can't be read: {one_line(content)}",
+                    meaning="a text that is not UTF-8, or a time that Python can't represent",
+                    fix="correct it, or leave the column out, in the program that writes the file",
+                )
+                yield RawRow(path, ", row ", number, error)
+    except pyarrow.ArrowException as error:
+        raise cut_error(path, error) from error
 
 
-def _read_arrow(file: IO[bytes], path: str) -> Iterator[RawRow]:
-    import pyarrow as pa  # noqa: PLC0415 - heavy
-
-    with arrow_errors(path):
-        start = file.read(6)
-        file.seek(0)
-        if start.startswith(b"FEA1"):
-            raise DataError(f"{path} is a Feather version 1 file", fix="rewrite it as version 2, or as Parquet")
-        is_file = start == b"ARROW1"
-        reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-        _check_names(reader.schema.names, path)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        yield from _table_rows((part for batch in batches for part in _slices(batch)), path)
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(begin, _BATCH_ROWS) for begin in range(0, batch.num_rows, _BATCH_ROWS))
-
-
-def _table_rows(batches: Iterator[Any], path: str) -> Iterator[RawRow]:
-    number = 0
-    for batch in batches:
-        try:
-            rows = batch.to_pylist()
-        except (ValueError, OverflowError):  # one by one, to find the bad row
-            rows = [_only_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
-        for content in rows:
-            number += 1
-            bad = isinstance(content, Exception)
-            yield RawRow(path, ", row ", number, _bad_cell(content, path, number) if bad else without_nulls(content))
+def _rows_of(batch: RecordBatch) -> list[Columns | Exception]:
+    try:
+        rows: list[Columns | Exception] = batch.to_pylist()
+    except (ValueError, OverflowError) as error:  # one by one, to find the bad row
+        one_by_one = (batch.slice(place, 1) for place in range(batch.num_rows))
+        return [error] if batch.num_rows == 1 else [row for one in one_by_one for row in _rows_of(one)]
+    return rows
 
 
 def without_nulls(columns: Columns) -> Columns:
@@ -348,62 +309,57 @@ def without_nulls(columns: Columns) -> Columns:
     return {name: _without_nulls(value) for name, value in columns.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _bad_cell(error: Exception, path: str, number: int) -> DataError:
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(
-            f"{path}, row {number}: not UTF-8: {one_line(error)}",
-            meaning="a text column has bytes of another encoding",
-            fix="convert them to UTF-8 in the program that writes the file",
-        )
-    return DataError(
-        f"{path}, row {number}: a value has no form in Python: {one_line(error)}",
-        meaning="it is a time beyond the year 9999 or before the year 1, or finer than a microsecond",
-        fix="write the column as text, or leave it out, in the program that writes the file",
-    )
-
-
-def _only_row(batch: Any) -> Any:
-    try:
-        return batch.to_pylist()[0]
-    except (ValueError, OverflowError) as error:
-        return error
-
-
-@contextmanager
-def arrow_errors(path: str) -> Iterator[None]:
-    """Convert an error of pyarrow to a DataError about a truncated or damaged file."""
-    import pyarrow as pa  # noqa: PLC0415 - slow to import
-
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise cut_error(path, error) from error
-
-
-READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[RawRow]]] = {
-    ".jsonl": read_lines,
-    ".ndjson": read_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".arrow": _read_arrow,
-    ".feather": _read_arrow,
+READERS: Mapping[str, tuple[str, Callable[[IO[bytes], str], Iterator[RawRow]]]] = {
+    ".jsonl": ("JSON Lines", read_lines),
+    ".ndjson": ("JSON Lines", read_lines),
+    ".json": ("JSON", _read_json),
+    ".parquet": ("Parquet", _read_table),
+    ".csv": ("CSV", _read_csv),
+    ".tsv": ("TSV", _read_csv),
+    ".arrow": ("Arrow", _read_table),
+    ".feather": ("Arrow", _read_table),
 }
-"""Readers by suffix; files with any other suffix are JSON Lines."""
-JSON_LINES: Final = "JSON Lines"
-FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    ".json": ("JSON", ()),
-    ".csv": ("CSV", ()),
-    ".tsv": ("TSV", ()),
-    ".parquet": ("Parquet", (".parquet",)),
-    ".arrow": ("Arrow", (".arrow",)),
-    ".feather": ("Arrow", (".arrow",)),
-}
-"""Name of the format that a suffix stands for, and the kinds of binary files that have it; others are JSON Lines."""
+"""Name and reader of the format that a suffix stands for; files with any other suffix are JSON Lines."""
+
+_KINDS: Final = (
+    ("compressed by gzip", rb"\x1f\x8b", ".gz"),
+    ("compressed by bzip2", rb"BZh[1-9]1AY&SY", ".bz2"),
+    ("compressed by xz", rb"\xfd7zXZ", ".xz"),
+    ("compressed by zstd", rb"\x28\xb5\x2f\xfd", ".zst"),
+    ("a Parquet file", rb"PAR1", ".parquet"),
+    ("an Arrow file", rb"ARROW1", ".arrow"),
+    ("a Feather version 1 file", rb"FEA1", ""),
+    ("compressed by lz4", rb"\x04\x22\x4d\x18", ""),
+    ("a ZIP archive", rb"PK(?:\x03\x04|\x05\x06)", ""),
+    ("a tar archive", rb".{257}ustar", ""),
+    ("an SQLite database", rb"SQLite format 3\0", ""),
+    ("a Python pickle", rb"\x80[\x02-\x05][\x8c\x95c(\]}K]", ""),
+    ("a PDF", rb"%PDF-", ""),
+    ("a web page", rb"(?i)(?:\xef\xbb\xbf)?\s*<(?:!doctype\s+html|html|head)\b", ""),
+)
+"""Kinds of files with the pattern at their beginning, and the suffix that selects their reader, if there is one."""
+START_BYTES: Final = 512
+"""Bytes of a file's beginning from which its kind is recognized."""
+
+
+def check_kind(start: bytes, file: str, expected: str = "JSON Lines", suffix: str = "") -> None:
+    """Refuse a file whose content is of another kind than its name says.
+
+    `start` is decompressed if the name has the suffix of a compression. `suffix` is that of binary files that are
+    expected.
+    """
+    for kind, pattern, own in _KINDS:
+        if re.match(pattern, start, re.DOTALL) and (not own or own != suffix.replace(".feather", ".arrow")):
+            raise DataError(
+                f"{file} is {kind}, not {expected}",
+                meaning="the suffix of a file selects its reader, by which this one can't be read",
+                fix=f"rename it: mv {shlex.quote(file)} …{own}"
+                if own
+                else "unpack or convert it: JSON Lines, Parquet and CSV are read; or download it again",
+            )

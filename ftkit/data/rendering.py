@@ -11,17 +11,25 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.completions import Completions
-from ftkit.data.conversations import Conversation, Message, ToolCall, trained_turns, with_short_ids
-from ftkit.data.limits import MAX_TEXT, LimitReachedError, NamedTemplate, run_limited
+from ftkit.data.conversations import Conversation, JsonObject, Message, ToolCall, trained_turns, with_short_ids
+from ftkit.data.labels import Completions
+from ftkit.data.limits import MAX_TEXT, LimitReachedError, Template, run_limited
 from ftkit.data.private_apis import compile_chat_template
-from ftkit.data.template_fields import CONTENTS, LONG_TEXT, PROBE, content_probes, fields_of, probes, shapes
-from ftkit.data.turn_ends import TurnEnd, find_turn_ends
-from ftkit.data.typed_tokens import CUT, cut, special_tokens_of, token_pattern, typed_texts
+from ftkit.data.template_probes import (
+    CONTENTS,
+    PROBE,
+    TurnEnd,
+    fields_of,
+    find_dropped,
+    find_turn_ends,
+    shapes,
+)
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
     from ftkit.config.data import DataSpec
 
@@ -29,6 +37,8 @@ _TODAY = datetime(2025, 1, 1, tzinfo=UTC)
 """Date for templates that write the current date (gpt-oss, Mistral), so that preparing twice gives the same data."""
 _WINDOW = 16
 _MAX_SHOWN_ROLES = 8
+_CUT = "\ufdd0"
+"""Mark inside a special token in the text of the data: a Unicode noncharacter, which texts don't contain."""
 
 _Turn = dict[str, Any]
 """A turn as chat templates expect it."""
@@ -49,28 +59,22 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class ChatRenderer:
+class ChatRenderer(Template):
     """A tokenizer's chat template. Its public methods run it within limits of CPU time and memory.
 
     Attributes:
-        name: what errors call it.
-        template: Jinja text.
         tool_template: template for conversations with tools; the same for most tokenizers.
-        variables: special tokens and options that it may use.
         special_tokens: tokens that stay text if the data contains them, longest first.
         stops: tokens at which generation stops, by the tokenizer and the model's generation configuration.
         needs_short_ids: whether it requires tool call ids of nine letters or digits.
         needs_parts: whether it writes contents only if they are lists of parts, as some multimodal models' do.
-        dropped: fields of turns that it silently omits, found by rendering small conversations.
-        answer_end: how it ends answers.
-        call_end: how it ends turns with tool calls.
-        completions: finds the trained parts of renderings.
+        dropped: fields of turns that it silently omits.
+        answer_end: how it ends answers; `call_end`, turns with tool calls.
     """
 
-    name: str
     template: str
     tool_template: str
-    variables: Mapping[str, Any]
+    variables: JsonObject
     special_tokens: tuple[str, ...]
     stops: frozenset[str] = frozenset()
     needs_short_ids: bool = False
@@ -81,53 +85,38 @@ class ChatRenderer:
     completions: Completions = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        ends = {end.token for end in (self.answer_end, self.call_end) if end.token}
-        object.__setattr__(self, "completions", Completions(self, self.stops | ends))
+        object.__setattr__(self, "completions", Completions(self, self.stops | {*self.end_tokens}))
 
     @classmethod
-    def of(cls, tokenizer: Any, options: Mapping[str, Any], end_tokens: Collection[int] = ()) -> ChatRenderer:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, options: JsonObject, end_tokens: Collection[int] = ()
+    ) -> ChatRenderer:
         """Inspect a tokenizer's template: find which fields of turns it omits, and how it ends turns.
 
-        Args:
-            tokenizer: the tokenizer.
-            options: variables of the recipe for the template.
-            end_tokens: the end tokens of the model's configuration, at which generation stops.
-
-        Raises:
-            DataError: the template refuses a question and its answer, or reaches a limit.
+        `end_tokens` are those of the model's configuration, at which generation stops.
         """
-        special = special_tokens_of(tokenizer)
-        inspected: dict[str, Any] = {
-            "name": name_of_template(tokenizer),
-            "template": tokenizer.get_chat_template(),
-            "tool_template": tokenizer.get_chat_template(tools=[{}]),
-            "variables": {**tokenizer.special_tokens_map, **options},
-            "special_tokens": special,
-            "stops": frozenset(
-                {str(tokenizer.added_tokens_decoder[token]) for token in end_tokens
-                 if token in tokenizer.added_tokens_decoder}
-                | ({tokenizer.eos_token} if tokenizer.eos_token else set())
-            ),
-        }  # fmt: skip
-        named = NamedTemplate(inspected["name"], inspected["template"] + inspected["tool_template"])
-        return run_limited(named, cls._inspected, inspected)
+        template, tool_template = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
+        added = tokenizer.added_tokens_decoder
+        stops = {str(added[token]) for token in end_tokens if token in added} | {tokenizer.eos_token} - {None}
+        renderer = cls(
+            name_of_template(tokenizer), template + tool_template, template, tool_template,
+            variables={**tokenizer.special_tokens_map, **options},
+            special_tokens=special_tokens_of(tokenizer),
+            stops=frozenset(stops),
+        )  # fmt: skip
+        return run_limited(renderer, renderer.inspected)
 
-    @classmethod
-    def _inspected(cls, known: Mapping[str, Any]) -> ChatRenderer:
-        renderer, in_parts = cls(**known), cls(**known, needs_parts=True)
-        if not renderer._writes_contents() and in_parts._writes_contents():
+    def inspected(self) -> ChatRenderer:
+        """Return this renderer with what small conversations show of the template."""
+        renderer, in_parts = self, replace(self, needs_parts=True)
+        if not renderer.writes_contents() and in_parts.writes_contents():
             renderer = in_parts
         call = Conversation((Message("user", "hi"), Message("assistant", "", tool_calls=(ToolCall("f", {}),))))
         if not renderer.accepts(call) and renderer.accepts(with_short_ids(call)):
             renderer = replace(renderer, needs_short_ids=True)
-        answer_end, call_end = find_turn_ends(renderer, renderer.special_tokens, renderer.stops)
-        dropped = frozenset(_dropped(renderer))
+        answer_end, call_end = find_turn_ends(renderer)
+        dropped = frozenset(find_dropped(renderer))
         return replace(renderer, dropped=dropped, answer_end=answer_end, call_end=call_end)
-
-    @property
-    def source(self) -> str:
-        """The text of the templates."""
-        return self.template + self.tool_template
 
     @property
     def end_tokens(self) -> list[str]:
@@ -142,7 +131,8 @@ class ChatRenderer:
             return False
         return True
 
-    def _writes_contents(self) -> bool:
+    def writes_contents(self) -> bool:
+        """Return whether the template writes the contents of turns."""
         try:
             text = self.render(CONTENTS)
         except DataError:
@@ -150,18 +140,12 @@ class ChatRenderer:
         return text.count(PROBE) == len(CONTENTS.messages) and "{'type':" not in text  # the parts, not as Python
 
     def render(self, conversation: Conversation, *, open_turn: bool = False) -> str:
-        """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn.
-
-        Raises:
-            DataError: the chat template refuses it, or reaches a limit.
-        """
+        """Return the text of a conversation; with `open_turn`, followed by the header of an assistant turn."""
         return run_limited(self, self._text_of, conversation, open_turn)
 
     def _text_of(self, conversation: Conversation, open_turn: bool) -> str:  # noqa: FBT001
-        if self.needs_short_ids:
-            conversation = with_short_ids(conversation)
-        turns = self._turns_of(conversation)
-        return self._render(turns, conversation.tools, open_turn=open_turn)
+        given = with_short_ids(conversation) if self.needs_short_ids else conversation
+        return self._render(self._turns_of(given), given.tools, open_turn=open_turn)
 
     def _turns_of(self, conversation: Conversation) -> list[_Turn]:
         return [_for_template(message, in_parts=self.needs_parts) for message in conversation.messages]
@@ -172,21 +156,6 @@ class ChatRenderer:
             return replace(self.answer_end, opening="").cut(text)
         return (self.call_end if last.tool_calls else self.answer_end).cut(text)
 
-    def changed_roles(self) -> list[str]:
-        """Return the roles of turns whose contents it shortens or changes, other than at their ends."""
-        return run_limited(self, self._changed_roles)
-
-    def _changed_roles(self) -> list[str]:
-        changed = []
-        for role, conversation in content_probes().items():
-            try:
-                text = self.render(conversation)
-            except DataError:
-                continue  # it refuses such turns
-            if LONG_TEXT not in text and f"{role} turns" not in self.dropped:
-                changed.append(role)
-        return changed
-
     def renderings(self, conversation: Conversation, data: DataSpec) -> list[Rendering]:
         """Render a conversation so that each trained turn has the form that inference will see.
 
@@ -194,9 +163,6 @@ class ChatRenderer:
         earlier turns once later ones follow (Qwen 3 drops their thinking, gpt-oss their analysis and end token), one
         text can't have all turns in that form. So each text ends with a trained turn, and contains the earlier trained
         turns that stay the same.
-
-        Raises:
-            DataError: the template rejects the conversation, drops part of it, reaches a limit, or nothing is trained.
         """
         return run_limited(self, self._renderings, conversation, data)
 
@@ -214,9 +180,6 @@ class ChatRenderer:
         """Return the shapes of conversations whose labels can't be shown to be right; rows of such a shape are refused.
 
         Shapes that the template refuses to render are none of them.
-
-        Raises:
-            DataError: there is no other shape, or the template reaches a limit.
         """
         return run_limited(self, self._find_unproven)
 
@@ -236,8 +199,8 @@ class ChatRenderer:
                 found[name] = error
         if found and tried == len(found):
             first = next(iter(found.values()))
-            said = f"no conversation can be trained on with the chat template: {first.what}"
-            raise DataError(said, meaning=first.meaning, fix=first.fix)
+            first.what = f"no conversation can be trained on with the chat template: {first.what}"
+            raise first
         return found
 
     def _prepared(self, conversation: Conversation) -> tuple[Conversation, bool]:
@@ -252,22 +215,23 @@ class ChatRenderer:
         if self.needs_short_ids:
             conversation = with_short_ids(conversation)
         pattern = token_pattern(self.special_tokens)
-        if not any(pattern.search(text) for text in typed_texts(conversation)):
+        texts = list(_texts_of(conversation))
+        if not any(map(pattern.search, texts)):
             return conversation, False
-        if any(CUT in text for text in typed_texts(conversation)):
+        if any(_CUT in text for text in texts):
             raise DataError("the text has U+FDD0, which is not a character", fix="correct or remove this example")
         messages = tuple(
             replace(
                 message,
-                content=cut(message.content, pattern),
-                reasoning=cut(message.reasoning, pattern),
-                tool_calls=tuple(replace(call, arguments=cut(call.arguments, pattern)) for call in message.tool_calls),
+                content=_cut(message.content, pattern),
+                reasoning=_cut(message.reasoning, pattern),
+                tool_calls=tuple(replace(call, arguments=_cut(call.arguments, pattern)) for call in message.tool_calls),
             )
             for message in conversation.messages
         )
-        return replace(conversation, messages=messages, tools=tuple(cut(list(conversation.tools), pattern))), True
+        return replace(conversation, messages=messages, tools=tuple(_cut(list(conversation.tools), pattern))), True
 
-    def _render(self, turns: Sequence[_Turn], tools: Sequence[Mapping[str, Any]], *, open_turn: bool) -> str:
+    def _render(self, turns: Sequence[_Turn], tools: Sequence[JsonObject], *, open_turn: bool) -> str:
         variables = {
             **self.variables,
             "messages": turns,
@@ -277,9 +241,8 @@ class ChatRenderer:
             "strftime_now": _TODAY.strftime,
         }
         try:
-            compiled = _compile(self.tool_template if tools else self.template)
-            text = str(compiled.render(variables))
-        except (DataError, MemoryError):
+            text = str(compile_chat_template(self.tool_template if tools else self.template).render(variables))
+        except MemoryError:
             raise
         except Exception as error:  # a template may raise anything: Jinja's errors, its own, Python's
             roles = [turn["role"] for turn in turns[:_MAX_SHOWN_ROLES]] + ["…"] * (len(turns) > _MAX_SHOWN_ROLES)
@@ -366,7 +329,7 @@ class ChatRenderer:
         return text, len(before)
 
 
-def name_of_template(tokenizer: Any) -> str:
+def name_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what errors call a tokenizer's chat template."""
     return f"the chat template of '{source}'" if (source := tokenizer.name_or_path) else "the chat template"
 
@@ -399,36 +362,51 @@ def _for_template(message: Message, *, in_parts: bool) -> _Turn:
     return turn
 
 
-@lru_cache(maxsize=8)
-def _compile(template: str) -> Any:
-    try:
-        return compile_chat_template(template)
-    except MemoryError:
-        raise
-    except Exception as error:  # Jinja's errors, and those of extensions
-        raise DataError(
-            f"the chat template is not valid Jinja: {one_line(error)}",
-            meaning="the template, not the data, is damaged, or needs an extension that transformers lacks",
-            fix="correct the template of the tokenizer, or set data.chat_template to another",
-        ) from error
-
-
-def _dropped(renderer: ChatRenderer) -> Iterator[str]:
-    """Yield the fields that a template omits: it renders a small conversation without the field's text."""
-    for name, conversation in probes().items():
-        short = with_short_ids(conversation)
-        try:
-            if PROBE not in renderer.render(short if renderer.accepts(short) else conversation):
-                yield name
-        except DataError:
-            continue  # the template refuses such turns; if the data has any, an error says so
-
-
 def _without_cuts(rendering: Rendering) -> Rendering:
     """Remove the cut marks from the text, and return their positions."""
-    places = [found.start() for found in re.finditer(CUT, rendering.text)]
+    places = [found.start() for found in re.finditer(_CUT, rendering.text)]
     spans = tuple(
         (begin - bisect_left(places, begin), end - bisect_left(places, end)) for begin, end in rendering.spans
     )
     cuts = tuple(place - number for number, place in enumerate(places))
-    return Rendering(rendering.text.replace(CUT, ""), spans, cuts)
+    return Rendering(rendering.text.replace(_CUT, ""), spans, cuts)
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return a tokenizer's special tokens, longest first. Those in the data, as in a user's question, stay text."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    return tuple(sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token)))
+
+
+@lru_cache(maxsize=8)
+def token_pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern that finds any of the tokens in a text."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def _texts_of(conversation: Conversation) -> Iterator[str]:
+    """Yield contents, reasoning, arguments and schemas."""
+    for message in conversation.messages:
+        yield message.content
+        yield message.reasoning or ""
+        for call in message.tool_calls:
+            yield from _strings(call.arguments)
+    yield from _strings(list(conversation.tools))
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
+
+
+def _cut(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Insert a cut after the first character of each special token in texts, at any depth."""
+    if isinstance(value, str):
+        return pattern.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
+    if isinstance(value, dict):
+        return {_cut(key, pattern): _cut(inner, pattern) for key, inner in value.items()}
+    return [_cut(inner, pattern) for inner in value] if isinstance(value, list) else value

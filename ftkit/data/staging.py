@@ -1,4 +1,7 @@
-"""Stage weights on a node's local disk: one copy per node, verified at each start, shared by the node's ranks."""
+"""Bring a run's weights to its GPUs: exported or downloaded, and staged on each node's local disk.
+
+Of a staged copy there is one per node, verified at each start and shared by the node's ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,29 @@ import hashlib
 import os
 import shutil
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftkit import process
+from ftkit.errors import NotFoundError, one_line
 from ftkit.files import atomic_folder, read_json_if_valid, remove, write_json
-from ftkit.hub.client import find_folder
+from ftkit.hub.client import find_folder, is_fetched
+from ftkit.hub.readiness import check_weights, download_weights
 from ftkit.models.folder import SMALL_FILES
 from ftkit.models.weight_files import UNREADABLE, weight_files
 from ftkit.paths import is_path
-from ftkit.planning.layout import Workspace
-from ftkit.runs.checkpoints import SavedFile
+from ftkit.planning.layout import RunLayout, Workspace
+from ftkit.runs.checkpoints import MARKER, SavedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
+    from ftkit.models.architecture import TrainedWeights
     from ftkit.planning.plan import RunPlan
 
 STAGED = "FTKIT_STAGED_WEIGHTS"
@@ -35,8 +43,60 @@ MAX_COPYING_NODES = 15
 """On more nodes, weights are not copied. N copies read the shared file system N times; ranks that read only their
 shards read it about once in total. So a copy pays off after about N starts with the same weights on the same nodes
 (docs/reference/many-nodes.md)."""
+_EXPORT_SECONDS = 24 * 3600.0
 _THREADS = 8
 """Files copied in parallel: one stream does not saturate a parallel file system."""
+
+
+def weights_to_export(plan: RunPlan) -> TrainedWeights | None:
+    """Return the checkpoint of an earlier run that must be exported first; None if there is none."""
+    trained = plan.recipe.model.trained
+    return None if trained is None or Path(trained.folder).is_dir() else trained
+
+
+def are_weights_here(plan: RunPlan, environment: Mapping[str, str]) -> bool:
+    """Return whether all weights are present. The cluster profile's variables override the environment's."""
+    variables = {**environment, **plan.cluster.environment}
+    return weights_to_export(plan) is None and is_fetched(
+        plan.recipe.model, variables, Workspace(plan.workspace).hub_home
+    )
+
+
+def fetch_weights(plan: RunPlan, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Download the weights of a hub model, if missing."""
+    model, home = plan.recipe.model, Workspace(plan.workspace).hub_home
+    if not is_fetched(model, {**environment, **plan.cluster.environment}, home):
+        report(f"downloading the weights of {model.weights}")
+        download_weights(model, environment, home)
+        if warning := check_weights(model, environment, home):
+            report(f"warning: {warning}")
+
+
+def export_weights(plan: RunPlan, report: Callable[[str], None]) -> None:
+    """Export the checkpoint that training continues from, if not yet exported."""
+    trained = weights_to_export(plan)
+    if trained is None:
+        return
+    layout = RunLayout(Path(trained.folder).parents[1])
+    marker = layout.checkpoint(trained.step) / MARKER
+    if not marker.is_file() or hashlib.sha256(marker.read_bytes()).hexdigest() != trained.sha256:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} no longer exists",
+            meaning="the run deleted it (training.keep_checkpoints), or trained that step again, after this run's plan",
+            fix=f"list its checkpoints, and submit again: ftkit runs checkpoints {trained.run}",
+        )
+    report(f"exporting the checkpoint of step {trained.step} of {trained.run}")
+    command = [sys.executable, "-m", "ftkit", "export", trained.run, "--step", str(trained.step)]
+    done = process.run_stoppable(
+        [*command, "--to", trained.folder, "--no-verify"],
+        timeout_seconds=_EXPORT_SECONDS,
+        environment={**os.environ, "FTKIT_WORKSPACE": str(plan.workspace)},
+    )
+    if done.returncode:
+        raise NotFoundError(
+            f"the checkpoint of step {trained.step} of {trained.run} can't be exported: {one_line(done.stderr)}",
+            fix=f"run it manually: ftkit export {trained.run} --step {trained.step} --to {trained.folder}",
+        )
 
 
 @dataclass(frozen=True)
@@ -50,13 +110,8 @@ class StagedFiles:
 def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> Path | None:
     """Copy a run's weights to this node's local disk, or verify an existing copy.
 
-    Args:
-        plan: plan of the run; nothing is done unless its cluster profile sets `stage: local`.
-        cache: this user's folder on the node's local disk.
-        report: called with progress messages.
-
-    Returns:
-        The folder to load from; None to load from the shared file system.
+    `cache` is this user's folder on that disk. Returns the folder to load from; None to load from the shared file
+    system, as without `stage: local` in the cluster profile.
     """
     model = plan.recipe.model
     if plan.cluster.stage != "local" or model.weights == "random":
@@ -64,24 +119,34 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     source = find_folder(model, os.environ, Workspace(plan.workspace).hub_home)
     if source is None or (is_path(model.weights) and not source.is_dir()):
         return None  # the ranks report why they can't be loaded
-    files = _files_of(source)
+    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
+    with suppress(*UNREADABLE):  # the ranks refuse the copy of a damaged index
+        found |= {source / file for file in weight_files(source)}  # not those in other layouts
+    files = sorted(path for path in found if path.is_file())
+    sizes = {path: path.stat() for path in files}
+    lines = [f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in sizes.items()]
     began, host = time.monotonic(), socket.gethostname()
-    folder = cache / "weights" / _key(source, files)
-    found = _verify(folder)
-    if found is None:
+    digest = hashlib.sha256("\n".join([str(source), *lines]).encode()).hexdigest()
+    folder = cache / "weights" / digest[:32]
+    damaged = _verify(folder)
+    if damaged is None:
         report(f"{host}: weights are in {folder}, verified in {time.monotonic() - began:.1f} s")
         return folder
     if (num_nodes := plan.placement.num_nodes) > MAX_COPYING_NODES:
         if os.environ.get("SLURM_NODEID", "0") == "0":
             report(f"weights are not copied to {num_nodes} nodes: ranks read their shards from {source}")
         return None
-    if found:
-        report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(found)}): copying it again")
-    size = sum(path.stat().st_size for path in files)
+    if damaged:
+        report(f"{host}: the copy of the weights in {folder} is damaged ({', '.join(damaged)}): copying it again")
+    size = sum(stat.st_size for stat in sizes.values())
     try:
         remove(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _copy(source, files, folder, size)
+        if (free := shutil.disk_usage(folder.parent).free) < size:
+            raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")  # noqa: TRY301
+        with atomic_folder(folder) as temporary, ThreadPoolExecutor(_THREADS) as threads:
+            copied = dict(threads.map(lambda path: (path.name, _copy_file(path, temporary / path.name)), files))
+            write_json(temporary / _MARKER, StagedFiles(str(source), copied))
     except OSError as error:
         report(
             f"{host}: {size / 2**30:.1f} GiB of weights can't be copied to {folder.parent} ({error.strerror}): "
@@ -93,46 +158,21 @@ def stage_weights(plan: RunPlan, cache: Path, report: Callable[[str], None]) -> 
     return folder
 
 
-def _files_of(source: Path) -> list[Path]:
-    """Return a model's files, without weights in other layouts that lie beside them."""
-    found = {path for pattern in SMALL_FILES for path in source.glob(pattern)}
-    with suppress(*UNREADABLE):  # the ranks refuse the copy of a damaged index
-        found |= {source / file for file in weight_files(source)}
-    return sorted(path for path in found if path.is_file())
-
-
-def _key(source: Path, files: list[Path]) -> str:
-    """Return the folder's name, which changes with the weights."""
-    digest = hashlib.sha256(str(source).encode())
-    for path in files:
-        stat = path.stat()
-        digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
-    return digest.hexdigest()[:32]
-
-
 def _verify(folder: Path) -> list[str] | None:
     """Return the damaged files of a copy; empty if there is no copy, None if the copy is intact."""
     staged = read_json_if_valid(folder / _MARKER, StagedFiles)
     if staged is None:
         return [_MARKER] if folder.is_dir() else []
+
+    def is_intact(name: str) -> bool:
+        try:
+            return SavedFile.of(folder / name) == staged.files[name]
+        except OSError:
+            return False
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        intact = threads.map(lambda each: _is_intact(folder / each[0], each[1]), staged.files.items())
-        return [name for name, is_intact in zip(staged.files, intact, strict=True) if not is_intact] or None
-
-
-def _is_intact(path: Path, expected: SavedFile) -> bool:
-    try:
-        return SavedFile.of(path) == expected
-    except OSError:
-        return False
-
-
-def _copy(source: Path, files: list[Path], folder: Path, size: int) -> None:
-    if (free := shutil.disk_usage(folder.parent).free) < size:
-        raise OSError(errno.ENOSPC, f"{free / 2**30:.1f} GiB are free")
-    with atomic_folder(folder) as temporary, ThreadPoolExecutor(_THREADS) as threads:
-        copied = dict(threads.map(lambda path: (path.name, _copy_file(path, temporary / path.name)), files))
-        write_json(temporary / _MARKER, StagedFiles(str(source), copied))
+        intact = threads.map(is_intact, staged.files)
+        return [name for name, is_same in zip(staged.files, intact, strict=True) if not is_same] or None
 
 
 def _copy_file(path: Path, target: Path) -> SavedFile:

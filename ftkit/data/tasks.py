@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import sys
 import traceback
-from functools import lru_cache, partial
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator
 
-    from ftkit.config.data import DataSpec
+    from ftkit.config.data import DataSpec, TaskFile
     from ftkit.config.data_sources import GeneratedSource
-    from ftkit.config.task import TaskFile
-
-ResultT = TypeVar("ResultT")
+    from ftkit.data.rows import Columns
 
 
-def generate_rows(data: DataSpec, source: GeneratedSource) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of a task to train and to validate on.
-
-    Raises:
-        DataError: the task failed, or returned something else.
-    """
-    task = _task_of(data)
-
-    def run() -> tuple[list[Any], list[Any]]:
-        generate = _load(task).generate
-        train, heldout = generate(
-            seed=source.seed, num_train=source.num_train, num_heldout=source.num_heldout, **source.options
-        )
-        return list(islice(train, source.num_train)), list(islice(heldout, source.num_heldout))
-
-    splits = _run(task, "generate", run)
-    for rows, wanted, split in zip(splits, (source.num_train, source.num_heldout), ("train", "validate"), strict=True):
+def generate_rows(data: DataSpec, source: GeneratedSource) -> tuple[list[Columns], list[Columns]]:
+    """Return the rows of a task to train and to validate on."""
+    task, numbers = _task_of(data), (source.num_train, source.num_heldout)
+    with _errors_of(task, "generate"):
+        made = _load(task).generate(seed=source.seed, num_train=numbers[0], num_heldout=numbers[1], **source.options)
+        train, heldout = (list(islice(rows, number)) for rows, number in zip(made, numbers, strict=True))
+    for rows, wanted, split in zip((train, heldout), numbers, ("train", "validate"), strict=True):
         if len(rows) < wanted:
             raise DataError(
                 f"{task.file}: 'generate' returned {len(rows):,} of {wanted:,} rows to {split} on",
@@ -47,32 +36,23 @@ def generate_rows(data: DataSpec, source: GeneratedSource) -> tuple[list[dict[st
             raise DataError(
                 f"{task.file}: 'generate' returned a row that is not a dict: {str(bad)[:80]}", fix="correct the task"
             )
-    return splits
+    return train, heldout
 
 
-def read_pair(data: DataSpec, columns: Mapping[str, Any], *, with_completion: bool = True) -> dict[str, Any]:
-    """Return the prompt, and the completion, that a task makes of a row: each is a text or a list of turns.
-
-    Raises:
-        DataError: the task failed.
-    """
-    task = _task_of(data)
-    names = ("prompt", "completion") if with_completion else ("prompt",)
-    return {name: _run(task, name, partial(_call, task, name, dict(columns))) for name in names}
+def read_pair(data: DataSpec, columns: Columns) -> Columns:
+    """Return the prompt and the completion that a task makes of a row: each is a text or a list of turns."""
+    task, pair = _task_of(data), {}
+    for name in ("prompt", "completion"):
+        with _errors_of(task, name):
+            pair[name] = getattr(_load(task), name)(dict(columns))
+    return pair
 
 
-def score_row(task: TaskFile, metric: str, columns: Mapping[str, Any], completion: str) -> float | None:
-    """Return the score of a completion, from 0 to 1, by a task's metric; None if it does not apply to the row.
-
-    Raises:
-        DataError: the task failed, or returned something else.
-    """
-
-    def run() -> float | None:
-        score = _call(task, metric, dict(columns), completion)
-        return None if score is None else float(score)
-
-    score = _run(task, metric, run)
+def score_row(task: TaskFile, metric: str, columns: Columns, completion: str) -> float | None:
+    """Return the score of a completion, from 0 to 1, by a task's metric; None if it does not apply to the row."""
+    with _errors_of(task, metric):
+        score = getattr(_load(task), metric)(dict(columns), completion)
+        score = None if score is None else float(score)
     if score is not None and not 0 <= score <= 1:
         raise DataError(
             f"{task.file}: the metric '{metric}' returned {score}", fix="return a score from 0 to 1, or None"
@@ -86,10 +66,6 @@ def _task_of(data: DataSpec) -> TaskFile:
     return data.task
 
 
-def _call(task: TaskFile, name: str, *args: object) -> Any:
-    return getattr(_load(task), name)(*args)
-
-
 @lru_cache(maxsize=8)
 def _load(task: TaskFile) -> ModuleType:
     """Run a task's file as a module. Its text is the plan's, which may differ from the file's by now."""
@@ -100,14 +76,11 @@ def _load(task: TaskFile) -> ModuleType:
     return module
 
 
-def _run(task: TaskFile, name: str, function: Callable[[], ResultT]) -> ResultT:
-    """Call a task's code.
-
-    Raises:
-        DataError: it raised anything; with the line of the task.
-    """
+@contextmanager
+def _errors_of(task: TaskFile, name: str) -> Iterator[None]:
+    """Turn anything that a task's code raises into a DataError with the task's line."""
     try:
-        return function()
+        yield
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == task.file]

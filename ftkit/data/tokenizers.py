@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ftkit.data.chat_templates import (
-    PROCESSOR_TEMPLATE,
-    TEMPLATES,
-    missing_template,
-    missing_tokens,
-    no_default_template,
-)
 from ftkit.data.encoding import check_tokens
 from ftkit.data.imports import import_transformers
-from ftkit.data.tokenizer_files import TEKKEN_FILE, check_tokenizer_files, convert_command, sentencepiece_files
+from ftkit.data.tokenizer_files import (
+    PROCESSOR_TEMPLATE,
+    TEKKEN_FILE,
+    TEMPLATES,
+    check_own_template,
+    check_tokenizer_files,
+    convert_command,
+)
 from ftkit.errors import DataError, one_line
 from ftkit.files import load_json, read_small
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens
@@ -52,7 +51,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, template_name: str) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    trained: PreTrainedTokenizerBase = import_transformers().PreTrainedTokenizerFast(
+    trained = import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=template.begin,
@@ -68,13 +67,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the recipe's tokenizer from a folder or the hub, with added tokens and chat template.
 
-    Args:
-        model: the recipe's model section.
-        chat_template: `model` for its own, the name of a shipped one, or Jinja; None for plain text.
-        report: called with a message for each added token.
-
-    Raises:
-        DataError: it can't be loaded, has no chat template and the recipe sets none, or lacks tokens of the template.
+    `chat_template` is `model` for its own, the name of a shipped one, or Jinja; None for plain text.
     """
     source = model.weights if model.tokenizer.source == "model" else model.tokenizer.source
     revision = model.revision if model.tokenizer.source == "model" else None
@@ -84,8 +77,6 @@ def load_tokenizer(
         tokenizer = _load(source, revision)
     except Exception as error:  # it also reads the model's configuration, whose values may raise anything
         raise _loading_error(source, error) from error
-    if is_path(source):
-        check_conversion(tokenizer, Path(source))
     add_tokens(tokenizer, model.added_tokens, report)
     if chat_template == "model" and not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(source, revision)
@@ -94,7 +85,7 @@ def load_tokenizer(
     return _with_padding(tokenizer, source)
 
 
-def load_listed_tokenizer(folder: Path, model: ModelSpec, chat_template: str | None) -> Any:
+def load_listed_tokenizer(folder: Path, model: ModelSpec, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Load a folder's tokenizer.json as `load_tokenizer` does, in less than a second: without the model's class."""
     tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(folder)
     add_tokens(tokenizer, model.added_tokens, lambda _: None)
@@ -103,7 +94,7 @@ def load_listed_tokenizer(folder: Path, model: ModelSpec, chat_template: str | N
     return tokenizer
 
 
-def _load(source: str, revision: str | None) -> Any:
+def _load(source: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer as `tokenizers` runs it.
 
     For Mistral's models, transformers 5 prefers mistral-common where it is installed, as beside vLLM. It does not read
@@ -152,57 +143,18 @@ def _loading_error(source: str, error: Exception) -> DataError:
         return DataError(
             f"the tokenizer or the model of '{source}' contains custom code",
             meaning=f"transformers {transformers.__version__} lacks its class, and ftkit never runs code of a model",
-            fix="choose a model whose class is in transformers; or, if only the tokenizer has code, "
-            "model.tokenizer.source: a tokenizer of the same vocabulary that has tokenizer.json",
+            fix="choose another model; or a tokenizer of the same vocabulary with tokenizer.json (model.tokenizer)",
         )
     return DataError(
         f"can't load the tokenizer of '{source}' with transformers {transformers.__version__}: {one_line(error)}",
-        meaning="a file is missing or broken, its class needs another version of transformers, or the hub refuses "
-        "access or is unreachable"
-        if not is_path(source)
-        else "a file is missing or broken, or its class needs another version of transformers or another package",
-        fix="check model.weights; for a gated model accept its license and set HF_TOKEN"
-        if not is_path(source)
-        else f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}",
+        meaning="a file is missing or broken, its class needs another version of transformers or another package, or "
+        "the hub refuses access or is unreachable",
+        fix=f"where it can be loaded, write it as tokenizer.json: {convert_command(source)}; for a gated model accept "
+        "its license and set HF_TOKEN",
     )
 
 
-_PROBED_WORDS: Final = 12
-
-
-def check_conversion(tokenizer: Any, folder: Path) -> None:
-    """Check that a tokenizer made of a SentencePiece model divides a text as SentencePiece does.
-
-    transformers derives spaces and normalization from the tokenizer's class: with a wrong class, or none, it silently
-    divides texts differently.
-
-    Raises:
-        DataError: it does not.
-    """
-    files = sentencepiece_files(folder)
-    if len(files) != 1 or find_spec("sentencepiece") is None:
-        return
-    from sentencepiece import SentencePieceProcessor  # noqa: PLC0415 - in few environments, for few models
-
-    try:
-        model = SentencePieceProcessor(model_file=str(files[0]))
-    except (OSError, RuntimeError):  # a file of tiktoken has the same suffix
-        return
-    pieces = (model.id_to_piece(number).lstrip("▁") for number in range(model.get_piece_size()))
-    text = " ".join(sorted(filter(str.isalpha, pieces), key=lambda piece: (-len(piece), piece))[:_PROBED_WORDS])
-    expected = model.encode(text, out_type=str)
-    found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if found != expected:
-        raise DataError(
-            f"the tokenizer of '{folder}' divides a text into {' '.join(found[:4])} …, where its {files[0].name} has "
-            f"{' '.join(expected[:4])} …",
-            meaning="tokenizer_config.json has no tokenizer_class, or not the model's",
-            fix="correct tokenizer_class (LlamaTokenizer for Llama 1 and 2 and models like them); or convert it with "
-            f"the right class: {convert_command(str(folder))}",
-        )
-
-
-def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], None]) -> None:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], report: Callable[[str], None]) -> None:
     """Add special tokens to a tokenizer that lacks them or has them as plain tokens."""
     vocabulary = tokenizer.get_vocab()
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -213,45 +165,45 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str], report: Callable[[str], No
         report(f"special token {token}: id {tokenizer.convert_tokens_to_ids(token)}, {was}")
 
 
-def _set_template(tokenizer: Any, source: str, template: str) -> None:
+def _set_template(tokenizer: PreTrainedTokenizerBase, source: str, template: str) -> None:
     if template == "model":
-        if not tokenizer.chat_template:
-            raise missing_template(source)
-        if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
-            raise no_default_template(source, tokenizer.chat_template)
+        own = tokenizer.chat_template
+        check_own_template(source, own, own if isinstance(own, dict) else ())
     elif template in TEMPLATES:
         shipped = TEMPLATES[template]
-        missing = shipped.missing_tokens(tokenizer.get_vocab())
-        if missing:
-            raise missing_tokens(source, template, missing)
+        shipped.check_tokens(tokenizer.get_vocab(), source)
         tokenizer.chat_template = shipped.template
-        _end_texts_with_turns(tokenizer, shipped.end_of_turn)
+        # A base model's end of texts becomes the end of turns, for programs that read only the tokenizer. If padding
+        # was the end of texts, it must not become the end of turns.
+        if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.eos_token = shipped.end_of_turn
     else:
         tokenizer.chat_template = template
 
 
-def _with_padding(tokenizer: Any, source: str) -> PreTrainedTokenizerBase:
+def _with_padding(tokenizer: PreTrainedTokenizerBase, source: str) -> PreTrainedTokenizerBase:
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"the tokenizer of '{source}' lacks a fast version, which `tokenizers` can run",
+            fix=f"with a newer transformers: {convert_command(source)}",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None or not tokenizer.is_fast:
-        lacks = "a padding or end token" if tokenizer.is_fast else "a fast version, which `tokenizers` can run"
-        fix = (
-            "set eos_token in its tokenizer_config.json, or set model.tokenizer.source to another tokenizer"
-            if tokenizer.is_fast
-            else f"with a newer transformers: {convert_command(source)}"
+    if tokenizer.pad_token_id is None:
+        raise DataError(
+            f"the tokenizer of '{source}' lacks a padding or end token",
+            fix="set eos_token in its tokenizer_config.json, or set model.tokenizer.source to another tokenizer",
         )
-        raise DataError(f"the tokenizer of '{source}' lacks {lacks}", fix=fix)
-    result: PreTrainedTokenizerBase = tokenizer
-    return result
+    return tokenizer
 
 
-def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callable[[str], None]) -> None:
+def check_size(
+    tokenizer: PreTrainedTokenizerBase, model: ModelSpec, vocab_size: int, report: Callable[[str], None]
+) -> None:
     """Check that padding and added tokens are in the model's vocabulary; warn about other tokens beyond it.
 
     A padding token beyond it, as fine-tuned models add, is replaced by the end token: padding is never trained.
-
-    Raises:
-        DataError: they are not.
     """
     if tokenizer.pad_token_id >= vocab_size > (tokenizer.eos_token_id or 0):
         report(f"padding token {tokenizer.pad_token} is beyond the embedding: {tokenizer.eos_token} is used instead")
@@ -265,31 +217,14 @@ def check_size(tokenizer: Any, model: ModelSpec, vocab_size: int, report: Callab
         )
 
 
-def _end_texts_with_turns(tokenizer: Any, end_of_turn: str) -> None:
-    """Set a base model's `eos_token` to the end-of-turn token, for programs that read only the tokenizer.
-
-    The padding token stays: if it was the end of texts, it must not become the end of turns.
-    """
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.eos_token = end_of_turn
-
-
 def load_saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer stored with prepared data.
-
-    Raises:
-        DataError: a file is missing or damaged.
-    """
+    """Load the tokenizer stored with prepared data."""
     try:
         check_tokenizer_files(folder)
-        loaded: PreTrainedTokenizerBase = import_transformers().AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False
-        )
+        return import_transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for damaged files
         raise DataError(
             f"the tokenizer of the prepared data can't be loaded: {folder}: {one_line(error)}",
             meaning="a file is missing, truncated or replaced",
             fix=f"delete {folder.parent} and prepare again",
         ) from error
-    return loaded

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ftkit.data.cases import EvaluationSet
-    from ftkit.data.metrics import Metric
+    from ftkit.data.completion_metrics import Metric
     from ftkit.evaluate.loaded_model import LoadedModel
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import RunPlan

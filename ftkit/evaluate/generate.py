@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import TextStreamer
 
+from ftkit.data.cases import encode_prompts, encode_text, renderer_of
 from ftkit.data.conversations import Conversation, JsonObject, Message
-from ftkit.data.prompts import encode_prompt, encode_prompts, renderer_of
-from ftkit.data.rows import Row, read_json_lines
+from ftkit.data.readers import read_json_lines
+from ftkit.data.rows import Row
 from ftkit.errors import DataError
 from ftkit.evaluate.loaded_model import GeneratingModel
 from ftkit.files import load_json
@@ -70,7 +71,8 @@ def generate_rows(
     and `model`.
     """
     prompts = []
-    for prompt in encode_prompts(model, renderer_of(model, options), rows, form):
+    renderer = renderer_of(model.tokenizer, model.label, options)
+    for prompt in encode_prompts(model.tokenizer, renderer, rows, form):
         if isinstance(prompt, DataError):
             raise prompt
         prompts.append(prompt)
@@ -147,7 +149,8 @@ class ChatSession:
         before = (Message("system", self.system),) if self.system else ()
         turns = (*self.messages, Message("user", text))
         conversation = Conversation((*before, *turns), self.tools)
-        prompt = encode_prompt(self.model, renderer_of(self.model, self.options), conversation)
+        renderer = renderer_of(self.model.tokenizer, self.model.label, self.options)
+        prompt = encode_text(self.model.tokenizer, renderer.render(conversation, open_turn=True))
         streamer = None if on_text is None else _Streamer(self.model, on_text, is_raw=bool(self.tools))
         (completion,) = self.model.complete([prompt], self.decoding.config(self.model), streamer=streamer)
         reply = Reply(self.model.text_of(completion, is_raw=bool(self.tools)), self.model.is_ended(completion))

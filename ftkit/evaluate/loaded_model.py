@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PreparedData
+from ftkit.data.packing import IGNORED
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import load_saved_tokenizer
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, TrainingError, one_line
 from ftkit.evaluate.source import ModelFolder, TrainedStep, fetch_model, find_base
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import GenerationConfig, TextStreamer
 
-    from ftkit.data.encoding import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.source import ModelSource
     from ftkit.planning.plan import RunPlan
 

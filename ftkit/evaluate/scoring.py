@@ -17,15 +17,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import EvaluationSet, make_evaluation_set, read_evaluation_rows
-from ftkit.data.metrics import Completion, Metric, choose_metrics
-from ftkit.data.store import PreparedData
+from ftkit.data.completion_metrics import Completion, Metric, choose_metrics
+from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import PrerequisiteError, plural
 from ftkit.process import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ftkit.data.encoding import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.loaded_model import GeneratingModel
     from ftkit.evaluate.source import ModelSource, Target
     from ftkit.planning.plan import RunPlan

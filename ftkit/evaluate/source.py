@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import NotFoundError
 from ftkit.files import read_json_if_valid
-from ftkit.hub.access import download_weights
+from ftkit.hub.readiness import download_weights
 from ftkit.models.architecture import ModelSpec
 from ftkit.models.folder import ADAPTER_CONFIG, EXPORT_RECORD
 from ftkit.models.weight_files import CONFIG_FILE

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig
 
 from ftkit.data.cases import ModelInput
-from ftkit.data.encoding import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.errors import PrerequisiteError, TrainingError, one_line, plural
 from ftkit.evaluate.loaded_model import GeneratingModel, find_generation, tokenizer_of
 from ftkit.evaluate.source import ModelFolder, find_base
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from ftkit.data.encoding import Document
+    from ftkit.data.packing import Document
     from ftkit.evaluate.source import ModelSource
     from ftkit.train.components.export_record import ExportRecord, Logits
 

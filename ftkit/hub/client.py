@@ -1,12 +1,15 @@
 """The Hugging Face hub: models in its caches on this machine, and requests, whose errors become ftkit's.
 
-huggingface_hub is imported only for requests, and for models that are in the cache.
+huggingface_hub is imported only for requests, and for models that are in the cache. All functions take `environment`,
+the variables that Hugging Face's libraries read (the hub's address, its token, its cache), and `default_home`, the
+job's cache unless HF_HOME is set.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,54 +22,43 @@ from ftkit.paths import is_path
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from huggingface_hub.errors import HfHubHTTPError
-
     from ftkit.models.architecture import ModelSpec
 
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TIMEOUT_SECONDS = 10
+_FORBIDDEN = 403
 FALSE = ("", "0", "no", "off", "false")
 MODEL_CACHE = ("hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 def find_folder(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder on this machine with a model's files: its own, or one in the hub's cache.
-
-    Args:
-        model: its weights are a folder, a hub id, or random.
-        environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
-        default_home: the job's cache, unless HF_HOME is set.
-
-    Returns:
-        None if there is no such folder.
-    """
+    """Return the folder on this machine with a model's files: its own, or one in the hub's cache; None without one."""
     if model.weights == "random":
         return None
     if is_path(model.weights):
         folder = Path(model.weights)
         return folder if (folder / CONFIG_FILE).is_file() else None
-    return _cached(model.weights, CONFIG_FILE, model.revision, environment, default_home)
+    return find_cached(model.weights, CONFIG_FILE, model.revision, environment, default_home)
 
 
 def find_tokenizer(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> Path | None:
-    """Return the folder on this machine with a model's tokenizer. Arguments as in `find_folder`.
-
-    Returns:
-        None if there is none, or if the tokenizer.json of a hub model was not downloaded.
-    """
+    """Return the folder on this machine with a model's tokenizer; None if a hub model's was not downloaded."""
     is_own = model.tokenizer.source == "model"
     source = model.weights if is_own else model.tokenizer.source
     if is_path(source):
         return Path(source) if Path(source).is_dir() else None
     if source == "random" or model.tokenizer.vocab_size is not None:  # trained on the data
         return None
-    return _cached(source, TOKENIZER_FILE, model.revision if is_own else None, environment, default_home)
+    return find_cached(source, TOKENIZER_FILE, model.revision if is_own else None, environment, default_home)
 
 
-def _cached(
+def find_cached(
     name: str, file: str, revision: str | None, environment: Mapping[str, str], default_home: Path
 ) -> Path | None:
-    """Return the folder of the hub's cache with a model's file."""
+    """Return the folder of the hub's cache with a model's file; None if it has not."""
     cache = cache_folder(environment, default_home, *MODEL_CACHE)
     if not (cache / f"models--{name.replace('/', '--')}").is_dir():  # true for most models, and saves the import
         return None
@@ -77,7 +69,7 @@ def _cached(
 
 
 def is_fetched(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> bool:
-    """Return whether a model's weights need no download. Arguments as in `find_folder`."""
+    """Return whether a model's weights need no download."""
     if model.weights == "random" or is_path(model.weights):
         return True
     folder = find_folder(model, environment, default_home)
@@ -90,16 +82,34 @@ def cache_folder(environment: Mapping[str, str], default_home: Path, name: str, 
     return Path(named or Path(environment.get("HF_HOME") or default_home, name)).expanduser()
 
 
-def offline_variable(environment: Mapping[str, str], *variables: str) -> str | None:
-    """Return the first of the variables that forbids requests to the hub; None if none does."""
-    return next((name for name in variables if environment.get(name, "").lower() not in FALSE), None)
+def offline_variable(environment: Mapping[str, str], library: str = "TRANSFORMERS_OFFLINE") -> str | None:
+    """Return the variable that forbids requests to the hub: huggingface_hub's or a library's; None if none does."""
+    names = ("HF_HUB_OFFLINE", library)
+    return next((name for name in names if environment.get(name, "").lower() not in FALSE), None)
 
 
-log = logging.getLogger(__name__)
+def read_token(environment: Mapping[str, str]) -> str | None:
+    """Return the hub's token: from the variable, or from the file of `hf auth login`."""
+    home = environment.get("HF_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache" / "huggingface"
+    path = Path(environment.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser()
+    places = {name: environment.get(name, "") for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    with suppress(OSError, UnicodeDecodeError):
+        places[str(path)] = path.read_text(encoding="utf-8")
+    for place, content in places.items():
+        token = content.strip()
+        if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library's error would contain it
+            raise PrerequisiteError(
+                f"the content of {place} is not a hub token: a token is one word",
+                fix="create one in the settings of your account on the hub",
+            )
+        if token:
+            return token
+    return None
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
-TIMEOUT_SECONDS = 10
-_FORBIDDEN = 403
+
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """Return the address of the hub."""
+    return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
 
 
 @dataclass(frozen=True)
@@ -127,11 +137,9 @@ def repository_of(model: ModelSpec) -> Repository:
 
 
 def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, str]) -> Answer:
-    """Query the files of a repository: not the repository itself, whose metadata is public even if it is gated.
+    """Ask the hub for files of a repository, without downloading them.
 
-    Raises:
-        NotFoundError: there is no such repository or revision.
-        PrerequisiteError: it is gated, or access is denied.
+    Raises NotFoundError without such a repository or revision, and PrerequisiteError if access is denied.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
 
@@ -146,13 +154,45 @@ def ask(wanted: Repository, files: tuple[str, ...], environment: Mapping[str, st
             commit = commit or found.commit_hash
         except errors.EntryNotFoundError:
             missing.append(file)
+        except errors.RevisionNotFoundError as error:
+            section = wanted.key.rpartition(".")[0]
+            raise NotFoundError(
+                f"{section}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",
+                fix=f"give a branch, a tag or a commit that the {wanted.kind}'s page lists",
+                name="no-revision",
+            ) from error
         except errors.HfHubHTTPError as error:
-            return Answer(_explain(wanted, error, has_token=token is not None), missing)
+            response = getattr(error, "response", None)
+            status = 0 if response is None else int(response.status_code)
+            if isinstance(error, errors.GatedRepoError):
+                status = _FORBIDDEN
+            _refuse(wanted, status, has_token=token is not None)
+            return Answer(f"the hub answered {status} when asked for '{wanted.name}': the job will ask again", missing)
         except Exception as error:  # noqa: BLE001 - of the client's HTTP library
             reason = one_line(error)
             warning = f"can't ask the hub whether '{wanted.name}' may be read ({reason}): the job will check it"
             return Answer(warning, missing)
     return Answer(None, missing, commit)
+
+
+def _refuse(wanted: Repository, status: int, *, has_token: bool) -> None:
+    """Raise the error for a status of the hub that is about the repository."""
+    if status == _FORBIDDEN:
+        raise PrerequisiteError(
+            f"{wanted.key}: '{wanted.name}' is gated, and "
+            + ("your token may not read it" if has_token else "there is no token"),
+            meaning="its owner shares it with those who have accepted its license",
+            fix=f"accept the license on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
+            name="gated",
+        )
+    if status in {401, 404}:
+        raise NotFoundError(
+            f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
+            + ("your token may read" if has_token else "can be read without a token"),
+            meaning=f"the name is misspelled, the {wanted.kind} is private, or the token is wrong",
+            fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
+            name="no-repository",
+        )
 
 
 def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], default_home: Path) -> Path:
@@ -165,63 +205,3 @@ def download_file(model: ModelSpec, name: str, environment: Mapping[str, str], d
         etag_timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     return Path(file)
-
-
-def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the hub's token: from the variable, or from the file of `hf auth login`.
-
-    Raises:
-        PrerequisiteError: the content can't be a token.
-    """
-    home = environment.get("HF_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache" / "huggingface"
-    path = Path(environment.get("HF_TOKEN_PATH") or Path(home, "token")).expanduser()
-    places = {name: environment.get(name, "").strip() for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
-    for place, token in (places | {str(path): _read(path)}).items():
-        if token and not re.fullmatch(r"[!-~]+", token):  # the HTTP library's error would contain it
-            raise PrerequisiteError(
-                f"the content of {place} is not a hub token: a token is one word",
-                fix="create one in the settings of your account on the hub",
-            )
-        if token:
-            return token
-    return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def endpoint_of(environment: Mapping[str, str]) -> str:
-    """Return the address of the hub."""
-    return (environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-
-
-def _explain(wanted: Repository, refused: HfHubHTTPError, *, has_token: bool) -> str:
-    """Raise the error for the hub's answer; return a warning if the answer is not about the repository."""
-    from huggingface_hub import errors  # noqa: PLC0415
-
-    response = getattr(refused, "response", None)
-    status = 0 if response is None else int(response.status_code)
-    if isinstance(refused, errors.RevisionNotFoundError):
-        raise NotFoundError(
-            f"{wanted.key.rpartition('.')[0]}.revision: '{wanted.name}' has no revision '{wanted.revision or 'main'}'",
-            fix=f"give a branch, a tag or a commit that the {wanted.kind}'s page lists",
-        )
-    if isinstance(refused, errors.GatedRepoError) or status == _FORBIDDEN:
-        raise PrerequisiteError(
-            f"{wanted.key}: '{wanted.name}' is gated, and "
-            + ("your token may not read it" if has_token else "there is no token"),
-            meaning="its owner shares it with those who have accepted its license",
-            fix=f"accept the license on the {wanted.kind}'s page; then set HF_TOKEN, or give --hf-token-file",
-        )
-    if isinstance(refused, errors.RepositoryNotFoundError) or status in {401, 404}:
-        raise NotFoundError(
-            f"{wanted.key}: the hub has no {wanted.kind} '{wanted.name}' that "
-            + ("your token may read" if has_token else "can be read without a token"),
-            meaning=f"the name is misspelled, the {wanted.kind} is private, or the token is wrong",
-            fix=f"check the name; set HF_TOKEN, or give --hf-token-file, for a private {wanted.kind}",
-        )
-    return f"the hub answered {status} when asked for '{wanted.name}': the job will ask again"

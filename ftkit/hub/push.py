@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from huggingface_hub import HfApi
+
 _PATHS_PER_REQUEST = 100
 _XET_RETRIES = ("HF_XET_CLIENT_RETRY_MAX_DURATION", "60s")
 """How long hf_xet repeats a request that fails. By default it is silent for 4 minutes."""
 
 
 def check_hub_access(address: str) -> str:
-    """Check that there is a token with write access; return the repository's name.
-
-    Raises:
-        PrerequisiteError: there is none, or the hub can't be reached.
-    """
+    """Check that there is a token with write access; return the repository's name."""
     repository, token = address.partition("://")[2].strip("/"), read_token(os.environ)
     if repository.count("/") != 1:
         raise PrerequisiteError(f"{address}: a model of the hub is hf://ORGANIZATION/NAME", fix="correct the address")
@@ -42,9 +40,6 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
 
     A new repository is private. Existing content is not uploaded again, and former files stay in the repository's
     history.
-
-    Raises:
-        PrerequisiteError: access is denied, the hub can't be reached, or has other content than was uploaded.
     """
     repository = check_hub_access(address)
     api = _hub()
@@ -67,7 +62,7 @@ def push_to_hub(folder: Path, address: str, report: Callable[[str], None]) -> st
     return str(commit.commit_url)
 
 
-def _hub() -> Any:
+def _hub() -> HfApi:
     os.environ.setdefault(*_XET_RETRIES)
     from huggingface_hub import HfApi  # noqa: PLC0415 - heavy, and only copies to the hub need it
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.data_sources import HubSource
-from ftkit.data.files import find_files, stamp, walk
-from ftkit.data.formats import DETECTION_ROWS, resolve_format
-from ftkit.data.sources import first_rows, peek_rows
-from ftkit.data.weights import are_weights_here, export_weights, fetch_weights
+from ftkit.data.row_formats import DETECTION_ROWS, resolve_format
+from ftkit.data.selection import first_rows, peek_rows
+from ftkit.data.source_files import find_files, stamp, walk
+from ftkit.data.staging import are_weights_here, export_weights, fetch_weights
 from ftkit.errors import DataError, FtkitError, NotFoundError, PrerequisiteError, UnreachableError
 from ftkit.files import read_json_if_valid
 from ftkit.hub.client import find_tokenizer

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ftkit import process
 from ftkit.config.context import cache_folder
 from ftkit.config.load import shipped_config
-from ftkit.data.vocabulary import VOCABULARY_FILES, Vocabulary, read_vocabulary
+from ftkit.data.tokenizer_files import VOCABULARY_FILES, Vocabulary, read_vocabulary
 from ftkit.errors import ConfigError, FtkitError, Problem, one_line
 from ftkit.files import InvalidJsonError, parse_json, read_json_if_valid, write_json
-from ftkit.hub.access import fetch_config, fetch_files, find_commit
 from ftkit.hub.client import TOKENIZER_FILE, find_folder
+from ftkit.hub.readiness import fetch_config, fetch_files, find_commit
 from ftkit.launch.trained_model import continue_adapters, continue_run
 from ftkit.models.architecture import NO_CAUSAL_CLASS, UNKNOWN_FAMILY, ArchitectureSpec, ModelCounts, ModelSpec
 from ftkit.models.config_json import check_loadable, text_part

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.recipe import check_access, check_packages
 from ftkit.data.conversations import Conversation
-from ftkit.data.formats import check_split, read_example
+from ftkit.data.row_formats import check_split, read_example
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import peek_rows
-from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading
-from ftkit.data.vocabulary import read_vocabulary
-from ftkit.data.weights import weights_to_export
+from ftkit.data.selection import peek_rows
+from ftkit.data.staging import weights_to_export
+from ftkit.data.tokenizer_files import check_tokenizer_folder, needs_loading, read_vocabulary
 from ftkit.errors import (
     DataError,
     FtkitError,
@@ -30,8 +29,8 @@ from ftkit.errors import (
     UnreachableError,
     missing_package_error,
 )
-from ftkit.hub.access import check_data, check_weights
 from ftkit.hub.client import TOKENIZER_FILE, find_tokenizer
+from ftkit.hub.readiness import check_data, check_weights
 from ftkit.launch.inputs import data_files, local_paths, read_available, stat_path, with_formats
 from ftkit.launch.scheduler import warn_of_variables
 from ftkit.launch.trained_model import check_adapter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from ftkit.config.cluster import ClusterProfile, mounted_folders, nccl_for, site_folders
 from ftkit.config.image_reference import image_file
-from ftkit.data.weights import weights_to_export
+from ftkit.data.staging import weights_to_export
 from ftkit.launch.templates import as_bash, fill
 from ftkit.planning.plan import PlacementPlan, RunPlan
 

@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import Document
-from ftkit.data.packing import build_pack
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.packing import Document, build_pack
+from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer
 from ftkit.errors import FtkitError, TrainingError, one_line
 from ftkit.models.architecture import ArchitectureSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from ftkit.data.store import DataManifest, PreparedData
+from ftkit.data.prepared_data import DataManifest, PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.folder import EXPORT_RECORD

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ftkit.config.data import DataSpec
 from ftkit.config.data_sources import FilesSource
-from ftkit.data.formats import DETECTION_ROWS, read_example, resolve_format
+from ftkit.data.row_formats import DETECTION_ROWS, read_example, resolve_format
 from ftkit.data.rows import errors_at
-from ftkit.data.sources import read_rows
+from ftkit.data.selection import read_rows
 from ftkit.errors import DataError
 from fuzzing.area import Area, Case
 from fuzzing.mutate import damaged_bytes, damaged_json

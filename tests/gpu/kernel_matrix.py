@@ -23,8 +23,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import IGNORED, Document, build_pack
 from ftkit.models.adapters import LoraSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.planning.plan import PlacementPlan

@@ -20,7 +20,7 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_cluster, load_recipe
 from ftkit.config.request import RunRequest
 from ftkit.data.prepare import prepare
-from ftkit.data.weights import export_weights
+from ftkit.data.staging import export_weights
 from ftkit.launch.model import resolve_model
 from ftkit.planning.layout import Workspace
 from ftkit.planning.plan import RunPlan, plan_to_json

@@ -33,7 +33,7 @@ from ftkit.config.training import (
     TrainingPlan,
     TrainingPrecision,
 )
-from ftkit.data.encoding import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.models.adapters import ALL_PROJECTIONS, LoraSpec
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.models.families import MEASURED

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from ftkit.data.tokenizer_files import read_vocabulary
 from ftkit.data.tokenizers import add_tokens, learn_tokenizer
-from ftkit.data.vocabulary import read_vocabulary
 from ftkit.errors import TrainingError
 from ftkit.train.model.pretrained import load_weights
 

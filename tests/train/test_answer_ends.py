@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessorList
 
-from ftkit.data.chat_templates import TEMPLATES
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
+from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.data.tokenizers import learn_tokenizer, load_saved_tokenizer, load_tokenizer
 from ftkit.errors import DataError, NotFoundError
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec
@@ -212,7 +212,7 @@ def test_a_correct_completion_scores_whatever_the_tokenizers_eos_token_is(finish
     end = token(tokenizer, END_OF_TURN)
     tokenizer.eos_token = START
     evaluator = Evaluator(finished_run.plan, data, tokenizer, Generation.of(tokenizer, None), world)
-    examples = [each.row.columns for each in data.read_validation_rows()[:5]]
+    examples = [row.columns for _, row in data.read_validation_rows()[:5]]
     answers = [tokenizer(example["sql"], add_special_tokens=False)["input_ids"] for example in examples]
     scores, samples = evaluator._score(cast("Any", TalksOn(answers, end)), "after")
     assert [sample.answer for sample in samples] == [example["sql"] for example in examples]

@@ -75,4 +75,5 @@ def test_parameters_are_counted_and_models_adapted_beside_broken_packages(
 def test_python_without_docstrings_is_refused() -> None:
     command = [sys.executable, "-OO", "-c", "from ftkit.data.imports import *; import_transformers()"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "PrerequisiteError: Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO)" in done.stderr
+    assert "PrerequisiteError: " in done.stderr
+    assert "PYTHONOPTIMIZE=2" in done.stderr

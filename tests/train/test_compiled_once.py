@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from waiting import PATIENCE_SECONDS
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import Document, build_pack
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.train.components.batches import to_micro_batch
 from ftkit.train.distributed.fsdp2 import Fsdp2Engine

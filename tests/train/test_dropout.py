@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from ftkit.data.encoding import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.models.adapters import LoraSpec
 from ftkit.planning.plan import BatchPlan
 from ftkit.train import gpu_kernels

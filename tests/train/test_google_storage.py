@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 from object_storage import BUCKET, gcs_server
 
-from ftkit.data.files import find_files, read_file, stamp
+from ftkit.data.source_files import find_files, read_file, stamp
 from ftkit.errors import NotFoundError, PrerequisiteError
 from ftkit.models.folder import EXPORT_RECORD
 from ftkit.planning.layout import Workspace
@@ -144,7 +144,7 @@ def test_missing_credentials_are_reported_with_a_fix(monkeypatch: pytest.MonkeyP
             find_files("gs://team/chats", "data.source")
         server.shutdown()
     gcsfs.GCSFileSystem.clear_instance_cache()
-    assert "gcloud auth application-default login" in caught.value.fix
+    assert "gcloud auth application-default" in caught.value.fix
 
 
 def test_a_machine_without_network_fails_immediately(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ from template_constructions import CONSTRUCTIONS, Construction, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from ftkit.config.data import DataSpec, MessagesFormat
-from ftkit.data.encoding import IGNORED, Document, RowEncoder
+from ftkit.data.encoding import RowEncoder
+from ftkit.data.packing import IGNORED, Document
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
-from ftkit.data.template_fields import shapes
+from ftkit.data.template_probes import shapes
 from ftkit.errors import DataError
 from ftkit.launch.preflight import _check_labels
 from ftkit.models.architecture import ModelSpec
@@ -116,7 +117,7 @@ def test_each_assistant_turn_is_trained_once_after_the_prompt_of_inference_and_n
 @pytest.mark.parametrize("name", [name for name, each in CONSTRUCTIONS.items() if each.refused == "*"])
 def test_a_template_whose_labels_are_never_right_is_refused(name: str) -> None:
     tokenizer, ends = tokenizer_of(CONSTRUCTIONS[name])
-    with pytest.raises(DataError, match="no conversation can be trained on with the chat template"):
+    with pytest.raises(DataError, match="no conversation can"):
         ChatRenderer.of(tokenizer, {}, ends).find_unproven()
 
 
@@ -218,5 +219,5 @@ def test_a_plan_refuses_first_rows_whose_labels_cannot_be_shown(shape: str, is_r
     if not is_refused:
         _check_labels(cast("Any", recipe), tmp_path)
         return
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2: generation stops at '<\|close\|>' within this turn"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: turn 2: .*'<\|close\|>'"):
         _check_labels(cast("Any", recipe), tmp_path)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from validation_loss import validation_loss
 
-from ftkit.data.weights import weights_to_export
+from ftkit.data.staging import weights_to_export
 from ftkit.errors import ConfigError, TrainingError
 from ftkit.launch.model import resolve_model
 from ftkit.launch.trained_model import check_adapter

@@ -10,8 +10,8 @@ from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
 from ftkit.config.recipe import RecipePlan
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.store import DocumentBatch, PackStore, PackWriter
+from ftkit.data.packing import IGNORED, Document, DocumentBatch
+from ftkit.data.prepared_data import PackStore, PackWriter
 from ftkit.planning.flops import mean_visible_keys, token_flops
 from ftkit.planning.plan import BatchPlan
 from ftkit.planning.planner import plan_model

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig
 
 from ftkit.config.execution import ParameterCounts, method_counts
 from ftkit.config.training import ActivationCheckpointing, TrainingPlan
-from ftkit.data.encoding import Document
-from ftkit.data.packing import build_pack
+from ftkit.data.packing import Document, build_pack
 from ftkit.data.tokenizers import learn_tokenizer, load_tokenizer
 from ftkit.errors import DataError, TrainingError
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec

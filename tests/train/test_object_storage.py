@@ -13,8 +13,8 @@ import pytest
 from object_storage import KEYS, found_by_programs, s3_server
 
 from ftkit.config.data import DataSpec
-from ftkit.data.files import count_rows, find_files, read_file, stamp
-from ftkit.data.sources import read_rows
+from ftkit.data.selection import read_rows
+from ftkit.data.source_files import count_rows, find_files, read_file, stamp
 from ftkit.errors import NotFoundError, PrerequisiteError
 
 if TYPE_CHECKING:

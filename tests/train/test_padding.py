@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.packing import MIN_WIDTH, count_row_tokens, row_width
+from ftkit.data.packing import IGNORED, MIN_WIDTH, count_row_tokens, row_width
 from ftkit.train.components.batches import pad_documents
 
 LENGTH = 300

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from ftkit.config.data import DataSpec, MessagesFormat
-from ftkit.data.chat_templates import TEMPLATES
-from ftkit.data.encoding import IGNORED, RowEncoder, find_end_tokens
-from ftkit.data.rendering import ChatRenderer
+from ftkit.data.encoding import RowEncoder, find_end_tokens
+from ftkit.data.packing import IGNORED
 from ftkit.data.rows import Row
-from ftkit.data.template_fields import find_unread
+from ftkit.data.template_probes import find_unread
 from ftkit.data.tokenizers import learn_tokenizer
 
 SPECIAL = (  # noqa: SIM905 - one per line is harder to read
@@ -366,12 +365,6 @@ def test_completions_end_with_the_last_trained_token(tokenizer: Any, name: str) 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_published_templates_change_no_contents(tokenizer: Any, name: str) -> None:
-    tokenizer.chat_template = FAMILIES[name].template.strip()
-    assert ChatRenderer.of(tokenizer, FAMILIES[name].options).changed_roles() == []
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_published_templates_read_their_options(name: str) -> None:
     assert find_unread(FAMILIES[name].options, FAMILIES[name].template) == []
 
@@ -392,27 +385,6 @@ def test_published_templates_read_their_options(name: str) -> None:
 )
 def test_an_option_that_a_template_never_reads_is_found(template: str, is_read: bool) -> None:
     assert find_unread(["thinking"], template) == ([] if is_read else ["thinking"])
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_shipped_templates_change_no_contents(tokenizer: Any, name: str) -> None:
-    tokenizer.chat_template = TEMPLATES[name].template
-    assert ChatRenderer.of(tokenizer, {}).changed_roles() == []
-
-
-@pytest.mark.parametrize(
-    ("written", "roles"),
-    [
-        ("m.content", []), ("m.content | trim", []), ("m.content[:9000]", ["user", "assistant"]),
-        ("m.content | lower if m.role == 'user' else m.content", ["user"]),
-        ("m.content.split() | join(' ')", ["user", "assistant"]), ("m.content | e", ["user", "assistant"]),
-    ],
-)  # fmt: skip
-def test_a_template_that_changes_contents_is_found(tokenizer: Any, written: str, roles: list[str]) -> None:
-    turn = "{{ '<|im_start|>' + m.role + '\n' + (" + written + ") + '<|im_end|>\n' }}"
-    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}" + refusal + turn + "{% endfor %}"
-    assert ChatRenderer.of(tokenizer, {}).changed_roles() == roles
 
 
 def test_tools_of_llama_and_mistral_are_rendered_with_ids_valid_for_mistral(tokenizer: Any) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe
-from ftkit.data.encoding import IGNORED, RowEncoder
-from ftkit.data.formats import resolve_format
+from ftkit.data.encoding import RowEncoder
+from ftkit.data.packing import IGNORED
+from ftkit.data.row_formats import resolve_format
 from ftkit.data.rows import Row
 from ftkit.data.tokenizers import learn_tokenizer
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import IGNORED
+from ftkit.data.packing import IGNORED
 from ftkit.errors import TrainingError
 from ftkit.models.architecture import ArchitectureSpec
 from ftkit.runs.records import StepRecord

@@ -14,9 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftkit.cli.main import main
-from ftkit.data.encoding import IGNORED
-from ftkit.data.order import pack_at
-from ftkit.data.store import PreparedData
+from ftkit.data.packing import IGNORED, pack_at
+from ftkit.data.prepared_data import PreparedData
 from ftkit.files import parse_json
 from ftkit.planning.plan import PREPARATION_VERSION, BatchPlan
 from ftkit.runs.checkpoints import MARKER, Marker, TrainState
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from ftkit.data.store import PackStore
+    from ftkit.data.prepared_data import PackStore
     from ftkit.train.world import World
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PackStore, PreparedData
+from ftkit.data.packing import IGNORED
+from ftkit.data.prepared_data import PackStore, PreparedData
 from ftkit.runs.records import EvaluationRecord, SourceLoss, StepRecord
 from ftkit.train.causal_lm import SourceLosses
 from ftkit.train.components.batches import BatchSchedule

@@ -12,13 +12,13 @@ import pytest
 from ftkit.cli.main import main
 from ftkit.config.data import DataSpec, MessagesFormat
 from ftkit.data import limits
-from ftkit.data.chat_templates import TEMPLATES
+from ftkit.data.cases import encode_prompts
 from ftkit.data.conversations import Conversation, Message
 from ftkit.data.encoding import RowEncoder
 from ftkit.data.limits import TemplateLimitError
-from ftkit.data.prompts import encode_prompts
 from ftkit.data.rendering import ChatRenderer
 from ftkit.data.rows import Row
+from ftkit.data.tokenizer_files import TEMPLATES
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.errors import DataError
 from ftkit.train.components.export_record import make_prompts
@@ -105,7 +105,6 @@ def _no_memory_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that honest templates keep too, so that the tests of others take less time."""
     monkeypatch.setattr(limits, "CPU_SECONDS", 0.4)
-    monkeypatch.setattr(limits, "TICK_SECONDS", 0.1)
     monkeypatch.setattr(limits, "MEMORY_BYTES", 256 << 20)
 
 
@@ -147,7 +146,7 @@ def test_a_fork_runs_no_destructor_of_its_parents_garbage(tmp_path: Path) -> Non
     gc.disable()
     try:
         Cycle()
-        limits.run_in_fork(limits.NamedTemplate("a template", "a template with garbage"), gc.collect)
+        limits.run_in_fork(limits.Template("a template", "a template with garbage"), gc.collect)
         assert not (tmp_path / "destroyed").exists()
     finally:
         gc.enable()

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ftkit.cli.main import main
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import NotFoundError
 from ftkit.evaluate.loaded_model import LoadedModel, load_model
 from ftkit.evaluate.source import ModelFolder, find_target

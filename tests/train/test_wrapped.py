@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ftkit.config.training import TrainingPlan
-from ftkit.data.encoding import IGNORED
-from ftkit.data.store import PreparedData
+from ftkit.data.packing import IGNORED
+from ftkit.data.prepared_data import PreparedData
 from ftkit.errors import TrainingError
 from ftkit.launch.model import resolve_model
 from ftkit.models.architecture import ArchitectureSpec, ModelSpec

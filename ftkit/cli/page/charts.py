@@ -69,11 +69,7 @@ class Line:
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn here.
-
-    Raises:
-        PrerequisiteError: matplotlib is not installed.
-    """
+    """Check that charts can be drawn here."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -87,8 +83,6 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn chart with its heading."""
-
     title: str
     svg: str
     is_wide: bool = False
@@ -272,7 +266,6 @@ def _format(axis: Axis, form: Callable[[float], str]) -> None:
 
 
 def _svg(name: str, description: str, draw: Callable[[Axes], None], width: int, height: int) -> str:
-    """Draw a figure of the given size in pixels and return it as SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

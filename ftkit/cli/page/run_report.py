@@ -15,20 +15,18 @@ from ftkit.errors import FtkitError, plural
 from ftkit.files import read_json_if_valid
 from ftkit.planning.plan import RunPlan, read_plan_to_use
 from ftkit.planning.training_setup import GPUS
-from ftkit.runs.facts import RunFacts, read_facts
-from ftkit.runs.gpu_samples import gpu_curve
-from ftkit.runs.history import History
-from ftkit.runs.records import Sample
+from ftkit.runs.facts import read_facts
+from ftkit.runs.gpu_samples import GpuSummary, NodeSample, gpu_curve
 from ftkit.runs.spans import merge_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ftkit.data.inspection import Sample as TrainedSample  # noqa: TC004 - no pydantic reads this dataclass
+    from ftkit.data.inspection import Sample as TrainedSample
     from ftkit.planning.layout import RunLayout
     from ftkit.planning.plan import ScriptPlan
-    from ftkit.runs.gpu_samples import GpuSummary, NodeSample
-    from ftkit.runs.records import StepRecord
+    from ftkit.runs.history import History
+    from ftkit.runs.records import Sample, StepRecord
 
 _NUM_EXAMPLES = 6
 _NUM_SAMPLES = 3
@@ -45,8 +43,6 @@ _TIME_USE = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A headline number with its caption."""
-
     title: str
     value: str
     detail: str = ""
@@ -62,68 +58,34 @@ class Comparison:
     ratio: float | None
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """Content of a run's page.
-
-    Attributes:
-        examples: validation questions, with the completions before and after training.
-        time_use: kind, title, time and fraction of the total.
-        inputs: names and values, by section.
-        samples: documents of the first pack as the trainer sees them.
-    """
-
-    id: str
-    name: str
-    state: str
-    summary: str
-    created: str
-    history: History
-    facts: RunFacts
-    tiles: list[Tile]
-    charts: list[Chart]
-    comparisons: list[Comparison]
-    time_use: list[tuple[str, str, str, float]]
-    examples: list[tuple[Sample | None, Sample]]
-    inputs: dict[str, list[tuple[str, str]]]
-    command: str
-    samples: tuple[TrainedSample, ...]
-
-    @property
-    def tile_columns(self) -> int:
-        """Number of columns of tiles on a wide screen: they fill one row, or two of about equal length."""
-        num_rows = 1 if len(self.tiles) <= _MAX_TILES_PER_ROW else 2
-        return max(1, -(-len(self.tiles) // num_rows))
-
-    @property
-    def score_names(self) -> list[str]:
-        """Names of the scores of completions in any evaluation, except SQL accuracy, which has its own chart."""
-        return sorted({name for each in self.history.evaluations for name in each.scores} - {"sql"})
-
-
-def read_report(layout: RunLayout, state: str) -> RunReport:
-    """Collect the content of a run's page; `state` is the run's state in a word."""
+def read_report(layout: RunLayout, state: str) -> dict[str, object]:
+    """Collect the content of a run's page, by names in its template; `state` is the run's state in a word."""
     facts = read_facts(layout)
     history = facts.history
     manifest = read_json_if_valid(layout.manifest, dict[str, Any]) or {}
     job, plan = facts.plan, facts.trainer
-    return RunReport(
-        id=layout.root.name,
-        name=job.name if job else layout.root.name,
-        state=state,
-        summary=_summary(job) if job else "the plan of this run can't be read",
-        created=f"{job.created:%Y-%m-%d %H:%M} UTC" if job else "",
-        history=history,
-        facts=facts,
-        tiles=[*_tiles(plan, history), *(_gpu_tiles(facts.gpus, history) if facts.gpus else [])],
-        charts=_draw_charts(plan, history, facts.samples),
-        comparisons=_comparisons(plan, history) if plan else [],
-        time_use=_time_use(history),
-        examples=_examples(history),
-        inputs=_inputs(plan, manifest, history) if plan else {},
-        command=" ".join(map(str, manifest.get("command", []))),
-        samples=_samples(layout),
-    )
+    tiles = [*_tiles(plan, history), *(_gpu_tiles(facts.gpus, history) if facts.gpus else [])]
+    num_rows = 1 if len(tiles) <= _MAX_TILES_PER_ROW else 2
+    return {
+        "id": layout.root.name,
+        "name": job.name if job else layout.root.name,
+        "state": state,
+        "summary": _summary(job) if job else "the plan of this run can't be read",
+        "created": f"{job.created:%Y-%m-%d %H:%M} UTC" if job else "",
+        "history": history,
+        "facts": facts,
+        "tiles": tiles,
+        "tile_columns": max(1, -(-len(tiles) // num_rows)),  # they fill one row, or two of about equal length
+        "charts": _draw_charts(plan, history, facts.samples),
+        "comparisons": _comparisons(plan, history) if plan else [],
+        "time_use": _time_use(history),
+        # SQL accuracy has a column of its own.
+        "score_names": sorted({name for each in history.evaluations for name in each.scores} - {"sql"}),
+        "examples": _examples(history),
+        "inputs": _inputs(plan, manifest, history) if plan else {},
+        "command": " ".join(map(str, manifest.get("command", []))),
+        "samples": _samples(layout),
+    }
 
 
 def _summary(plan: RunPlan | ScriptPlan) -> str:
@@ -249,7 +211,6 @@ def _examples(history: History) -> list[tuple[Sample | None, Sample]]:
 
 
 def _inputs(plan: RunPlan, manifest: dict[str, Any], history: History) -> dict[str, list[tuple[str, str]]]:
-    """Return the run's inputs, by section."""
     recipe, training, batch = plan.recipe, plan.recipe.training, plan.batch
     git = (manifest.get("ftkit") or {}).get("git") or {}
     start = history.starts[-1] if history.starts else None
@@ -297,7 +258,7 @@ def _samples(layout: RunLayout) -> tuple[TrainedSample, ...]:
     if any(find_spec(name) is None for name in ("numpy", "tokenizers", "transformers")):
         return ()
     from ftkit.data.inspection import samples_of_packs
-    from ftkit.data.store import PreparedData
+    from ftkit.data.prepared_data import PreparedData
 
     try:
         plan = read_plan_to_use(layout)
@@ -324,7 +285,6 @@ def _shortened(sample: TrainedSample) -> TrainedSample:
 
 
 def _draw_charts(plan: RunPlan | None, history: History, gpus: Sequence[NodeSample]) -> list[Chart]:
-    """Draw the charts that a run has data for."""
     device = "GPU" if plan is not None and plan.placement.device == "cuda" else "process"
     steps, last, validation = list(history.steps.values()), history.last_step, history.evaluations
     losses = [
@@ -390,7 +350,6 @@ def _gpu_charts(samples: Sequence[NodeSample], history: History) -> list[Chart]:
 
 
 def _draw_experts(history: History) -> str:
-    """Draw the load of the busiest experts by tokens; nothing for a dense model."""
     found = [(step.tokens, step.routers) for step in history.steps.values() if step.routers is not None]
     tokens, unit = [each for each, _ in found], "× the mean load of its layer"
     lines = [

@@ -22,13 +22,12 @@ from ftkit.runs.history import read_history
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ftkit.cli.page.run_report import RunReport
     from ftkit.planning.layout import RunLayout
 
 _FOLDER = Path(__file__).parent
 
 
-def run_page(report: RunReport, *, refresh_seconds: int | None = None) -> str:
+def run_page(report: dict[str, object], *, refresh_seconds: int | None = None) -> str:
     """Return the page of one run; browsers reload it every `refresh_seconds`, if set."""
     return _render("report.html.j2", run=report, refresh_seconds=refresh_seconds)
 
@@ -41,11 +40,7 @@ def comparison_page(layouts: Sequence[RunLayout], *, refresh_seconds: int | None
 
 
 def save_page(page: str, path: Path) -> None:
-    """Write a page atomically.
-
-    Raises:
-        PrerequisiteError: it can't be written there.
-    """
+    """Write a page atomically."""
     try:
         with output_file(path) as temporary:
             temporary.write_bytes(page.encode())

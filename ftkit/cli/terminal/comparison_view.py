@@ -7,16 +7,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.console import Column, Styled, Terminal
+from ftkit.cli.terminal.console import Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, energy, gib
 from ftkit.errors import plural
-from ftkit.runs.compare import align_losses, compare_curves, find_differences, have_same_documents
+from ftkit.runs.compare import ComparedRun, align_losses, compare_curves, find_differences, have_same_documents
 from ftkit.runs.manifest import DOCUMENT_NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ftkit.runs.compare import ComparedRun
 
 _RESULTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step": ("step", str),
@@ -59,7 +58,6 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[ComparedRun]) -> Comparison:
-    """Compare runs."""
     names = [chr(ord("A") + index) if index < 26 else str(index) for index in range(len(runs))]  # noqa: PLR2004
     rows = [
         (title, [_shown(getattr(run.results, field), form) for run in runs])
@@ -131,20 +129,20 @@ def show_comparison(runs: Sequence[ComparedRun], terminal: Terminal) -> None:
     )
     terminal.text()
     if found.differences:
-        columns = [Column(name, can_shrink=True) for name in ("WHAT DIFFERS", *found.names)]
-        terminal.table(columns, [(title, *values) for title, values in found.differences])
+        titles = [f"{name}…" for name in ("WHAT DIFFERS", *found.names)]
+        terminal.table(titles, [(title, *values) for title, values in found.differences])
     else:
         terminal.text("no differences in recipe, data, image, versions, or cluster")
     terminal.text()
-    columns = [Column("RESULT"), *(Column(name, is_number=True) for name in found.names)]
-    terminal.table(columns, [(title, *values) for title, values in found.results])
+    rows = [(title, *values) for title, values in found.results]
+    terminal.table(["RESULT", *(f"#{name}" for name in found.names)], rows)
     aligned = align_losses(runs)
     if aligned.points:
         terminal.text()
         form = count if aligned.by == "tokens" else str
-        titles = (aligned.by.upper(), *(f"LOSS {name}" for name in found.names))
+        titles = [f"#{aligned.by.upper()}", *(f"#LOSS {name}" for name in found.names)]
         rows = [(form(place), *map("{:.4f}".format, losses)) for place, losses in aligned.points]
-        terminal.table([Column(title, is_number=True) for title in titles], rows)
+        terminal.table(titles, rows)
         if aligned.num_common > len(rows):
             terminal.text(f"{len(rows)} of {aligned.num_common} such records")
     terminal.text()

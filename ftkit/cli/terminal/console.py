@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -26,7 +26,6 @@ from ftkit.errors import redact
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import ConsoleOptions, RenderableType
 
 _UNLIMITED = 10_000
 _ROOMY = 110
@@ -45,15 +44,6 @@ class Styled:
 Cell = str | Styled
 Facts = list[tuple[str, Cell]]
 """Names with their values."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table; on a narrow terminal, columns that `can_shrink` are truncated."""
-
-    title: str
-    is_number: bool = False
-    can_shrink: bool = False
 
 
 class Terminal:
@@ -75,7 +65,6 @@ class Terminal:
 
     @property
     def is_screen(self) -> bool:
-        """Whether data goes to a screen that can be redrawn."""
         return self._out.is_terminal and not self._out.is_dumb_terminal
 
     @property
@@ -100,10 +89,13 @@ class Terminal:
         """Write JSON to stdout, with null for numbers that JSON does not have."""
         self.data(json.dumps(finite(values), indent=2) + "\n")
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, is_data: bool = True) -> None:
-        """Write a table: to stdout if it is the command's data, else to stderr."""
+    def table(self, titles: Sequence[str], rows: Sequence[Sequence[Cell]], *, is_data: bool = True) -> None:
+        """Write a table: to stdout if it is the command's data, else to stderr.
+
+        Titles of columns with numbers begin with `#`; those of columns that a narrow terminal truncates end with `…`.
+        """
         console = self._out if is_data else self.talk
-        _print(console, Segments(_table_segments(columns, rows, console.width)))
+        _print(console, Segments(_table_segments(titles, rows, console.width)))
 
     def facts(self, rows: Sequence[tuple[str, Cell | Sequence[Styled]]], *, is_data: bool) -> None:
         """Write names with their values, which may have parts in several styles: to stdout if they are data."""
@@ -120,7 +112,6 @@ class Terminal:
         _print(self._out if is_data else self.talk, _text(cell))
 
     def say(self, cell: Cell = "", *, indent: int = 0) -> None:
-        """Write a paragraph to stderr."""
         _print(self.talk, Padding(_text(cell), (0, 0, 0, indent), expand=False) if indent else _text(cell))
 
     def warn(self, text: str) -> None:
@@ -177,36 +168,30 @@ def _print(console: Console, renderable: RenderableType) -> None:
 # --- Tables of many rows: rich's layout takes most of a second for a thousand rows ------------
 
 
-def _table_segments(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Segment]:
+def _table_segments(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Segment]:
     """Lay out a table, one line per row, no wider than `width` if the columns that can shrink allow it."""
-    lines = [[Styled(column.title, "bold") for column in columns], *rows]
-    widths = _widths(columns, [[cell_len(_one_line(cell)) for cell in line] for line in lines], width)
-    last = len(columns) - 1
+    lines = [[Styled(title.strip("#…"), "bold") for title in titles], *rows]
+    widths = [max(map(cell_len, map(_one_line, column))) for column in zip(*lines, strict=True)]
+    for _ in range(sum(widths) + _GAP * (len(widths) - 1) - width):  # shrink the widest that can
+        room, index = max(((widths[i], i) for i, title in enumerate(titles) if title.endswith("…")), default=(0, 0))
+        if room <= _MIN_WIDTH:
+            break
+        widths[index] -= 1
+    last = len(titles) - 1
     styles: dict[str, Style] = {}
     for line in lines:
-        for index, (cell, column, room) in enumerate(zip(line, columns, widths, strict=True)):
+        for index, (cell, title, room) in enumerate(zip(line, titles, widths, strict=True)):
             text = _one_line(cell)
             if cell_len(text) > room:
                 text = set_cell_size(text, room - 1) + "…"
-            blank = " " * (room - cell_len(text))
-            if column.is_number:
+            blank, is_number = " " * (room - cell_len(text)), title.startswith("#")
+            if is_number:
                 yield Segment(blank)
             style = cell.style if isinstance(cell, Styled) else ""
             yield Segment(text, styles.setdefault(style, Style.parse(style)) if style else None)
             if index != last:
-                yield Segment(" " * _GAP if column.is_number else blank + " " * _GAP)
+                yield Segment(" " * _GAP if is_number else blank + " " * _GAP)
         yield Segment.line()
-
-
-def _widths(columns: Sequence[Column], lengths: list[list[int]], width: int) -> list[int]:
-    """Give each column the width of its longest cell, then shrink the widest that can until they fit."""
-    widths = [max(column) for column in zip(*lengths, strict=True)]
-    for _ in range(sum(widths) + _GAP * (len(widths) - 1) - width):
-        room, index = max(((widths[i], i) for i, column in enumerate(columns) if column.can_shrink), default=(0, 0))
-        if room <= _MIN_WIDTH:
-            break
-        widths[index] -= 1
-    return widths
 
 
 def _one_line(cell: Cell) -> str:

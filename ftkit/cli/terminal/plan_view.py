@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.console import Cell, Facts, Styled
+from ftkit.cli.terminal.console import Cell, Facts, Styled, Terminal
 from ftkit.cli.terminal.format import count, duration, gib, short_path
 from ftkit.config.data import AutoFormat, describe_format
 from ftkit.config.data_sources import GeneratedSource
@@ -14,7 +14,6 @@ from ftkit.launch.inputs import describe_detected
 from ftkit.models.parameters import count_model
 
 if TYPE_CHECKING:
-    from ftkit.cli.terminal.console import Terminal
     from ftkit.launch.preflight import Findings
     from ftkit.models.architecture import ModelPlan
     from ftkit.planning.fit import HostMemoryPlan
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def plan_facts(plan: RunPlan) -> Facts:
-    """Return the rows of the plan's table."""
     return [
         ("run", Styled(plan.id, "bold")),
         ("model", _model(plan)),
@@ -47,7 +45,6 @@ def plan_facts(plan: RunPlan) -> Facts:
 
 
 def script_facts(plan: ScriptPlan) -> Facts:
-    """Return the rows of a script's plan."""
     script, config = plan.script, plan.script.accelerate
     accelerate = "no configuration: accelerate and the Trainer replicate the model in every process"
     if config is not None:
@@ -90,11 +87,7 @@ def _code(plan: JobPlan) -> Facts:
 
 
 def show_findings(findings: Findings, terminal: Terminal) -> None:
-    """Print the warnings, then raise the errors.
-
-    Raises:
-        FtkitError: the run would fail; an ExceptionGroup of them if there are several reasons.
-    """
+    """Print the warnings, then raise the errors."""
     for warning in findings.warnings:
         terminal.warn(warning)
     findings.raise_errors()
@@ -253,7 +246,7 @@ def _shares(plan: RunPlan) -> str:
     """Describe each source: its share of the tokens if the data is prepared, else what the recipe sets."""
     sources = plan.recipe.data.sources
     if plan.data.is_prepared:
-        from ftkit.data.store import PreparedData
+        from ftkit.data.prepared_data import PreparedData
 
         counted = PreparedData(plan.data_directory).read_manifest().sources
         total = max(1, sum(source.num_tokens for source in counted))

@@ -60,7 +60,6 @@ class ProgressView(ExitStack):
         self.enter_context(self._bars)
 
     def report(self, progress: ProgressEvent) -> None:
-        """Show a progress event."""
         if progress.stage != self._stage:
             self._stage = progress.stage
             self._last_text = ""

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ftkit.cli.terminal.format import count, duration
 from ftkit.config.training import ActivationCheckpointing
 from ftkit.errors import plural
-from ftkit.runs.records import (
-    AnomalyRecord,
-    CheckpointRecord,
-    EndRecord,
-    EvaluationRecord,
-    FailedCheckpointRecord,
-    FirstStepRecord,
-    MemoryRecord,
-    ScriptStepRecord,
-    ShardingRecord,
-    StageRecord,
-    StartRecord,
-    StepRecord,
-    VerificationRecord,
-)
-
-if TYPE_CHECKING:
-    from ftkit.runs.records import Record
+from ftkit.runs import records
 
 
-def sharding_text(record: ShardingRecord) -> str:
+def sharding_text(record: records.ShardingRecord) -> str:
     """Describe how a script's model is sharded over its processes."""
     part = f"{count(record.num_held)} of {count(record.num_parameters)} parameters on rank 0"
     units = f", {plural(record.num_units, 'unit')}" if record.num_units else ""
@@ -55,7 +38,7 @@ _CHECKS = {
 """The checks before step 1 in words, with the noun of what was counted, in the order in which they are printed."""
 
 
-def checks_text(record: VerificationRecord) -> str:
+def checks_text(record: records.VerificationRecord) -> str:
     """Describe the checks before step 1; those that found nothing, such as quantized parameters, are left out."""
     others = {name: (f"{{}} {name}", "") for name in record.checks if name not in _CHECKS}
     parts = []
@@ -69,61 +52,61 @@ def checks_text(record: VerificationRecord) -> str:
     return ", ".join(parts)
 
 
-def record_line(record: Record) -> str:  # noqa: C901, PLR0911, PLR0912 - one case for each kind of record
+def record_line(record: records.Record) -> str:  # noqa: C901, PLR0911, PLR0912 - one case for each kind of record
     """Return a record as one line of text."""
     match record:
-        case StageRecord():
+        case records.StageRecord():
             return record.stage
-        case StartRecord():
+        case records.StartRecord():
             where = f"{plural(record.world_size, 'process')}, {record.device}, {record.engine}"
             if record.resumed_from:
                 return f"training continues after step {record.resumed_from} of {record.num_steps}: {where}"
             return f"training begins, {plural(record.num_steps, 'step')}: {where}"
-        case VerificationRecord():
+        case records.VerificationRecord():
             return f"checks passed: {checks_text(record)}"
-        case MemoryRecord():
+        case records.MemoryRecord():
             now, peak = record.largest_allocated_gib, record.largest_peak_gib
             return f"memory after {record.stage}: {now:.2f} GiB, peak {peak:.2f} GiB"
-        case FirstStepRecord():
+        case records.FirstStepRecord():
             longest = sorted(record.phases.items(), key=lambda phase: -phase[1])[:3]
             phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest)
             return f"step {record.step} ended {record.seconds:.1f} s after the start; longest: {phases}"
-        case StepRecord():
+        case records.StepRecord():
             step = f"{record.step:>{len(str(record.num_steps))}}/{record.num_steps}"
             rate, speed = f"{record.learning_rate:.2e}", count(record.tokens_per_second)
             return f"step {step}  loss {record.loss:.4f}  learning rate {rate}  {speed} tokens/s"
-        case AnomalyRecord():
+        case records.AnomalyRecord():
             if record.kind == "nonfinite":
                 return f"step {record.step} skipped: its loss or gradient is not finite"
             return f"step {record.step} is a spike: loss {record.loss:.4f}, gradient norm {record.grad_norm:.3g}"
-        case EvaluationRecord():
+        case records.EvaluationRecord():
             when = f"{record.when} training" if record.when in {"before", "after"} else f"at step {record.step}"
             return f"validation {when}: {measured(record)}"
-        case CheckpointRecord():
+        case records.CheckpointRecord():
             waited = f"training waited {record.stalled_seconds:.1f} s"
             return f"checkpoint of step {record.step} written in {record.seconds:.1f} s, {waited}"
-        case FailedCheckpointRecord():
+        case records.FailedCheckpointRecord():
             failures = f"{plural(record.num_failed, 'failure')} in a row"
             return f"checkpoint of step {record.step} could not be written: {record.reason} ({failures})"
-        case ShardingRecord():
+        case records.ShardingRecord():
             return record.warning or sharding_text(record)
-        case ScriptStepRecord():
+        case records.ScriptStepRecord():
             return plural(record.step, "optimizer step")
-        case EndRecord():
+        case records.EndRecord():
             took = f"{duration(record.training_seconds)} of training since the last start"
             return f"{record.outcome} after {plural(record.step, 'step')}, {took}{early_stopping(record)}"
         case _:
             raise TypeError(record.event)
 
 
-def early_stopping(record: EndRecord) -> str:
+def early_stopping(record: records.EndRecord) -> str:
     """Return why training ended before its last step; empty if it did not."""
     if record.early_stopping_patience is None:
         return ""
     return f"; stopped early: {plural(record.early_stopping_patience, 'evaluation')} without improvement"
 
 
-def measured(record: EvaluationRecord) -> str:
+def measured(record: records.EvaluationRecord) -> str:
     """Return the numbers of an evaluation."""
     accuracy = record.execution_accuracy
     scores = [f"execution accuracy {accuracy:.0%}"] if accuracy is not None else []

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftkit.cli.terminal.console import Cell, Column, Styled, Terminal
+from ftkit.cli.terminal.console import Cell, Styled, Terminal
 from ftkit.cli.terminal.format import age
 from ftkit.cli.terminal.run_view import STATE_STYLES
 from ftkit.launch.job_states import observe_all
@@ -21,16 +21,7 @@ if TYPE_CHECKING:
 
 _TAIL_BYTES = 4_096
 """Number of bytes at the end of metrics.jsonl in which a listing looks for damaged lines: it must be fast."""
-_COLUMNS = (
-    Column("NAME", can_shrink=True),
-    Column("ID"),
-    Column("STATE"),
-    Column("STEP", is_number=True),
-    Column("LOSS", is_number=True),
-    Column("CLUSTER", can_shrink=True),
-    Column("JOB", is_number=True),
-    Column("AGE", is_number=True),
-)
+_TITLES = ("NAME…", "ID", "STATE", "#STEP", "#LOSS", "CLUSTER…", "#JOB", "#AGE")
 
 
 @dataclass(frozen=True)
@@ -54,19 +45,18 @@ class _Row:
 
 
 def show_runs(entries: Sequence[RunEntry], terminal: Terminal, *, as_json: bool, is_sweep: bool = False) -> None:
-    """Print runs; those of a sweep with their values."""
     rows = _rows(entries, terminal)
     if as_json:
         terminal.json([_as_json(row) for row in rows])
         return
     keys = list(dict.fromkeys(key for row in rows for key in row.values if key != "cluster")) if is_sweep else []
-    own = [Column(key.rpartition(".")[2].upper(), can_shrink=True) for key in keys]
+    own = [f"{key.rpartition('.')[2].upper()}…" for key in keys]
     is_roomy = terminal.is_roomy and not is_sweep
     cells = []
     for row in rows:
         name, id_, *others = _cells(row, is_roomy=is_roomy)
         cells.append([name, id_, *(row.values.get(key, "-") for key in keys), *others])
-    terminal.table((*_COLUMNS[:2], *own, *_COLUMNS[2:]), cells)
+    terminal.table((*_TITLES[:2], *own, *_TITLES[2:]), cells)
 
 
 def _rows(entries: Sequence[RunEntry], terminal: Terminal) -> list[_Row]:

@@ -18,7 +18,7 @@ from ftkit.runs.ends import excluded_nodes, log_tail
 from ftkit.runs.facts import RunFacts, read_facts
 from ftkit.runs.failure import Failure, explain_failure, original_command
 from ftkit.runs.history import History, Silence, measure_silence, read_history
-from ftkit.runs.job import FAILURES, Job, RunState
+from ftkit.runs.job import FAILURES, Job, RunState, SubmittedRun
 from ftkit.runs.listing import RunEntry, read_entry
 from ftkit.runs.sync import read_status
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ftkit.planning.layout import RunLayout
     from ftkit.runs.find import RunFolder
     from ftkit.runs.gpu_samples import GpuSummary
-    from ftkit.runs.job import SubmittedRun
     from ftkit.runs.records import EvaluationRecord, Sample, StepRecord
 
 STATE_STYLES = {
@@ -72,7 +71,6 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """The remaining time of a running training."""
         trainer = self.facts.trainer
         if self.seen.state is not RunState.RUNNING or trainer is None:
             return None
@@ -120,11 +118,7 @@ def show_run_status(status: RunStatus, terminal: Terminal) -> None:
 
 
 def show_end(run: SubmittedRun, seen: Job, terminal: Terminal) -> None:
-    """Show how a run ended: of a completed one the steps with their time, the results, and the model's folder.
-
-    Raises:
-        RunFailedError: it did not complete.
-    """
+    """Show how a run ended: of a completed one the steps with their time, the results, and the model's folder."""
     if seen.state is not RunState.COMPLETED:
         failure = explain_failure(run, seen)
         if failure:
@@ -153,7 +147,6 @@ def failed(run: SubmittedRun, seen: Job, failure: Failure | None) -> RunFailedEr
 
 
 def state_cell(seen: Job) -> Cell:
-    """Return the state in its color."""
     return Styled(str(seen), STATE_STYLES[seen.state])
 
 
@@ -194,7 +187,6 @@ def _job_facts(status: RunStatus) -> Facts:
 
 
 def _result_facts(summary: History) -> Facts:
-    """Return the rows about the training's progress and its results."""
     facts: Facts = []
     end, sharding = summary.end, summary.sharding
     if summary.script_step:
@@ -250,7 +242,6 @@ def _saved_facts(summary: History) -> Facts:
 
 
 def _progress_facts(status: RunStatus) -> Facts:
-    """Return the rows about the time left, a stall, restarts, anomalies and slow nodes."""
     facts: Facts = []
     if status.seconds_left is not None:
         facts.append(("left", f"about {duration(status.seconds_left)} at this rate"))
@@ -283,7 +274,6 @@ def _progress_facts(status: RunStatus) -> Facts:
 
 
 def _gpu_text(gpus: GpuSummary) -> str:
-    """Describe the GPUs: their load, memory, temperature and energy."""
     busy = gpus.utilization if gpus.sm_activity is None else gpus.sm_activity
     known = (
         ("", busy, "% busy"),
@@ -337,7 +327,6 @@ def _file_facts(layout: RunLayout) -> Facts:
 
 
 def _show_samples(evaluation: EvaluationRecord, terminal: Terminal, *, is_data: bool) -> None:
-    """Show two questions of the validation split with their completions."""
     for sample in choose_samples(evaluation.samples):
         verdict: Cell = Styled("correct", "green") if sample.correct else Styled("wrong", "red")
         facts: Facts = [("question", sample.question), ("answer", sample.answer), ("", verdict)]

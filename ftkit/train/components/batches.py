@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.order import pack_at
-from ftkit.data.packing import find_padding, row_width
-from ftkit.data.store import PackStore
+from ftkit.data.packing import IGNORED, find_padding, pack_at, row_width
+from ftkit.data.prepared_data import PackStore
 from ftkit.planning.plan import BatchPlan
 from ftkit.runs.checkpoints import TrainState
 from ftkit.train.causal_lm import MicroBatch

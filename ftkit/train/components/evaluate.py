@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ftkit.data.cases import ModelInput, make_evaluation_set, take_rows
-from ftkit.data.metrics import choose_metrics
-from ftkit.data.store import PreparedData
+from ftkit.data.completion_metrics import choose_metrics
+from ftkit.data.prepared_data import PreparedData
 from ftkit.planning.plan import RunPlan
 from ftkit.runs.records import EvaluationRecord, Sample, SourceLoss
 from ftkit.train.causal_lm import CausalLM, SourceLosses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ftkit.data.cases import Case, EvaluationSet
-    from ftkit.data.metrics import Completion
+    from ftkit.data.completion_metrics import Completion
     from ftkit.train.engine import Engine
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ftkit.config.training import Precision
-from ftkit.data.limits import NamedTemplate, run_limited
+from ftkit.data.limits import Template, run_limited
 from ftkit.data.rendering import name_of_template
 from ftkit.runs.checkpoints import SavedFile
 from ftkit.train.model.hf_model import find_decoder_layers
@@ -91,7 +91,7 @@ def make_prompts(tokenizer: PreTrainedTokenizerBase) -> tuple[Prompt, ...]:
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """Render a conversation with a tokenizer's chat template, as transformers does."""
-    template = NamedTemplate(name_of_template(tokenizer), tokenizer.get_chat_template())
+    template = Template(name_of_template(tokenizer), tokenizer.get_chat_template())
     return run_limited(template, _render, tokenizer, prompt)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ftkit.data.completion_metrics import Completion
 from ftkit.data.encoding import find_end_tokens
-from ftkit.data.metrics import Completion
 from ftkit.files import write_json
 from ftkit.models.folder import GENERATION_FILE, read_end_tokens, read_generation_config
 

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.packing import row_width
+from ftkit.data.packing import IGNORED, row_width
 from ftkit.errors import TrainingError, one_line
 from ftkit.train.causal_lm import CausalLM, MicroBatch, model_inputs
 from ftkit.train.components.batches import PaddedRows, to_micro_batch, to_padded_micro_batch

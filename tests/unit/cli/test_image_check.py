@@ -38,7 +38,7 @@ def test_a_tracker_without_its_package_in_the_image_file_is_rejected(plan: RunPl
     document["components"] = [one for one in document["components"] if one["name"].lower() not in names]
     sbom = image.with_name("image.sqsh.sbom.json")
     sbom.write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match=r"lacks package tensorboard, mlflow-skinny"):
+    with pytest.raises(ConfigError, match=r"tensorboard, mlflow-skinny"):
         _require_sinks(tracked, image)
     for name in names:
         document["components"].append({"name": name, "purl": f"pkg:pypi/{name}@1"})
@@ -72,7 +72,7 @@ def test_an_unchanged_image_file_is_accepted(begun: RunPlan) -> None:
 
 def test_a_replaced_image_file_is_rejected(begun: RunPlan) -> None:
     os.utime(str(begun.container_image), (1, 1))
-    with pytest.raises(ImageError, match="not the image that the run started with: image_modified"):
+    with pytest.raises(ImageError, match="image_modified"):
         require_same_image(begun, Terminal())
 
 

@@ -50,7 +50,7 @@ def test_a_run_does_not_train_on_the_login_node_while_slurm_does_not_respond(
     login_node.answer("sinfo", stderr=stderr, code=1)
     done = ftkit("run", "demo", "--dry-run")
     assert done.code == code
-    assert ("this machine has Slurm (its controller does not respond now)" in done.err) == bool(code)
+    assert ("does not respond" in done.err) == bool(code)
     assert ftkit("run", "demo", "--dry-run", "--cluster", "local").code == 0
 
 
@@ -61,7 +61,7 @@ def test_a_run_does_not_train_on_the_login_node_of_a_slow_slurm(
     login_node.add("sinfo", "sleep 600")
     done = ftkit("run", "demo", "--dry-run")
     assert done.code == 3
-    assert "its controller does not respond now" in done.err
+    assert "does not respond" in done.err
 
 
 def test_what_init_did_not_detect_is_a_comment_in_the_profile(
@@ -70,15 +70,15 @@ def test_what_init_did_not_detect_is_a_comment_in_the_profile(
     login_node.answer("sinfo", "gpu*|up|2|192|gpu:8(S:0-1)|4:00:00|1\n")
     assert ftkit("init", "--yes").code == 0
     comments = [line for line in Path("clusters/mine.yaml").read_text().splitlines() if line.startswith("#")]
-    assert any("set 'gpu:', one of" in line and "h100-80gb" in line for line in comments)
-    assert "set it to one of" in ftkit("plan", "--image", "olmo3:25.02", "--nodes", "2").out
+    assert any("'gpu:', one of" in line and "h100-80gb" in line for line in comments)
+    assert "to one of" in ftkit("plan", "--image", "olmo3:25.02", "--nodes", "2").out
 
 
 @pytest.mark.usefixtures("login_node")
 def test_the_commands_printed_by_init_work(ftkit: Callable[..., Result]) -> None:
     done = ftkit("init", "--yes")
     assert done.code == 0, done.err
-    assert "mine, which extends slurm" in done.err
+    assert "extends slurm" in done.err
     script = ftkit("run", "--image", "olmo3:25.02", "--nodes", "2", "--dry-run")
     assert script.code == 0, script.err
     for line in ("--partition=gpu", "--gpus-per-node=8", "--time=04:00:00", "--nodes=2"):
@@ -92,7 +92,7 @@ def test_nothing_is_set_up_while_slurm_does_not_respond(ftkit: Callable[..., Res
     what = "slurm_load_partitions: Unable to contact slurm controller (connect failure)"
     login_node.answer("sinfo", "slurm 24.11.1", stderr=what, code=1)
     refused = ftkit("init", "--yes")
-    assert (refused.code, "Slurm did not respond" in refused.err) == (14, True)
+    assert (refused.code, "not respond" in refused.err) == (14, True)
     assert not Path("ftkit.yaml").exists()
     login_node.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source", code=1)
     assert ftkit("init", "--yes").code == 0  # a machine of no cluster
@@ -138,7 +138,7 @@ def test_doctor_reports_differences_between_the_profile_and_slurm(ftkit: Callabl
     )
     done = ftkit("doctor", "--cluster", "odd", "--image", "olmo3:25.02")
     assert done.code == 12
-    assert "set 'partition:' in the profile 'odd' to one of gpu" in done.err
+    assert "one of gpu" in done.err
     assert "partition, containers, image" in done.err
 
 

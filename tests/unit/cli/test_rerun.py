@@ -23,4 +23,4 @@ def test_a_dry_run_lists_the_differences_and_refuses_unknown_parts(
     assert "versions: ftkit is " in done.err  # another version than the original's
     refused = ftkit("rerun", run.id, "--dry-run", "--allow", "dta")
     assert (refused.code, refused.out) == (3, "")
-    assert "Choose from data, image, code" in refused.err
+    assert "data, image, code" in refused.err

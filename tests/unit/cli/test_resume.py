@@ -54,7 +54,7 @@ def test_a_time_limit_at_which_each_job_would_stop_at_once_is_rejected(
     run = make_run()
     result = ftkit("resume", run.id, "--time", "3")
     assert (result.code, programs.calls()) == (3, [])
-    assert "resources.time_limit: 3 is too short: Slurm asks the job to stop 120 s" in " ".join(result.err.split())
+    assert "resources.time_limit: 3 is too short" in " ".join(result.err.split())
     for name, answer in {"squeue": "", "sacct": "", "sbatch": "2\n"}.items():
         programs.answer(name, answer)
     assert ftkit("resume", run.id, "--time", "00:03:01", "--no-follow").code == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.order import pack_at
+from ftkit.data.packing import pack_at
 
 
 @given(st.integers(1, 200), st.integers(0, 5), st.integers(0, 5))

@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftkit.data.encoding import IGNORED, Document
-from ftkit.data.packing import Packer, assign_packs, build_pack, find_padding
-from ftkit.data.store import DocumentBatch
+from ftkit.data.packing import IGNORED, Document, DocumentBatch, Packer, assign_packs, build_pack, find_padding
 
 lengths_and_capacity = st.integers(1, 60).flatmap(
     lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -32,7 +30,7 @@ def test_the_number_of_packs_is_at_most_eleven_ninths_of_the_optimum_plus_one(ca
 
 
 def test_a_document_longer_than_a_pack_is_rejected() -> None:
-    with pytest.raises(ValueError, match="11 tokens does not fit a pack of 10"):
+    with pytest.raises(ValueError, match=r"11.* 10"):
         assign_packs([3, 11], 10)
 
 

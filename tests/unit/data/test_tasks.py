@@ -9,10 +9,10 @@ import pytest
 from ftkit.config.context import Context
 from ftkit.config.load import load_recipe, override_recipe
 from ftkit.data.cases import Case
+from ftkit.data.completion_metrics import Completion, choose_metrics
 from ftkit.data.conversations import Conversation
-from ftkit.data.formats import read_example
-from ftkit.data.metrics import Completion, choose_metrics
-from ftkit.data.sources import first_rows
+from ftkit.data.row_formats import read_example
+from ftkit.data.selection import first_rows
 from ftkit.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

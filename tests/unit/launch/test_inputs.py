@@ -10,7 +10,7 @@ from malware import generate
 
 from ftkit.config.context import Context
 from ftkit.data.prepare import prepare
-from ftkit.data.store import PreparedData
+from ftkit.data.prepared_data import PreparedData
 from ftkit.data.tokenizers import learn_tokenizer
 from ftkit.launch import inputs
 from ftkit.launch.inputs import count_documents

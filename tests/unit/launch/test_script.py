@@ -97,7 +97,7 @@ def test_the_report_of_a_scripts_run_shows_its_command(ctx: Context) -> None:
     plan.layout.root.mkdir(parents=True)
     plan.layout.plan.write_text(plan_to_json(plan))
     report = read_report(plan.layout, "completed")
-    assert (report.name, report.summary) == ("my-train", "my train.py --lr 1; 2 processes, local")
+    assert (report["name"], report["summary"]) == ("my-train", "my train.py --lr 1; 2 processes, local")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.config.data import (
     AlpacaFormat,
@@ -21,18 +21,27 @@ from ftkit.config.data import (
     describe_format,
 )
 from ftkit.config.data_sources import columns_of, parse_format_string
-from ftkit.data.conversations import Conversation, Example, Message, PlainText
+from ftkit.data.conversations import (
+    Conversation,
+    Example,
+    Message,
+    PlainText,
+    blank_turn,
+    check_calls,
+    is_turn,
+    read_tools,
+    read_turns,
+)
 from ftkit.data.tasks import read_pair
-from ftkit.data.turns import check_calls, is_turn, read_tools, read_turns
 from ftkit.errors import DataError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     import jinja2
 
     from ftkit.config.data import DataSpec, Format
-    from ftkit.data.rows import Row
+    from ftkit.data.rows import Columns, Row
 
 DETECTION_ROWS = 100
 """Number of rows from which a format is detected."""
@@ -49,11 +58,7 @@ _REDUNDANT = {AlpacaFormat: ("text",), MessagesFormat: ("system", "functions")}
 
 
 def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
-    """Return the recipe's format; if it sets none, the format of the first rows.
-
-    Raises:
-        DataError: no known format fits them.
-    """
+    """Return the recipe's format; if it sets none, the format of the first rows."""
     if not isinstance(form, AutoFormat):
         return form
     if not rows:
@@ -62,36 +67,31 @@ def resolve_format(form: Format, rows: Sequence[Row]) -> Format:
     ((commonest, _),) = shapes.most_common(1)  # if rows differ, rows of another shape are bad rows
     for alike in (rows, [row for row in rows if row.columns.keys() == commonest]):
         columns = set.intersection(*(set(row.columns) for row in alike))
-        detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike)
+        detected = _detect_turns(columns, alike) or _detect_by_columns(columns, alike[0].columns)
         if detected is not None:
             return detected
-    _refuse_tokenized(rows[0])
-    if found := commonest & _TURN_COLUMNS:
-        (name, *_) = sorted(found)
-        raise DataError(
-            f"{rows[0].where}: column '{name}' is not a list of turns in most of the first rows, such as "
-            f"{str(rows[0].columns.get(name))[:80]}",
+    raise _unknown_format(rows, commonest)
+
+
+def _unknown_format(rows: Sequence[Row], names: frozenset[str]) -> DataError:
+    where, columns = rows[0].where, rows[0].columns
+    if found := sorted(names & _TURN_COLUMNS):
+        return DataError(
+            f"{where}: column '{found[0]}' is not a list of turns in most of the first rows, such as "
+            f"{str(columns.get(found[0]))[:80]}",
             meaning="a turn is an object with role and content, or with from and value",
             fix="correct the data, or select another column: data.format={kind: messages, column: NAME}",
         )
-    lists = [name for name, value in rows[0].columns.items() if _is_list_of_objects(value)] if len(rows) == 1 else []
-    lists = [name for name in lists if not {"role", "from"} & rows[0].columns[name][0].keys()]
-    raise DataError(
-        f"{rows[0].where}: no known format has the columns {', '.join(sorted(commonest)) or '(none)'}",
+    return DataError(
+        f"{where}: no known format has the columns {', '.join(sorted(names)) or '(none)'}",
         meaning="known: turns (messages, conversations), instruction and output, prompt and completion, and text",
-        fix=f"the rows are in a list: jq -c '.{lists[0]}[]' FILE > {lists[0]}.jsonl"
-        if lists
-        else "set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
+        fix="set how a row becomes a conversation, e.g. data.format.kind=prompt-completion "
         "data.format.prompt='\"{question}\"' data.format.completion='\"{answer}\"'",
     )
 
 
 def check_split(data: DataSpec, form: Format) -> None:
-    """Check that documents of this format can be split, if the recipe splits long ones.
-
-    Raises:
-        DataError: they are conversations.
-    """
+    """Check that documents of this format can be split, if the recipe splits long ones."""
     if data.too_long == "split" and form.kind != "text":
         raise DataError(
             "data.too_long is 'split', but the rows are conversations",
@@ -100,32 +100,29 @@ def check_split(data: DataSpec, form: Format) -> None:
         )
 
 
-def _refuse_tokenized(row: Row) -> None:
-    if "input_ids" in row.columns:
-        raise DataError(
-            f"{row.where}: the rows are token ids (input_ids)",
-            meaning="ftkit tokenizes the data itself, with the tokenizer of the model",
-            fix="give the conversations or texts that these tokens were made of",
-        )
-
-
 def _detect_turns(columns: set[str], rows: Sequence[Row]) -> Format | None:
+    def is_turns(value: object, style: str) -> bool:
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
+
     for style in ("openai", "sharegpt"):
         names = [name for name in rows[0].columns if name in columns]
-        found = [name for name in names if sum(_is_turns(row, name, style) for row in rows) * 2 > len(rows)]
+        found = [name for name in names if sum(is_turns(row.columns[name], style) for row in rows) * 2 > len(rows)]
         if len(found) == 1:
             return MessagesFormat(column=found[0], style=style)
     return None
 
 
-def _detect_by_columns(columns: set[str], rows: Sequence[Row]) -> Format | None:
-    if {"chosen", "rejected"} <= columns:
-        raise _preferences(rows[0].columns)
-    if {"prompt", "completion", "label"} <= columns and isinstance(rows[0].columns["label"], bool):
+def _detect_by_columns(columns: set[str], first: Columns) -> Format | None:
+    is_labeled = {"prompt", "completion", "label"} <= columns and isinstance(first["label"], bool)
+    if {"chosen", "rejected"} <= columns or is_labeled:
         raise DataError(
-            "the rows are preference data (prompt, completion, label)",
-            meaning="completions whose label is false are examples of what the model should not write",
-            fix="to train on the others: jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
+            "the rows are preference data: pairs (chosen, rejected), or completions with a label",
+            meaning="ftkit trains on conversations and texts, and would learn what is not preferred",
+            fix="select what is preferred: data.format={kind: messages, column: chosen} and data.ignore_columns; or "
+            "jq -c 'select(.label) | del(.label)' FILE > preferred.jsonl",
         )
     if {"instruction", "output"} <= columns:
         return AlpacaFormat()
@@ -137,52 +134,18 @@ def _detect_by_columns(columns: set[str], rows: Sequence[Row]) -> Format | None:
     return TextFormat() if "text" in columns else None
 
 
-def _preferences(columns: Mapping[str, Any]) -> DataError:
-    """Return the error that rows are preference pairs, with the keys to train on the preferred completions."""
-    has_turns = isinstance(columns["chosen"], list)
-    if "prompt" in columns and isinstance(columns["prompt"], list) == has_turns:
-        keys = "data.format.kind=prompt-completion data.format.completion='\"{chosen}\"'"
-    else:
-        others = [name for name in columns if name != "chosen" and name not in METADATA]
-        kind = "messages" if has_turns else "text"
-        keys = f"'data.format={{kind: {kind}, column: chosen}}' 'data.ignore_columns=[{', '.join(others)}]'"
-    return DataError(
-        "the rows are preference pairs (chosen, rejected)",
-        meaning="ftkit trains on conversations and texts",
-        fix=f"to train on the preferred ones: {keys}",
-    )
-
-
-def _is_list_of_objects(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-
-
-def _is_turns(row: Row, column: str, style: str) -> bool:
-    value = row.columns[column]
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return isinstance(value, list) and bool(value) and all(is_turn(turn, style) for turn in value)
-
-
-def unused_columns(row: Mapping[str, Any], form: Format) -> list[str]:
+def unused_columns(row: Columns, form: Format) -> list[str]:
     """Return the columns with a value that the format does not use, in the row's order."""
     known = {*form.columns, *_REDUNDANT.get(type(form), ())}
     return [name for name, value in row.items() if name not in known and value not in (None, "", [], {})]
 
 
-def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Example:  # noqa: PLR0911 - one for each format
-    """Turn a row into a conversation or a text.
-
-    Args:
-        columns: the row.
-        data: the recipe's data section, with the ignored columns.
-        form: the format, resolved.
-
-    Raises:
-        DataError: a column is missing, has an unexpected value, or is unknown to the format.
-    """
-    if not _chooses_columns(form, data):
+def read_example(columns: Columns, data: DataSpec, form: Format) -> Example:  # noqa: C901, PLR0911 - one for each format
+    """Turn a row of a resolved format into a conversation or a text."""
+    chooses = isinstance(form, JinjaFormat | TaskFormat)  # the user selected the columns; all others are ignored
+    if isinstance(form, PromptCompletionFormat):
+        chooses = not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
+    if not chooses:
         _check_columns(columns, data, form)
     match form:
         case MessagesFormat():
@@ -195,9 +158,8 @@ def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Ex
         case PromptCompletionFormat():
             return _read_pair(columns, form, data.ignore_columns)
         case JinjaFormat():
-            system = _render(form.system, columns, "system") if form.system else None
-            prompt = _render(form.prompt, columns, "prompt")
-            return _conversation(system, prompt, _render(form.completion, columns, "completion"))
+            completion = _render(form.completion, columns, "completion")
+            return _conversation(*_prompt(columns, form), completion)
         case TextFormat():
             return PlainText(_required(columns, form.column))
         case TaskFormat():
@@ -206,14 +168,7 @@ def read_example(columns: Mapping[str, Any], data: DataSpec, form: Format) -> Ex
             raise TypeError("the format is resolved before rows are read")
 
 
-def _chooses_columns(form: Format, data: DataSpec) -> bool:
-    """Tell whether the user selected the columns, so that all others are ignored."""
-    if isinstance(form, PromptCompletionFormat):
-        return not isinstance(data.format, AutoFormat) and form != PromptCompletionFormat()
-    return isinstance(form, JinjaFormat | TaskFormat)
-
-
-def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> None:
+def _check_columns(columns: Columns, data: DataSpec, form: Format) -> None:
     unknown = [name for name in unused_columns(columns, form) if name not in {*METADATA, *data.ignore_columns}]
     if unknown and not any(name in columns for name in form.columns):
         raise DataError(
@@ -229,7 +184,7 @@ def _check_columns(columns: Mapping[str, Any], data: DataSpec, form: Format) -> 
         )
 
 
-def _read_conversation(columns: Mapping[str, Any], form: MessagesFormat, ignored: Collection[str]) -> Conversation:
+def _read_conversation(columns: Columns, form: MessagesFormat, ignored: Collection[str]) -> Conversation:
     messages = tuple(read_turns(columns.get(form.column), form.column, form.style, ignored))
     system = columns.get("system")
     if isinstance(system, str) and system and "system" not in (*ignored, form.column):
@@ -242,7 +197,7 @@ def _read_conversation(columns: Mapping[str, Any], form: MessagesFormat, ignored
     return Conversation(messages, schemas)
 
 
-def _read_alpaca(columns: Mapping[str, Any]) -> Conversation:
+def _read_alpaca(columns: Columns) -> Conversation:
     earlier: list[Message] = []
     history = columns.get("history") or []
     for turn in history if isinstance(history, list) else [history]:
@@ -255,25 +210,21 @@ def _read_alpaca(columns: Mapping[str, Any]) -> Conversation:
     return Conversation((*before, *earlier, user, assistant), num_prompt=len(before) + len(earlier) + 1)
 
 
-def _joined(columns: Mapping[str, Any], first: str, second: str) -> str:
+def _joined(columns: Columns, first: str, second: str) -> str:
     parts = [_required(columns, first), _text(columns.get(second), second)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _read_pair(columns: Mapping[str, Any], form: PromptCompletionFormat, ignored: Collection[str]) -> Conversation:
-    sides = [_turns_of(columns, text, ignored) for text in (form.prompt, form.completion)]
-    prompt, completion = sides
+def _read_pair(columns: Columns, form: PromptCompletionFormat, ignored: Collection[str]) -> Conversation:
+    prompt, completion = (_turns_of(columns, text, ignored) for text in (form.prompt, form.completion))
     if prompt is None and completion is None:
-        system = _fill(form.system, columns, "system") if form.system else None
-        return _conversation(
-            system, _fill(form.prompt, columns, "prompt"), _fill(form.completion, columns, "completion")
-        )
+        return _conversation(*_prompt(columns, form), _fill(form.completion, columns, "completion"))
     if prompt is None or completion is None:
         raise DataError("one of prompt and completion is a list of turns and the other is text", fix="correct the data")
     return Conversation((*prompt, *completion), num_prompt=len(prompt))
 
 
-def _turns_of(columns: Mapping[str, Any], text: str, ignored: Collection[str]) -> tuple[Message, ...] | None:
+def _turns_of(columns: Columns, text: str, ignored: Collection[str]) -> tuple[Message, ...] | None:
     """Return the turns of a format string that is one column with a list of them."""
     pieces = parse_format_string(text)
     column = pieces[0][1] if len(pieces) == 1 and pieces[0][0] == "" else None
@@ -284,26 +235,29 @@ def _turns_of(columns: Mapping[str, Any], text: str, ignored: Collection[str]) -
     return tuple(read_turns(value, column, style, ignored)) if is_turn(value[0], style) else None
 
 
+def _prompt(columns: Columns, form: PromptCompletionFormat | JinjaFormat) -> tuple[str | None, str]:
+    fill = _render if isinstance(form, JinjaFormat) else _fill
+    system = fill(form.system, columns, "system") if form.system else None
+    return system, fill(form.prompt, columns, "prompt")
+
+
+def read_prompt(columns: Columns, form: PromptCompletionFormat | JinjaFormat) -> Conversation:
+    """Return the turns of the prompt, before the assistant turn."""
+    return Conversation(_prompt_turns(*_prompt(columns, form)))
+
+
+def _prompt_turns(system: str | None, prompt: str) -> tuple[Message, ...]:
+    return (*([Message("system", system)] if system else []), Message("user", prompt))
+
+
 def _conversation(system: str | None, prompt: str, completion: str) -> Conversation:
     if not completion.strip():
-        raise DataError(
-            "an assistant turn is blank",
-            meaning="the model would be trained to end its turn immediately",
-            fix="correct data.format, or remove this example",
-        )
-    before = (Message("system", system),) if system else ()
-    messages = (*before, Message("user", prompt), Message("assistant", completion))
-    return Conversation(messages, num_prompt=len(before) + 1)
+        raise blank_turn()
+    before = _prompt_turns(system, prompt)
+    return Conversation((*before, Message("assistant", completion)), num_prompt=len(before))
 
 
-def read_prompt(columns: Mapping[str, Any], form: PromptCompletionFormat | JinjaFormat) -> Conversation:
-    """Return the turns of the prompt, before the assistant turn."""
-    fill = _render if isinstance(form, JinjaFormat) else _fill
-    before = (Message("system", fill(form.system, columns, "system")),) if form.system else ()
-    return Conversation((*before, Message("user", fill(form.prompt, columns, "prompt"))))
-
-
-def _fill(template: str, columns: Mapping[str, Any], key: str) -> str:
+def _fill(template: str, columns: Columns, key: str) -> str:
     names = columns_of(template)
     missing = [name for name in names if name not in columns]
     if missing:
@@ -321,7 +275,7 @@ def _fill(template: str, columns: Mapping[str, Any], key: str) -> str:
     return "".join(literal + ("" if name is None else _text(columns[name], name)) for literal, name in pieces)
 
 
-def _required(columns: Mapping[str, Any], name: str) -> str:
+def _required(columns: Columns, name: str) -> str:
     if columns.get(name) is None:
         raise DataError(
             f"column '{name}' is {'null' if name in columns else 'missing'}",
@@ -335,9 +289,8 @@ def _text(value: object, column: str) -> str:
     """Return the text of a column: a null's is empty, as in Alpaca's `input`."""
     if value is None:
         return ""
-    if (isinstance(value, str | int) and not isinstance(value, bool)) or (
-        isinstance(value, float) and math.isfinite(value)
-    ):
+    is_finite = isinstance(value, float) and math.isfinite(value)
+    if is_finite or (isinstance(value, str | int) and not isinstance(value, bool)):
         return str(value)
     raise DataError(
         f"column '{column}' is neither text nor a number: {str(value)[:80]}",
@@ -359,7 +312,7 @@ def _compile(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _render(template: str, columns: Mapping[str, Any], key: str) -> str:
+def _render(template: str, columns: Columns, key: str) -> str:
     try:
         return _compile(template).render(dict(columns))
     except Exception as error:  # a template may raise anything: Jinja's errors, Python's

@@ -9,93 +9,32 @@ import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ftkit.data.encoding import IGNORED
-from ftkit.data.rows import Row, read_json_lines
+from ftkit.data.packing import IGNORED, TRAINED
+from ftkit.data.readers import read_json_lines
 from ftkit.errors import DataError
 from ftkit.files import DamagedFileError, publish, read_json, remove, write_json
 from ftkit.planning.layout import DataLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-    from ftkit.data.encoding import Document
+    from numpy.typing import NDArray
 
+    from ftkit.data.packing import DocumentBatch
+    from ftkit.data.rows import Row
 
 _LEFTOVER_SECONDS = 24 * 3600
 """Seconds after the last write until an incomplete folder counts as left by a killed preparation."""
 
-TRAINED: Final = np.uint32(1 << 31)
-"""Bit of a stored token that marks it as trained."""
-
-
-@dataclass(frozen=True)
-class DocumentBatch:
-    """Consecutive documents.
-
-    Attributes:
-        tokens: uint32, the documents one after another; with the bit `TRAINED` on tokens in the loss.
-        lengths: int64, tokens of each document.
-        sources: uint16, the source of each document, as its index in `data.source`.
-    """
-
-    tokens: NDArray[np.uint32]
-    lengths: NDArray[np.int64]
-    sources: NDArray[np.uint16]
-
-    @classmethod
-    def of(cls, documents: Sequence[Document], source: int = 0) -> Self:
-        """Return documents of one source."""
-        lengths = np.array([len(document.tokens) for document in documents], np.int64)
-        tokens = np.empty(lengths.sum(dtype=np.int64), np.uint32)
-        end = 0
-        for document in documents:
-            begin, end = end, end + len(document.tokens)
-            tokens[begin:end] = document.tokens
-            tokens[begin + 1 : end][document.labels[:-1] != IGNORED] |= TRAINED
-        return cls(tokens, lengths, np.full(len(documents), source, np.uint16))
-
-    @classmethod
-    def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
-        """Concatenate batches."""
-        if len(batches) == 1:
-            return batches[0]
-        return DocumentBatch(
-            np.concatenate([batch.tokens for batch in batches]),
-            np.concatenate([batch.lengths for batch in batches]),
-            np.concatenate([batch.sources for batch in batches]),
-        )
-
-    def count_tokens(self, source: int) -> tuple[int, int]:
-        """Return the tokens of a source, and how many of them count in the loss."""
-        if (self.sources == source).all():
-            return len(self.tokens), int((self.tokens >= TRAINED).sum())
-        is_from_source = np.repeat(self.sources == source, self.lengths)
-        return int(is_from_source.sum()), int((self.tokens[is_from_source] >= TRAINED).sum())
-
-    def take(self, indices: Sequence[int]) -> DocumentBatch:
-        """Return some of the documents, in the order of `indices`."""
-        ends = np.cumsum(self.lengths)
-        begins = ends - self.lengths
-        pieces = [self.tokens[begins[index] : ends[index]] for index in indices]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
-        chosen = np.asarray(indices, np.int64)
-        return DocumentBatch(tokens, self.lengths[chosen], self.sources[chosen])
-
 
 @dataclass(frozen=True)
 class SourceStats:
-    """Totals of one source; tokens and targets of the training split.
-
-    Attributes:
-        num_targets: tokens that count in the loss.
-        num_too_long: documents longer than a pack.
-    """
+    """Totals of one source: rows; documents, tokens, and targets (tokens in the loss) of the training split."""
 
     name: str
     num_rows: int = 0
@@ -120,25 +59,24 @@ class DataManifest:
     num_too_long: int
     max_seqlen: int
     num_row_tokens: int = 0
-    """Tokens of the training documents as padded rows (`data.packing: off`), padding included; 0 if not counted."""
+    """Tokens of the training documents as padded rows (`data.packing: off`), padding included."""
     num_documents: int = 0
-    """Documents of all splits before any is dropped, truncated, or split; 0 if not counted."""
+    """Documents of all splits before any is dropped, truncated, or split."""
     sources: tuple[SourceStats, ...] = ()
     preparation_version: int = 0
-    """Version of the code that prepared the data; older manifests lack it."""
+    """Version of the code that prepared the data."""
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the packs of each split, and of the tokenizer; as `documents`, the sum of that of each training
-    document, which is the same for packs of any length. Older data lacks some."""
+    document, which is the same for packs of any length."""
 
     @property
     def identity(self) -> str:
         """Identity of the data in checkpoints.
 
-        A plan of an earlier version keeps its fingerprint when another version prepares its data again, into different
-        packs; only this distinguishes them.
+        A plan keeps its fingerprint when another version of ftkit prepares its data again, into different packs; only
+        this distinguishes them.
         """
-        version = self.preparation_version
-        return f"{self.fingerprint}@{version}" if version else self.fingerprint
+        return f"{self.fingerprint}@{self.preparation_version}"
 
     @property
     def mixed_sources(self) -> tuple[str, ...]:
@@ -156,8 +94,6 @@ class DataManifest:
         """Fraction of the training packs that is not padding."""
         return self.num_train_tokens / max(1, self.num_train_packs * self.sequence_length)
 
-
-# --- The packs of a split ------------------------------------------------------------------------
 
 _TOKENS, _DOCUMENTS, _SOURCES = "tokens.u32", "documents.i64", "sources.u16"
 _PACKS, _TARGETS = "packs.i64", "targets.i64"
@@ -179,10 +115,6 @@ class PackWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Flush and fsync the files, and close them."""
         with self._stack:
             for file in self._files.values():
                 file.flush()
@@ -249,24 +181,21 @@ class PackStore:
         """
         read = np.zeros((len(packs), 4, self.sequence_length), dtype=np.int32)
         for into, pack in zip(read, packs, strict=True):
-            self._read_into(into, pack)
+            first = int(self._pack_ends[pack - 1]) if pack else 0
+            last = int(self._pack_ends[pack])
+            begin = int(self._document_ends[first - 1]) if first else 0
+            ends = np.asarray(self._document_ends[first:last]) - begin
+            starts = np.concatenate([[0], ends])
+            length = int(ends[-1])
+            tokens = np.asarray(self._tokens[begin : begin + length])
+            into[0, :length] = tokens & ~TRAINED
+            into[0, length:] = into[0, 0]
+            into[1] = IGNORED
+            into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
+            places = np.arange(self.sequence_length, dtype=np.int64)
+            into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
+            into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
         return read
-
-    def _read_into(self, into: NDArray[np.int32], pack: int) -> None:
-        first = int(self._pack_ends[pack - 1]) if pack else 0
-        last = int(self._pack_ends[pack])
-        begin = int(self._document_ends[first - 1]) if first else 0
-        ends = np.asarray(self._document_ends[first:last]) - begin
-        starts = np.concatenate([[0], ends])
-        length = int(ends[-1])
-        tokens = np.asarray(self._tokens[begin : begin + length])
-        into[0, :length] = tokens & ~TRAINED
-        into[0, length:] = into[0, 0]
-        into[1] = IGNORED
-        into[1, : length - 1] = np.where(tokens[1:] >= TRAINED, into[0, 1:length], IGNORED)
-        places = np.arange(self.sequence_length, dtype=np.int64)
-        into[2] = places - starts[np.searchsorted(starts, places, side="right") - 1]
-        into[3, :length] = np.repeat(self._sources[first:last], np.diff(starts))
 
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
@@ -286,52 +215,14 @@ def _damaged(folder: Path, reason: str) -> DataError:
     )
 
 
-# --- The folder of prepared data -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SourcedRow:
-    """A row with the name of its source; empty if there is only one."""
-
-    source: str
-    row: Row
-
-
-@dataclass(frozen=True)
 class PreparedData:
-    """A folder of prepared data."""
+    """A folder of prepared data: manifest, tokenizer, packs of both splits, and the validation rows as read."""
 
-    root: Path
-
-    @property
-    def manifest_path(self) -> Path:
-        """The manifest, which is written last."""
-        return DataLayout(self.root).manifest
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer, in Hugging Face's layout."""
-        return self.root / "tokenizer"
-
-    @property
-    def train(self) -> Path:
-        """Packs to train on."""
-        return self.root / "train"
-
-    @property
-    def validation(self) -> Path:
-        """Packs of the validation split."""
-        return self.root / "validation"
-
-    @property
-    def validation_rows(self) -> Path:
-        """The validation rows as they were read, one JSON object a line."""
-        return self.root / "validation.jsonl"
-
-    @property
-    def validation_sources(self) -> Path:
-        """Source number of each of these rows, one per line; older data lacks it."""
-        return self.root / "validation.sources"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifest_path = DataLayout(root).manifest
+        self.tokenizer, self.train, self.validation = (root / name for name in ("tokenizer", "train", "validation"))
+        self.validation_rows, self.validation_sources = root / "validation.jsonl", root / "validation.sources"
 
     @property
     def is_complete(self) -> bool:
@@ -347,50 +238,40 @@ class PreparedData:
         return PackStore(self.validation, self.read_manifest().sequence_length)
 
     def read_manifest(self) -> DataManifest:
-        """Read the manifest.
-
-        Raises:
-            DataError: the data is not prepared.
-        """
+        """Read the manifest."""
         try:
-            manifest = read_json(self.manifest_path, DataManifest)
+            manifest, reason = read_json(self.manifest_path, DataManifest), f"{self.manifest_path.name} is missing"
         except DamagedFileError as error:
-            raise self._not_prepared(error.what) from error
+            manifest, reason = None, error.what
         if manifest is None:
-            raise self._not_prepared(f"{self.manifest_path.name} is missing")
+            raise DataError(
+                f"the prepared data in {self.root} can't be read: {reason}",
+                meaning="preparation did not run or was interrupted",
+                fix=f"delete {self.root} and run again",
+            )
         return manifest
 
-    def _not_prepared(self, reason: str) -> DataError:
-        return DataError(
-            f"the prepared data in {self.root} can't be read: {reason}",
-            meaning="preparation did not run or was interrupted",
-            fix=f"delete {self.root} and run again",
-        )
-
     def write_manifest(self, manifest: DataManifest) -> None:
-        """Write the manifest."""
+        """Write the manifest, which completes the folder."""
         write_json(self.manifest_path, manifest)
 
     def compute_digests(self) -> dict[str, str]:
         """Return the SHA-256 of the packs of each split and of the tokenizer: over the names and contents of files."""
-        return {folder.name: _digest(folder) for folder in (self.train, self.validation, self.tokenizer)}
+        digests = {}
+        for folder in (self.train, self.validation, self.tokenizer):
+            combined = hashlib.sha256()
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+                combined.update(f"{content}  {path.relative_to(folder)}\n".encode())
+            digests[folder.name] = combined.hexdigest()
+        return digests
 
-    def read_validation_rows(self) -> list[SourcedRow]:
-        """Read the validation rows, each with the name of its source if there are several."""
+    def read_validation_rows(self) -> list[tuple[str, Row]]:
+        """Read the validation rows, each with the name of its source, which is empty if there is only one."""
         rows, names = read_json_lines(self.validation_rows), self.read_manifest().mixed_sources
-        if not names or not self.validation_sources.is_file():
-            return [SourcedRow("", row) for row in rows]
-        numbers = self.validation_sources.read_text(encoding="ascii").split()
-        return [SourcedRow(names[int(number)], row) for number, row in zip(numbers, rows, strict=True)]
-
-
-def _digest(folder: Path) -> str:
-    combined = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        combined.update(f"{content}  {path.relative_to(folder)}\n".encode())
-    return combined.hexdigest()
+        numbers = map(int, self.validation_sources.read_text(encoding="ascii").split())
+        return [(names[number] if names else "", row) for number, row in zip(numbers, rows, strict=True)]
 
 
 @contextmanager
@@ -400,7 +281,11 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
     If another process has completed the same folder meanwhile, this copy is discarded.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(final.parent)
+    limit = time.time() - _LEFTOVER_SECONDS
+    for folder in final.parent.glob(".*-*"):  # of killed preparations of any data
+        with suppress(OSError):  # belongs to another user, or was removed by another job
+            if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
+                shutil.rmtree(folder)
     temporary = final.with_name(f".{final.name}-{secrets.token_hex(4)}")
     temporary.mkdir()  # with the umask's permissions: colleagues may share prepared data
     try:
@@ -409,12 +294,3 @@ def new_prepared_data(final: Path) -> Iterator[PreparedData]:
             publish(temporary, final)
     finally:
         remove(temporary)
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove folders of killed preparations of any data, except young folders that may still be in use."""
-    limit = time.time() - _LEFTOVER_SECONDS
-    for folder in parent.glob(".*-*"):
-        with suppress(OSError):  # belongs to another user, or was removed by another job
-            if max(path.stat().st_mtime for path in (folder, *folder.rglob("*"))) < limit:
-                shutil.rmtree(folder)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ftkit.data.cases import Case
+from ftkit.data.completion_metrics import Completion, choose_metrics, read_calls
 from ftkit.data.conversations import Message, ToolCall
-from ftkit.data.metrics import Completion, choose_metrics, read_calls
 from ftkit.errors import DataError, NotFoundError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_calls_are_scored_by_name_arguments_count_and_correct_absence(
 
 
 def test_tool_calls_that_cannot_be_parsed_are_an_error() -> None:
-    with pytest.raises(DataError, match="parse the tool calls"):
+    with pytest.raises(DataError, match="call weather"):
         scores(with_calls(PARIS), "", "call weather with Paris")
 
 

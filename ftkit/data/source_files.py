@@ -13,19 +13,9 @@ import zlib
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from ftkit.data.file_kinds import START_BYTES, check_kind
-from ftkit.data.readers import (
-    COMPRESSIONS,
-    FORMATS,
-    JSON_LINES,
-    READERS,
-    arrow_errors,
-    cut_error,
-    read_lines,
-    suffix_of,
-)
+from ftkit.data.readers import COMPRESSIONS, READERS, START_BYTES, check_kind, cut_error, suffix_of
 from ftkit.errors import DataError, NotFoundError, PrerequisiteError, UnreachableError, one_line
 from ftkit.paths import is_address, is_pattern
 from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
@@ -33,7 +23,9 @@ from ftkit.runs.storage import ADVICE, is_unreachable, open_driver
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ftkit.data.readers import RawRow
+    from fsspec import AbstractFileSystem
+
+    from ftkit.data.rows import RawRow
 
 MAX_FILES: Final = 100_000
 """Maximum entries of a dataset's folder; walking through that many takes seconds."""
@@ -48,19 +40,23 @@ _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 """Metadata files that `datasets` writes."""
 
 
-# --- Finding files -------------------------------------------------------------------------------
-
-
 def find_files(place: str, key: str) -> list[str]:
     """Return the data files of a path, folder, pattern or address, sorted by name.
 
-    Raises:
-        NotFoundError: there are none.
-        DataError: some are compressed copies of others, or for other splits.
-        PrerequisiteError: a package or credentials for the address are missing.
+    Raises NotFoundError if there are none, and PrerequisiteError without a package or credentials for the address.
     """
     found = _find_remote(place, key) if is_address(place) else _find_local(place, key)
-    _check_copies(found, place, key)
+    first: dict[str, str] = {}
+    for file in found:
+        path = Path(file)
+        plain = str(path.with_suffix("")) if path.suffix.lower() in COMPRESSIONS else file
+        if (other := first.setdefault(plain, file)) != file:
+            raise DataError(
+                f"{key}: {place} has {Path(other).name} and {path.name}",
+                meaning="one is a compressed copy of the other, and its rows would be read twice",
+                fix="remove one of them, rename it if its rows are others, or list the files to read",
+                name="compressed-copy",
+            )
     return found
 
 
@@ -68,7 +64,7 @@ def _find_local(place: str, key: str) -> list[str]:
     path = Path(place)
     if is_pattern(place):
         found = sorted(file for file in glob(place, recursive=True) if Path(file).is_file())  # noqa: PTH207 - absolute patterns
-    elif _is_folder(path):
+    elif os.path.isdir(place):  # noqa: PTH112 - no error for a folder that can't be read; reading it reports it
         found = _train_files(place, [str(file) for file in walk(path, key)], key)
     else:
         found = [place]
@@ -81,31 +77,10 @@ def _find_local(place: str, key: str) -> list[str]:
     return found
 
 
-def _check_copies(files: list[str], place: str, key: str) -> None:
-    """Refuse files beside their compressed copies, whose rows would be read twice.
-
-    Raises:
-        DataError: there is a pair.
-    """
-    first: dict[str, str] = {}
-    for file in files:
-        path = Path(file)
-        plain = str(path.with_suffix("")) if path.suffix.lower() in COMPRESSIONS else str(path)
-        if (other := first.setdefault(plain, file)) != file:
-            raise DataError(
-                f"{key}: {place} has {Path(other).name} and {path.name}",
-                meaning="one is a compressed copy of the other, and its rows would be read twice",
-                fix="remove one of them, rename it if its rows are others, or list the files to read",
-            )
-
-
 def walk(folder: Path, key: str) -> list[Path]:
     """Return all files of a dataset's folder, also of linked folders; a folder that is linked twice is read once.
 
     Folders below it that ftkit wrote are left out: a workspace may be in the dataset's folder.
-
-    Raises:
-        NotFoundError: there are so many that it is probably another folder.
     """
     files: list[Path] = []
     seen = {folder.resolve()}
@@ -140,19 +115,8 @@ def stamp(place: str, key: str) -> str:
     return "\n".join(f"{file} {[str(info[key]) for key in keys if info.get(key)]}" for file, info in infos)
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # reading it reports the error
-        return False
-
-
 def _train_files(folder: str, files: list[str], key: str) -> list[str]:
-    """Return the data files of a folder, which must all belong to one split.
-
-    Raises:
-        DataError: some of them are for other splits.
-    """
+    """Return the data files of a folder, which must all belong to one split."""
     below = {file: Path(file).relative_to(folder) for file in files}
     found = sorted(
         file
@@ -161,49 +125,16 @@ def _train_files(folder: str, files: list[str], key: str) -> list[str]:
         and path.name not in _METADATA
         and not any(part.startswith((".", "_")) for part in path.parts)
     )
-    _check_snapshots(folder, found, key)
-    others = [file for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
-    if others and len(others) < len(found):
+    others = [below[file] for file in found if any(map(_OTHER_SPLIT.match, below[file].parts))]
+    train = [file for file in found if below[file] not in others]
+    if others and train:
         raise DataError(
-            f"{key}: {folder} has files of more than one split, such as {below[others[0]]}",
+            f"{key}: {folder} has files of more than one split, such as {others[0]}",
             meaning="all files of a folder are trained on, so the test data would be too",
-            fix=f"{_suggest(folder, [below[file] for file in found], key)}; use other files as data.validation.file",
+            fix=f"select those to train on by a pattern or list: {key}={train[0]}; others as data.validation.file",
+            name="several-splits",
         )
     return found
-
-
-def _check_snapshots(folder: str, files: list[str], key: str) -> None:
-    """Refuse a folder of the hub's cache with several revisions of one dataset, which would be trained on together.
-
-    Raises:
-        DataError: it has.
-    """
-    revisions: dict[str, set[str]] = {}
-    for file in files:
-        dataset, found, path = file.partition("/snapshots/")
-        if found:
-            revisions.setdefault(dataset, set()).add(path.partition("/")[0])
-    for dataset, several in revisions.items():
-        if len(several) > 1:
-            raise DataError(
-                f"{key}: {folder} has {len(several)} revisions of the same dataset: {', '.join(sorted(several))}",
-                meaning="the hub's cache keeps each revision that was downloaded, and all would be trained on",
-                fix=f"select one: {key}={dataset}/snapshots/REVISION; or give the dataset's hub id",
-            )
-
-
-def _suggest(folder: str, found: list[Path], key: str) -> str:
-    """Suggest how to select the training files of a folder that has files of other splits, too."""
-    root = folder.rstrip("/")
-    others = [path for path in found if any(map(_OTHER_SPLIT.match, path.parts))]
-    train = [path for path in found if path not in others]
-    parents = {path.parent for path in train}
-    if len(parents) == 1 and not any(path.is_relative_to(train[0].parent) for path in others):
-        return f"select its folder: {key}={root}/{train[0].parent}"
-    suffixes = {suffix_of(path.name) for path in train}
-    if all(path.name.startswith("train") for path in train):
-        return f"select files with a pattern: {key}={root}/**/train*{suffixes.pop() if len(suffixes) == 1 else ''}*"
-    return f"list the files: {key}={root}/{train[0]}, ..."
 
 
 def _find_remote(place: str, key: str) -> list[str]:
@@ -225,7 +156,7 @@ def _find_remote(place: str, key: str) -> list[str]:
     return sorted(file if is_address(file) else f"{scheme}://{file}" for file in found)
 
 
-def _file_system(place: str, key: str) -> Any:
+def _file_system(place: str, key: str) -> AbstractFileSystem:
     try:
         return open_driver(place.partition("://")[0])
     except PrerequisiteError as error:
@@ -251,19 +182,13 @@ def _remote_errors(place: str, key: str) -> Iterator[None]:
         ) from error
 
 
-# --- Reading files -------------------------------------------------------------------------------
-
-
 def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
-    """Yield the rows of a file in order, without keeping them.
-
-    Raises:
-        DataError: the file can't be read, is truncated, or has another format than its name says.
-    """
-    read = READERS.get(suffix_of(path), read_lines)
+    """Yield the rows of a file in order, without keeping them."""
+    suffix = suffix_of(path)
+    name, read = READERS.get(suffix, READERS[".jsonl"])
     try:
         with _open(path, key) as file:
-            check_kind(file.peek(START_BYTES), path, *FORMATS.get(suffix_of(path), (JSON_LINES, ())))
+            check_kind(file.peek(START_BYTES), path, name, suffix)
             yield from read(file, path)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
         raise cut_error(path, error) from error
@@ -271,56 +196,47 @@ def read_file(path: str, key: str = "data.source") -> Iterator[RawRow]:
         if is_address(path):
             with _remote_errors(path, key):
                 raise
+        if not error.errno:  # a decompressor's
+            raise cut_error(path, error) from error
         reason = error.strerror or one_line(error)
-        raise (
-            DataError(f"can't read {path}: {reason}", fix=f"check {key} in the recipe")
-            if error.errno
-            else cut_error(path, error)
-        ) from error
+        raise DataError(f"can't read {path}: {reason}", fix=f"check {key} in the recipe") from error
 
 
 def count_rows(path: str, key: str = "data.source") -> int:
     """Return the number of rows that `read_file` yields, from the file's metadata if it has a count."""
-    if suffix_of(path) == ".parquet" and Path(path).suffix.lower() == ".parquet":
-        from pyarrow import parquet  # noqa: PLC0415 - heavy
+    if suffix_of(path) == ".parquet":
+        import pyarrow.parquet  # noqa: PLC0415 - heavy
 
-        with _open(path, key) as file, arrow_errors(path):
-            return int(parquet.ParquetFile(file).metadata.num_rows)
+        with _open(path, key) as file:
+            try:
+                return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
+            except pyarrow.ArrowException as error:
+                raise cut_error(path, error) from error
     return sum(1 for _ in read_file(path, key))
-
-
-def _check_regular(path: str) -> None:
-    """Refuse pipes and devices: opening a pipe waits for its writer, and rows are read several times.
-
-    Raises:
-        DataError: it is one.
-    """
-    mode = Path(path).stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
-        raise DataError(
-            f"{path} is {kind}, not a file",
-            meaning="ftkit reads data several times: for the plan, for its identity, and for each preparation",
-            fix="write it to a file, compressed if it is large",
-        )
 
 
 @contextmanager
 def _open(path: str, key: str) -> Iterator[io.BufferedReader]:
-    opened: Any
     if is_address(path):
         with _remote_errors(path, key):
             # A driver's own file reads lines slowly, and without a limit.
             opened = io.BufferedReader(_file_system(path, key).open(path, "rb"), _BUFFER)
     else:
-        _check_regular(path)
-        opened = Path(path).open("rb", buffering=_BUFFER)  # noqa: SIM115 - entered below
+        mode = Path(path).stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe waits for its writer
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise DataError(
+                f"{path} is {kind}, not a file",
+                meaning="ftkit reads data several times: for the plan, for its identity, and for each preparation",
+                fix="write it to a file, compressed if it is large",
+            )
+        opened = io.BufferedReader(Path(path).open("rb", buffering=0), _BUFFER)  # noqa: SIM115 - entered below
     with opened as file:
         if file.peek(len(_GIT_LFS)).startswith(_GIT_LFS):
             raise DataError(f"{path} is only a Git LFS pointer", fix="download the file itself: git lfs pull")
         suffix = Path(path).suffix.lower()
         if suffix in COMPRESSIONS:
-            check_kind(file.peek(START_BYTES), path, f"a {suffix} file", (suffix,))
+            check_kind(file.peek(START_BYTES), path, f"a {suffix} file", suffix)
         match suffix:
             case ".gz":
                 yield cast("io.BufferedReader", gzip.GzipFile(fileobj=file))

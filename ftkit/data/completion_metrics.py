@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftkit.data.cases import Case
 from ftkit.data.tasks import score_row
 from ftkit.errors import DataError, NotFoundError, one_line
 
 if TYPE_CHECKING:
-    from ftkit.config.task import TaskFile
+    from ftkit.config.data import TaskFile
 
-Call = tuple[str, Any]
+Call = tuple[str, object]
 """A tool's name, and its arguments."""
 
 _XML = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
@@ -33,13 +33,9 @@ _NGRAM = 4
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion with its reference.
+    """Tokens and text of a completion without its end token, with its reference, if the data has one.
 
-    Attributes:
-        tokens: tokens of the completion, without its end token.
-        raw: text with special tokens, except the end token.
-        reference: the assistant turn in the data; None for a prompt without completion.
-        raw_reference: with special tokens.
+    `raw` and `raw_reference` have special tokens.
     """
 
     tokens: Sequence[int]
@@ -74,21 +70,6 @@ def exact_match(_: Case, completion: Completion) -> float | None:
     return None if completion.reference is None else float(completion.text.split() == completion.reference.split())
 
 
-def calls(case: Case, completion: Completion) -> float | None:
-    """Compare calls by name and arguments, in any order, if the data has at least one."""
-    return _compared(case, completion, at_least=1)
-
-
-def call_names(case: Case, completion: Completion) -> float | None:
-    """Compare calls only by name."""
-    return _compared(case, completion, at_least=1, by_name=True)
-
-
-def parallel_calls(case: Case, completion: Completion) -> float | None:
-    """Compare calls by name and arguments if the data has several in one turn."""
-    return _compared(case, completion, at_least=2)
-
-
 def no_call(case: Case, completion: Completion) -> float | None:
     """Return whether the model calls no tool, for rows with tools whose reference calls none."""
     if not case.has_tools or case.message is None or case.message.tool_calls:
@@ -96,7 +77,8 @@ def no_call(case: Case, completion: Completion) -> float | None:
     return float(not read_calls(completion.raw))
 
 
-def _compared(case: Case, completion: Completion, *, at_least: int, by_name: bool = False) -> float | None:
+def _compare_calls(at_least: int, case: Case, completion: Completion, *, by_name: bool = False) -> float | None:
+    """Compare calls in any order, if the data has `at_least` some in one turn."""
     if case.message is None or len(case.message.tool_calls) < at_least or completion.raw_reference is None:
         return None
     expected, predicted = read_calls(completion.raw_reference), read_calls(completion.raw)
@@ -107,72 +89,48 @@ def _compared(case: Case, completion: Completion, *, at_least: int, by_name: boo
             fix="choose other metrics with --metrics, for example your own: module:function",
         )
     if by_name:
-        expected, predicted = ([(name, None) for name, _ in each] for each in (expected, predicted))
+        return float(sorted(name for name, _ in expected) == sorted(name for name, _ in predicted))
     return float(same_calls(expected, predicted))
 
 
-_CALLS = (
-    Metric("calls", calls),
-    Metric("call_names", call_names),
-    Metric("parallel_calls", parallel_calls),
-    Metric("no_call", no_call),
-)
-_REPETITION = Metric("repetition", repetition, is_lower_better=True)
 METRICS: dict[str, tuple[Metric, ...]] = {
-    "calls": _CALLS,
+    "calls": (
+        Metric("calls", partial(_compare_calls, 1)),
+        Metric("call_names", partial(_compare_calls, 1, by_name=True)),
+        Metric("parallel_calls", partial(_compare_calls, 2)),
+        Metric("no_call", no_call),
+    ),
     "exact_match": (Metric("exact_match", exact_match),),
-    "repetition": (_REPETITION,),
+    "repetition": (Metric("repetition", repetition, is_lower_better=True),),
 }
 """Metrics of completions by their name in `--metrics` and recipes (`ftkit.config.recipe.SCORES`); the first one of
 a result determines which examples changed."""
 
 
-_NEEDS: dict[str, tuple[str, Callable[[Case], bool]]] = {
-    "calls": ("tools or tool calls", lambda case: case.has_tools or bool(case.message and case.message.tool_calls)),
-    "exact_match": ("a completion", lambda case: case.reference is not None),
-    "repetition": ("an assistant turn", lambda _: True),
-}
-"""What a case must have for a score of each metric: in words, and as a test."""
-
-
-def find_unmet_needs(names: Sequence[str], cases: Sequence[Case]) -> dict[str, str]:
-    """Return the metrics that have no score for any case, each with what the cases lack."""
-    return {
-        name: need for name, (need, meets) in _NEEDS.items() if name in names and not any(meets(case) for case in cases)
-    }
-
-
 def choose_metrics(requested: Sequence[str], cases: Sequence[Case], task: TaskFile | None = None) -> list[Metric]:
-    """Return the requested metrics; by default the task's or those that fit the rows, and repetition.
-
-    Raises:
-        NotFoundError: there is no such metric.
-    """
+    """Return the requested metrics; by default the task's or those that fit the rows, and repetition."""
     own = task.metrics if task else []
-    names = list(requested) or [*_default_metrics(own, cases), "repetition"]
+    default = [*own]
+    if any(case.has_tools and case.message is not None for case in cases):
+        default.append("calls")
+    if not default and any(case.reference is not None for case in cases):
+        default.append("exact_match")
     metrics: list[Metric] = []
-    for name in names:
+    for name in requested or (*default, "repetition"):
         if name in METRICS:
             metrics += METRICS[name]
         elif task and name in own:
             metrics.append(Metric(name, partial(_score_by_task, task, name)))
         elif name != "loss":
-            metrics.append(_import_metric(name, own))
+            metrics.append(_user_metric(name, own))
     return metrics
-
-
-def _default_metrics(own: Sequence[str], cases: Sequence[Case]) -> list[str]:
-    found = [*own]
-    if any(case.has_tools and case.message is not None for case in cases):
-        found.append("calls")
-    return found or ["exact_match"] * any(case.reference is not None for case in cases)
 
 
 def _score_by_task(task: TaskFile, name: str, case: Case, completion: Completion) -> float | None:
     return score_row(task, name, case.columns, completion.text)
 
 
-def _import_metric(name: str, own: Sequence[str]) -> Metric:
+def _user_metric(name: str, own: Sequence[str]) -> Metric:
     """Import a user's metric: a function of a row's columns and the text of a completion."""
     module_name, _, function_name = name.partition(":")
     if not function_name:
@@ -191,24 +149,21 @@ def _import_metric(name: str, own: Sequence[str]) -> Metric:
             meaning="modules are looked for in the current folder and among installed packages",
             fix="correct the name: module:function",
         ) from error
-    return Metric(name, partial(_score_by, function, name), is_part=False)
 
+    def score(case: Case, completion: Completion) -> float:
+        try:
+            found = float(function(dict(case.columns), completion.text))
+        except Exception as error:  # user code may raise anything
+            raise DataError(
+                f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
+                meaning="it is called with a row's columns and the completion, and returns a number",
+                fix="correct the function",
+            ) from error
+        if not math.isfinite(found):
+            raise DataError(f"the metric '{name}' returned {found}", fix="return a finite number")
+        return found
 
-def _score_by(function: Callable[..., object], name: str, case: Case, completion: Completion) -> float:
-    try:
-        score = float(function(dict(case.columns), completion.text))  # type: ignore[arg-type] # it may return anything
-    except Exception as error:  # user code may raise anything
-        raise DataError(
-            f"the metric '{name}' failed: {type(error).__name__}: {one_line(error)}",
-            meaning="it is called with a row's columns and the completion, and returns a number",
-            fix="correct the function",
-        ) from error
-    if not math.isfinite(score):
-        raise DataError(f"the metric '{name}' returned {score}", fix="return a finite number")
-    return score
-
-
-# --- Tool calls in completions ----------------------------------------------------------------------
+    return Metric(name, score, is_part=False)
 
 
 def read_calls(text: str) -> list[Call]:
@@ -217,8 +172,13 @@ def read_calls(text: str) -> list[Call]:
     Notations: Qwen's and Hermes's JSON in `<tool_call>`, Llama's and Mistral's JSON, a name before its arguments
     (newer Mistral, gpt-oss), and Qwen 3.5's `<function=…>`.
     """
-    xml = [(name, _xml_arguments(body)) for name, body in _XML.findall(text)]
-    return xml or _after_names(text) or _in_json(text)
+    xml: list[Call] = [
+        (name, {key: _parse_value(value.strip("\n")) for key, value in _XML_PARAMETER.findall(body)})
+        for name, body in _XML.findall(text)
+    ]
+    decoded = ((match[1], _decode(text, match.end())[0]) for match in _NAME_BEFORE.finditer(text))
+    after_names: list[Call] = [(name, arguments) for name, arguments in decoded if isinstance(arguments, dict)]
+    return xml or after_names or _in_json(text)
 
 
 def same_calls(left: list[Call], right: list[Call]) -> bool:
@@ -231,20 +191,11 @@ def same_calls(left: list[Call], right: list[Call]) -> bool:
     return not left
 
 
-def _xml_arguments(body: str) -> dict[str, Any]:
-    return {name: _parse_value(value.strip("\n")) for name, value in _XML_PARAMETER.findall(body)}
-
-
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _after_names(text: str) -> list[Call]:
-    found = ((match[1], _decode(text, match.end())) for match in _NAME_BEFORE.finditer(text))
-    return [(name, arguments) for name, (arguments, _) in found if isinstance(arguments, dict)]
 
 
 def _in_json(text: str) -> list[Call]:
@@ -258,14 +209,14 @@ def _in_json(text: str) -> list[Call]:
     return calls
 
 
-def _decode(text: str, place: int) -> tuple[Any, int]:
+def _decode(text: str, place: int) -> tuple[object, int]:
     try:
         return _DECODER.raw_decode(text, place)
     except (ValueError, RecursionError):
         return None, place
 
 
-def _as_call(value: Any) -> Call | None:
+def _as_call(value: object) -> Call | None:
     if not isinstance(value, dict):
         return None
     function = value["function"] if isinstance(value.get("function"), dict) else value

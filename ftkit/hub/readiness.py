@@ -1,6 +1,6 @@
 """Check that weights and data can be read before a GPU is allocated, and download them.
 
-This is checked twice: where the job is submitted, and by the job's first stage.
+This is checked twice: where the job is submitted, and by the job's first stage. Arguments as in `ftkit.hub.client`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ftkit.hub.client import (
     ask,
     cache_folder,
     download_file,
+    find_cached,
     find_folder,
     offline_variable,
     read_token,
@@ -24,7 +25,7 @@ from ftkit.hub.client import (
 )
 from ftkit.models.config_json import find_contradictions
 from ftkit.models.folder import SMALL_FILES, check_folder, missing_files, read_model_config
-from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, check_tensors, weight_files
+from ftkit.models.weight_files import CONFIG_FILE, UNREADABLE, WEIGHTS_FILE, WEIGHTS_INDEX, weight_files
 from ftkit.paths import is_path
 
 if TYPE_CHECKING:
@@ -33,41 +34,31 @@ if TYPE_CHECKING:
     from ftkit.config.data_sources import Source
     from ftkit.models.architecture import ModelSpec
 
-
+JsonFile = dict[str, Any]
 CARD = "README.md"
 """File of a dataset that `datasets` requests first, gated like the others. A readable dataset may lack it."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
-    """Check that a model's weights exist and may be read.
+    """Check that a model's weights exist and may be read, and that `model.architecture` agrees with them.
 
-    Args:
-        model: its weights are a folder, a hub id, or random.
-        environment: the variables that Hugging Face's libraries read: the hub's address, its token, its cache.
-        default_home: the job's cache, unless HF_HOME is set.
-
-    Returns:
-        A warning if this can't be checked here, or if the files have unused decoder layers; else None.
-
-    Raises:
-        NotFoundError: there is no such folder, model or revision, or the files contradict their configuration.
-        PrerequisiteError: the model is gated, or access is denied.
-        ConfigError: `model.architecture` contradicts their configuration.
+    Returns a warning if this can't be checked here. Raises NotFoundError
+    without such a folder, model or revision; PrerequisiteError if access is denied; ConfigError for another shape.
     """
     if model.weights == "random":
         return None
-    if is_path(model.weights):
-        check_folder(Path(model.weights))
-        return _check_files(model, Path(model.weights))
-    wanted = repository_of(model)
-    cache = cache_folder(environment, default_home, *MODEL_CACHE)
     folder = find_folder(model, environment, default_home)
+    if is_path(model.weights):
+        folder = Path(model.weights)
+        check_folder(folder)
     if folder is not None:
-        if not missing_files(folder):
-            return _check_files(model, folder)
         _check_shape(model, read_model_config(folder))
-    if offline := offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if is_path(model.weights) or not missing_files(folder):
+            return None
+    wanted = repository_of(model)
+    if offline := offline_variable(environment):
+        cache = cache_folder(environment, default_home, *MODEL_CACHE)
         return _require_cached(wanted, cache, offline, f"HF_HUB_CACHE={cache} hf download {model.weights}")
     answer = ask(wanted, (CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX), environment)
     _check_complete(wanted, answer.missing)
@@ -76,13 +67,7 @@ def check_weights(model: ModelSpec, environment: Mapping[str, str], default_home
     return answer.warning
 
 
-def _check_files(model: ModelSpec, folder: Path) -> str | None:
-    config = read_model_config(folder)
-    _check_shape(model, config)
-    return check_tensors(model.architecture_of_weights, config, folder)
-
-
-def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
+def _check_shape(model: ModelSpec, config: JsonFile) -> None:
     """Refuse a shape that contradicts the weights' configuration, which defines the trained model."""
     found = find_contradictions(model.architecture_of_weights, config)
     where, fix = f"{CONFIG_FILE} of {model.weights}", "Correct the recipe, or leave it out."
@@ -92,16 +77,13 @@ def _check_shape(model: ModelSpec, config: Mapping[str, Any]) -> None:
 
 def _check_complete(wanted: Repository, missing: list[str]) -> None:
     """Refuse a model without transformers' layout, or without safetensors."""
-    if CONFIG_FILE in missing:
+    if CONFIG_FILE in missing or {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
         raise NotFoundError(
-            f"{wanted.key}: '{wanted.name}' has no {CONFIG_FILE}",
-            fix="give a model in transformers' layout: ftkit trains no others",
-        )
-    if {WEIGHTS_FILE, WEIGHTS_INDEX} <= {*missing}:
-        raise NotFoundError(
-            f"{wanted.key}: '{wanted.name}' has no {WEIGHTS_FILE} and no {WEIGHTS_INDEX}",
-            meaning="its weights have another format, or the repository has adapters instead of a model",
+            f"{wanted.key}: '{wanted.name}' has no {' and no '.join(missing)}",
+            meaning="ftkit trains models in transformers' layout with safetensors; these files have another format, or "
+            "are adapters",
             fix="choose another model or revision; or convert the weights, and give model.weights the folder",
+            name="no-model-files",
         )
 
 
@@ -112,26 +94,17 @@ def download_weights(
 
     Many repositories have the weights a second time, in other layouts (`consolidated.safetensors`, `original/`): only
     the files that the index lists are downloaded.
-
-    Arguments as in `check_weights`.
-
-    Raises:
-        NotFoundError: there is no such hub model, or this token may not read it.
     """
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     def download(files: Sequence[str], revision: str | None) -> Path:
+        cache, token = cache_folder(environment, default_home, *MODEL_CACHE), read_token(environment)
         return Path(
             snapshot_download(
-                model.weights,
-                revision=revision,
-                allow_patterns=[*files],
-                local_files_only=local_files_only,
-                cache_dir=cache_folder(environment, default_home, *MODEL_CACHE),
-                token=read_token(environment),
+                model.weights, revision=revision, allow_patterns=[*files], local_files_only=local_files_only,
+                cache_dir=cache, token=token,
             )
-        )
+        )  # fmt: skip
 
     try:
         folder = download([*SMALL_FILES, WEIGHTS_FILE], model.revision)
@@ -140,7 +113,7 @@ def download_weights(
         except UNREADABLE:  # a damaged index, which `check_folder` refuses
             return folder
         return download(files, folder.name)  # the same commit, even if the branch has moved
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise NotFoundError(
             f"can't download '{model.weights}': {one_line(error)}",
             meaning="the name is wrong, the model is gated and HF_TOKEN may not read it, or the hub is out of reach",
@@ -151,35 +124,24 @@ def download_weights(
 def find_commit(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> str | None:
     """Return the commit of a model's revision, from the cache or the hub; None if unknown.
 
-    Arguments and errors as in `check_weights`.
+    Raises as `check_weights` does.
     """
     if model.weights == "random" or is_path(model.weights) or _COMMIT.fullmatch(model.revision or ""):
         return model.revision
     if (folder := find_folder(model, environment, default_home)) is not None and _COMMIT.fullmatch(folder.name):
         return folder.name
-    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    return None if offline_variable(environment) else ask(repository_of(model), (CONFIG_FILE,), environment).commit
+
+
+def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> JsonFile | None:
+    """Return the configuration of a hub model, downloaded into the cache; None if the hub does not respond."""
+    if offline_variable(environment):
         return None
-    return ask(repository_of(model), (CONFIG_FILE,), environment).commit
-
-
-def fetch_config(model: ModelSpec, environment: Mapping[str, str], default_home: Path) -> dict[str, Any] | None:
-    """Download the configuration of a hub model into the cache with one small request, and return it.
-
-    Arguments as in `check_weights`. Returns None if the hub does not respond, or its response is not usable.
-
-    Raises:
-        NotFoundError: there is no such model or revision, or it has no configuration.
-        PrerequisiteError: the model is gated, or access is denied.
-    """
-    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        return None
-    wanted = repository_of(model)
-    answer = ask(wanted, (CONFIG_FILE,), environment)  # without a network, a download would try five times
-    if answer.warning is not None:
-        return None
-    _check_complete(wanted, answer.missing)
+    answer = ask(repository_of(model), (CONFIG_FILE,), environment)  # without a network, a download tries five times
+    _check_complete(repository_of(model), answer.missing)
     try:
-        return read_model_config(download_file(model, CONFIG_FILE, environment, default_home).parent)
+        path = None if answer.warning else download_file(model, CONFIG_FILE, environment, default_home)
+        return None if path is None else read_model_config(path.parent)
     except Exception:  # noqa: BLE001 - errors of the client, of its HTTP library, of the file system
         return None
 
@@ -189,17 +151,11 @@ def fetch_files(
 ) -> Path | None:
     """Return the folder of the hub's cache with some of a model's files; download them if the first is missing.
 
-    Arguments and errors as in `check_weights`. Returns None if the model lacks the first file, or the hub does not
-    respond.
+    Returns None if the model lacks the first file, or the hub does not respond. Raises as `check_weights` does.
     """
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
-
-    cache = cache_folder(environment, default_home, *MODEL_CACHE)
-    found = try_to_load_from_cache(model.weights, names[0], cache_dir=cache, revision=model.revision)
-    if isinstance(found, str):
-        return Path(found).parent
-    if offline_variable(environment, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        return None
+    found = find_cached(model.weights, names[0], model.revision, environment, default_home)
+    if found is not None or offline_variable(environment):
+        return found
     answer = ask(repository_of(model), tuple(names), environment)
     if answer.warning is not None or names[0] in answer.missing:
         return None
@@ -218,7 +174,7 @@ def check_data(source: Source, environment: Mapping[str, str], default_home: Pat
     cache = cache_folder(environment, default_home, "datasets", "HF_DATASETS_CACHE")
     if any(_cache_name(folder.name) == _cache_name(source.dataset) for folder in cache.glob("*")):
         return None
-    if offline := offline_variable(environment, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+    if offline := offline_variable(environment, "HF_DATASETS_OFFLINE"):
         load = f"import datasets; datasets.load_dataset({source.dataset!r}, {source.subset!r})"
         return _require_cached(wanted, cache, offline, f'HF_DATASETS_CACHE={cache} python -c "{load}"')
     return ask(wanted, (CARD,), environment).warning
@@ -237,4 +193,5 @@ def _require_cached(wanted: Repository, cache: Path, offline: str, command: str)
         what,
         meaning=f"nothing is downloaded while {offline} is set",
         fix=f"where there is a network: {command}; or unset {offline}",
+        name="offline",
     )
